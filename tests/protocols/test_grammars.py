@@ -79,6 +79,14 @@ def is_whole(grammar: Grammar, model: ServedModel, text: str) -> bool:
         ({"exclusiveMaximum": ID, "type": "number"}, [f"{ID - 1}.99"], [str(ID), f"{ID}.0"]),
         ({"maximum": 1 << 64, "type": "integer"}, [str(1 << 64)], [str((1 << 64) + 1)]),
         ("""{"const": 0.12345678901234567}""", ["0.12345678901234567"], ["0.12345678901234566"]),
+        ({"const": 123456789.12345679}, ["123456789.12345679"], ["123456789.1234568"]),
+        (
+            {"enum": [8.789642961e-18]},
+            ["0.000000000000000008789642961"],
+            ["8.789642961E-18", "0.0000000000000000087896429611"],
+        ),
+        ({"minimum": 123456789.12345679}, ["123456789.12345679"], ["123456789.12345678"]),
+        ({"type": ["string", "null"], "minimum": ID}, ['"a"', "null"], [str(ID)]),
         ("""{"const": 1e30}""", ["1" + "0" * 30], ["1" + "0" * 29 + "1"]),
         ({"properties": {"a": {"const": ID}}, "required": ["a"]}, [f'{{"a": {ID}}}'], ["{}"]),
         ({"items": {"enum": [ID, 1]}, "maxItems": 2}, [f"[{ID}, 1]", "[]"], [f"[{ID},1,1]"]),
@@ -334,6 +342,16 @@ def test_a_bound_that_leaves_small_numbers_may_be_of_any_size(
     jobs: Jobs, compiler: GrammarCompiler, keyword: str, number: str
 ) -> None:
     assert takes(compiler, read(jobs, by_schema(f'{{"{keyword}": {number}}}')), "7")
+
+
+def test_a_step_below_other_keywords_leaves_these_in_force(
+    jobs: Jobs, compiler: GrammarCompiler
+) -> None:
+    step = {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.25}
+    schema = {"type": "array", "items": step, "anyOf": [{"minItems": 1}, {"minItems": 2}]}
+    checked = read(jobs, by_schema(schema))
+    assert takes(compiler, checked, "[0.25]")
+    assert not takes(compiler, checked, "[]") and not takes(compiler, checked, "1")
 
 
 def test_a_bound_that_is_excluded_as_in_draft_4_is_enforced(

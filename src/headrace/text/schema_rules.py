@@ -8,12 +8,11 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
 from headrace.text.json_schema import NUMERIC, TYPES, Node, ReadSchema, SchemaFinding
 from headrace.text.number_patterns import (
-    NumberBounds,
     integer_pattern,
     is_whole,
     multiples,
@@ -26,8 +25,11 @@ SPACE = r"( |\n {0,12})?"
 """White space between the parts of a JSON text: enough to indent it, and an end to it."""
 
 _SAFE = 1 << 53  # doubles hold all integers up to it
+_LAST_PLACE = Decimal("1e-22")
+_MAX_PLACES = 22  # 10 to the 22nd is the last power that a double holds
 _LARGEST_COEFFICIENT = (1 << 32) - 1
 _STRING = r'"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
+_EMPTY = '""'
 _OF_OBJECTS = ("properties", "required", "additionalProperties")
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 _IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "const", "enum")
@@ -38,12 +40,26 @@ Grammars = list[dict[str, Any]]
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the library keeps a value, in a const or a bound, as it is."""
-    if isinstance(value, Decimal):
-        return abs(value) <= _SAFE and Decimal(repr(float(value))) == value
+    """Whether the library keeps a value, in a const or a bound, as it is.
+
+    It computes a number from the integer of its digits and a power of ten, and is only exact where
+    doubles hold both.
+    """
     if isinstance(value, list | dict):
         return all(map(is_plain, value.values() if isinstance(value, dict) else value))
-    return True
+    if not isinstance(value, Decimal):
+        return True
+    if abs(value) > _SAFE:
+        return False
+    nearest = Decimal(repr(float(value)))
+    places = _num_places(nearest)
+    return nearest == value and places <= _MAX_PLACES and abs(nearest.scaleb(places)) <= _SAFE
+
+
+def _num_places(value: Decimal) -> int:
+    exponent = value.normalize().as_tuple().exponent
+    assert isinstance(exponent, int)
+    return max(0, -exponent)
 
 
 def is_plain_step(step: Decimal) -> bool:
@@ -51,7 +67,8 @@ def is_plain_step(step: Decimal) -> bool:
     value, exponent = float(step), 0
     while value <= _LARGEST_COEFFICIENT and value % 1:
         value, exponent = value * 10, exponent + 1
-    return 0 < value <= _LARGEST_COEFFICIENT and Decimal(int(value)).scaleb(-exponent) == step
+    is_read = 0 < value <= _LARGEST_COEFFICIENT and exponent <= _MAX_PLACES
+    return is_read and Decimal(int(value)).scaleb(-exponent) == step
 
 
 def exact_values(node: Node) -> list[str]:
@@ -80,14 +97,14 @@ def settle(schema: ReadSchema) -> list[SchemaFinding]:
             _block(schema, node, blocked)
     findings = []
     for node in _all_nodes(schema):
-        if isinstance(node, dict) and id(node) in blocked:
+        if id(node) in blocked:
             findings += [it for name in exact_values(node) for it in _settled(schema, node, name)]
     return findings + _joined_steps(schema)
 
 
 def _joined_steps(schema: ReadSchema) -> list[SchemaFinding]:
     """Leave out steps whose common multiple the library may need and cannot hold in 32 bits."""
-    nodes = [it for it in _all_nodes(schema) if isinstance(it, dict)]
+    nodes = _all_nodes(schema)
     steps = {it["multipleOf"] for it in nodes if "multipleOf" in it}
     fine = Decimal(1).scaleb(min((it.as_tuple().exponent for it in steps), default=0))
     product = math.prod(int(it / fine) for it in steps)
@@ -134,20 +151,16 @@ def _narrowed(value: Decimal, is_low: bool) -> Decimal | None:
     if abs(value) > _SAFE:
         is_inside = (value < 0) == is_low
         return Decimal(_SAFE).copy_sign(value) if is_inside else None
-    number = float(value)
-    for _ in range(3):
-        found = Decimal(repr(number))
-        if found >= value if is_low else found <= value:
-            return found
-        number += abs(number) * 2.0**-52 * (1 if is_low else -1)
-    return None
+    rounding = ROUND_CEILING if is_low else ROUND_FLOOR
+    found = Context(prec=15, rounding=rounding).plus(value)
+    return found.quantize(_LAST_PLACE, rounding) if _num_places(found) > _MAX_PLACES else found
 
 
-def _all_nodes(schema: ReadSchema) -> list[Node]:
+def _all_nodes(schema: ReadSchema) -> list[dict[str, Any]]:
     level = [schema.root, *schema.definitions.values()]
-    found: list[Node] = []
+    found: list[dict[str, Any]] = []
     while level:
-        found += level
+        found += [node for node in level if isinstance(node, dict)]
         level = [below for node in level for below in children(node)]
     return found
 
@@ -217,7 +230,7 @@ class RuleWriter:
 
     def _find_exact(self) -> set[int]:
         """Ids of the nodes that have an exact number, or a way to one."""
-        nodes = [it for it in _all_nodes(self._schema) if isinstance(it, dict)]
+        nodes = _all_nodes(self._schema)
         found = {id(node) for node in nodes if exact_values(node)}
         size = -1
         while found and size < len(found):
@@ -229,16 +242,16 @@ class RuleWriter:
         return found
 
     def needs_rules(self, node: Node) -> bool:
-        return id(node) in self.exact_nodes
+        return id(node) in self.exact_nodes and self.can_write(node)
 
     def can_write(self, node: Node) -> bool:
         """Whether the node says only what rules can say."""
         assert isinstance(node, dict)
+        if node.keys() in ({"anyOf"}, {"$ref"}):
+            return True
+        if node.keys() == {"allOf"}:
+            return len(node["allOf"]) == 1
         asked = node.keys() - {"type"}
-        if len(asked) == 1 and next(iter(asked)) in ("anyOf", "$ref") and "type" not in node:
-            return True
-        if asked == {"allOf"} and len(node["allOf"]) == 1 and "type" not in node:
-            return True
         if "const" in asked or "enum" in asked:
             values = node.get("enum", [node.get("const")])
             if all(isinstance(it, Decimal) for it in values):  # which nothing else concerns
@@ -251,9 +264,7 @@ class RuleWriter:
         has_numbers = bool(exact_values(node)) and {"integer", "number"} & set(types)
         if has_numbers and self._numbers(node) is None:
             return False
-        return not any(it in self.exact_nodes for it in map(id, below_object)) or (
-            "object" in types
-        )
+        return "object" in types or not any(id(it) in self.exact_nodes for it in below_object)
 
     def write(self) -> Grammars:
         start = self._rule(self._schema.root)
@@ -280,8 +291,9 @@ class RuleWriter:
     def _by_type(self, node: dict[str, Any]) -> list[str]:
         types = list(node.get("type", TYPES))
         found: list[str] = []
-        if exact_values(node) and (numbers := self._numbers(node)):
-            types = [it for it in types if it not in ("integer", "number")]
+        others = [it for it in types if it not in ("integer", "number")]
+        if others != types and exact_values(node) and (numbers := self._numbers(node)):
+            types = others
             found.append(numbers)
         inside = (*node.get("properties", {}).values(), node.get("additionalProperties"))
         if "object" in types and any(id(it) in self.exact_nodes for it in inside):
@@ -307,7 +319,8 @@ class RuleWriter:
         if "multipleOf" in node:
             found = multiples(bounds, node["multipleOf"], is_integer)
             return self._one_of(found) if found else None
-        return _pattern_rule(bounds, is_integer)
+        pattern = integer_pattern(bounds) if is_integer else number_pattern(bounds)
+        return None if pattern is None else f"/{pattern}/"
 
     def _one_of(self, values: Sequence[Any]) -> str:
         """A rule of these values.
@@ -326,10 +339,8 @@ class RuleWriter:
         if isinstance(value, list):
             return self._sequence('"["', [(self._value(it), True) for it in value], "", '"]"')
         if isinstance(value, dict):
-            entries = [
-                (self._entry(_quoted_key(k), self._value(it)), True) for k, it in value.items()
-            ]
-            return self._sequence('"{"', entries, "", '"}"')
+            pairs = ((_quoted_key(name), self._value(it)) for name, it in value.items())
+            return self._sequence('"{"', [(self._entry(*it), True) for it in pairs], "", '"}"')
         return _quoted(_text(value))
 
     def _object(self, node: dict[str, Any]) -> str:
@@ -399,9 +410,8 @@ class RuleWriter:
             else:
                 first, behind = f"({alone} | {first or _EMPTY})", f"({comma} {entry})? {behind}"
             first, behind = self._add(first), self._add(behind)
-        return self._add(
-            f"{opening} ws {first} ws {closing}" if first else f"{opening} ws {closing}"
-        )
+        first = f"{first} ws " if first else ""
+        return self._add(f"{opening} ws {first}{closing}")
 
     def _definition(self, name: str) -> str:
         rule = self._definitions.get(name)
@@ -424,14 +434,6 @@ class RuleWriter:
     def _add(self, body: str) -> str:
         self._lines.append(f"r{len(self._lines)}: {body}")
         return f"r{len(self._lines) - 1}"
-
-
-_EMPTY = '""'
-
-
-def _pattern_rule(bounds: NumberBounds, is_integer: bool) -> str | None:
-    pattern = integer_pattern(bounds) if is_integer else number_pattern(bounds)
-    return None if pattern is None else f"/{pattern}/"
 
 
 def _text(value: Any) -> str:
