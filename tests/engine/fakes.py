@@ -14,7 +14,7 @@ class Runner:
     Its first steps raise `errors`, one each.
     """
 
-    def __init__(self, *errors: Exception) -> None:
+    def __init__(self, *errors: BaseException) -> None:
         self.lengths: list[int] = []  # of the first chunk of each step
         self._errors = list(errors)
         self._fake = FakeRunner(MemoryLayout(16, 1000), {1: "", 2: ""})

@@ -25,6 +25,7 @@ from headrace.config.settings import ServerConfig
 from headrace.config.sources import PREFIX, WITHOUT_VALUE, Setting, load, nearest, settings
 from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
 from headrace.core.loading import STARTING
+from headrace.panics import STEERING
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
 _OF_UNIX = ("fcntl", "resource")  # modules that Python has on no other system
@@ -321,7 +322,9 @@ def main() -> None:
     except BrokenPipeError:  # nobody reads our output any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(exits.FAILED)
-    except Exception as error:
+    except STEERING:
+        raise
+    except BaseException as error:  # a library's panic is not an Exception
         code, message = _explain(error)
         print(f"headrace: {message}", file=sys.stderr, flush=True)
         if os.environ.get(_DEBUG) == "debug" or logging.getLogger().isEnabledFor(logging.DEBUG):
@@ -329,7 +332,7 @@ def main() -> None:
         sys.exit(code)
 
 
-def _explain(error: Exception) -> tuple[int, str]:
+def _explain(error: BaseException) -> tuple[int, str]:
     match error:
         case click.ClickException():
             return exits.CONFIG, error.format_message()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from headrace.core.adapter import Adapter
 from headrace.core.errors import ModelError
 from headrace.core.messages import AdapterRead, Submit
+from headrace.panics import STEERING
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,9 @@ class AdapterShelf:
             logger.error("An adapter could not be read: %s", error)
             code = error.code if error.code == "model_changed" else "load_failed"
             answer = AdapterRead(own, code, str(error))
-        except Exception as error:
+        except STEERING:
+            raise
+        except BaseException as error:  # a library's panic is not an Exception
             logger.exception("An adapter could not be read")
             words = f"The adapter could not be read: {type(error).__name__}."
             answer = AdapterRead(own, "internal_error", words)

@@ -18,6 +18,7 @@ from headrace.core.messages import (
     Status,
     Submit,
 )
+from headrace.panics import STEERING
 
 
 class EngineUp(msgspec.Struct, frozen=True):
@@ -100,7 +101,9 @@ class NewsQueue:
         def put(news: EngineNews) -> None:
             try:
                 hear(news)
-            except Exception as error:
+            except STEERING:
+                raise
+            except BaseException as error:  # a library's panic is not an Exception
                 on_end(error)
 
         self.put, self.end = put, on_end

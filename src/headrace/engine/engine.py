@@ -35,6 +35,7 @@ from headrace.engine.core_lock import CoreLock
 from headrace.engine.grammars import Compiled, Grammars, failures
 from headrace.engine.wire import AnyMessage
 from headrace.memory.offers import Offer
+from headrace.panics import STEERING
 from headrace.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -210,7 +211,9 @@ class Engine:
         except MemoryError as error:
             logger.warning("A step of %d chunks ran out of memory: %s", len(plan.chunks), error)
             self._scheduler.out_of_memory(plan, _NO_MEMORY, self._clock())
-        except Exception as error:
+        except STEERING:
+            raise
+        except BaseException as error:  # a library's panic is not an Exception
             logger.exception("A step of %d chunks failed", len(plan.chunks))
             self._scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
         else:

@@ -20,6 +20,7 @@ from headrace.core.messages import (
 )
 from headrace.engine.client import EngineDown, EngineUp, NewsQueue
 from headrace.engine.engine import Engine, Inbox
+from headrace.panics import STEERING
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,9 @@ class LocalEngine:
         message = "The engine's loop ended unasked."
         try:
             engine.run(self._inbox)
-        except Exception as error:
+        except STEERING:
+            raise
+        except BaseException as error:  # a library's panic is not an Exception
             logger.exception("The engine's loop failed")
             message = f"The engine's loop failed: {error}"
         if not self._is_closing:

@@ -13,6 +13,7 @@ from headrace.generation.registry import Registry, cut_by
 from headrace.generation.stream import LiveStream
 from headrace.generation.writers import Writers
 from headrace.metrics.metrics import ServerFigures
+from headrace.panics import STEERING
 from headrace.streams.log import Log, LogConflict
 from headrace.streams.record import Record
 from headrace.streams.store import Stored, StoreStalled
@@ -122,7 +123,9 @@ class Resumption:
         except StoreStalled:
             self._group.create_task(self._resume_later(stored, cut), name="resume later")
             return
-        except Exception:  # one stream, and not the server
+        except STEERING:
+            raise
+        except BaseException:  # one stream, and not the server; a panic is not an Exception
             logger.exception("A stream of an earlier run cannot be resumed")
             self._group.create_task(_give_up(stored.log), name="give up")
             return

@@ -27,6 +27,7 @@ from headrace.generation.submission import Submission, salt_of
 from headrace.generation.waits import Beat
 from headrace.metrics.metrics import RequestFigures
 from headrace.metrics.traces import Traces
+from headrace.panics import STEERING
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
@@ -240,7 +241,9 @@ class LiveStream:
         except (StoreStalled, LogTaken):
             self._submission.leave()
             raise
-        except Exception:
+        except STEERING:
+            raise
+        except BaseException:  # a library's panic is not an Exception
             logger.exception("A stream failed")
             self.cut = RequestError("internal_error", "The server failed on this request.")
             self._submission.leave()

@@ -1,0 +1,86 @@
+"""Libraries in Rust panic with a BaseException: it ends what met it, and nothing else."""
+
+import asyncio
+import queue
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from headrace.cli import exits
+from headrace.cli import main as command
+from headrace.core.messages import FinishReason, Shutdown
+from headrace.engine.adapters import AdapterShelf, Reading
+from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
+from headrace.engine.engine import Engine, Inbox
+from headrace.engine.local import LocalEngine
+from tests.engine.fakes import Runner, Sent
+from tests.fleet.fakes import READY
+from tests.scheduler.builders import make_scheduler, make_submit
+
+
+class Panic(BaseException):
+    """An exception as a library in Rust raises it when it gives up."""
+
+
+class Panicking:
+    """A runner or an engine that always panics."""
+
+    def put_adapter(self, read: Any) -> None:
+        raise Panic
+
+    def run(self, inbox: Any) -> None:
+        raise Panic
+
+
+def test_a_step_that_panics_ends_its_request_and_the_engine_goes_on() -> None:
+    inbox: Inbox = queue.SimpleQueue()
+    inbox.put(make_submit(1, 4, max_tokens=2))
+    sent = Sent()
+    sent.when_done = lambda: inbox.put(Shutdown())
+    Engine(make_scheduler(max_step_tokens=64), Runner(Panic()), sent).run(inbox)
+    assert sent.finishes == [FinishReason.ERROR]
+
+
+def test_an_adapter_that_panics_is_one_that_could_not_be_read() -> None:
+    shelf = AdapterShelf(cast(Any, Panicking()))
+    done: Future[Any] = Future()
+    done.set_result("factors")
+    shelf._waiting["own"] = []
+    answer, _ = shelf.take(Reading("own", done))
+    assert (answer.code, answer.message) == (
+        "internal_error",
+        "The adapter could not be read: Panic.",
+    )
+
+
+async def test_a_reader_of_news_that_panics_reports_its_end() -> None:
+    def hear(news: EngineNews) -> None:
+        raise Panic
+
+    ends: list[BaseException | None] = []
+    news = NewsQueue()
+    news.hand_to(hear, ends.append)
+    news.put(EngineUp(READY))
+    assert [type(end) for end in ends] == [Panic]
+
+
+async def test_an_engine_in_a_thread_that_panics_is_reported_down() -> None:
+    client = LocalEngine()
+    await asyncio.to_thread(client._run, cast(Engine, Panicking()))
+    async with asyncio.timeout(10):
+        told = await anext(aiter(client.news))
+    assert isinstance(told, EngineDown) and told.given_up
+
+
+def test_a_command_that_panics_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: Any) -> None:
+        raise Panic("inside")
+
+    monkeypatch.setattr(command.cli, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == exits.FAILED
+    assert "failed by a bug: Panic" in capsys.readouterr().err
