@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from headrace.checkpoints.convert_tokenizer import main
 from headrace.text.tokenizer import Tokenizer
 from tools.harness.small_tokenizers import CORPUS, library
@@ -14,6 +16,13 @@ def test_a_list_of_word_pieces_is_converted(tmp_path):
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nfox\n##es")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert list(convert(tmp_path).encode("Foxes", True)) == [2, 5, 6, 3]
+
+
+def test_a_folder_with_a_device_in_a_texts_place_is_refused_before_the_library_reads_it(tmp_path):
+    (tmp_path / "vocab.txt").write_text("[UNK]")
+    (tmp_path / "special_tokens_map.json").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="not a regular file"):
+        convert(tmp_path)
 
 
 def test_a_vocabulary_with_merges_is_converted(tmp_path):

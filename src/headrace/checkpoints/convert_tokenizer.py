@@ -1,19 +1,26 @@
 """`python -m headrace.checkpoints.convert_tokenizer FOLDER OUT`: a tokenizer.json from older files.
 
 A process of its own: transformers imports torch, which the gateway never does. It reads local
-files only and never runs code that comes with a model.
+files only, never runs code that comes with a model, and may take a bounded amount of memory.
 """
 
+import resource
 import sys
 from pathlib import Path
+
+from headrace.checkpoints.small_file import check_texts
+
+_MAX_BYTES = 2 << 30
 
 
 def main(folder: Path, out: Path) -> None:
     from transformers import AutoTokenizer
 
+    check_texts(folder)
     loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     loaded.backend_tokenizer.save(str(out))
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))
     main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -10,6 +10,9 @@ from typing import BinaryIO
 from headrace.core.errors import ModelError
 
 MAX_BYTES = 32 << 20  # the longest indexes of shards have a few MiB
+MAX_TEXT = 128 << 20
+"""Bytes of a file with a vocabulary; the largest tokenizer.json in use has 35 MB."""
+_TEXTS = (".json", ".jinja", ".txt", ".model")
 _SHOWN_CHARS = 100  # of a file's name in a message
 
 
@@ -34,6 +37,19 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(0, "not a regular file", str(path))
         yield file
+
+
+def check_texts(folder: Path) -> None:
+    """OSError if a text that a library may read from a folder is too long, or not a regular file.
+
+    Libraries read whole files, and wait for a pipe or read a device for ever.
+    """
+    for file in folder.iterdir():
+        if file.suffix in _TEXTS and file.exists():
+            with open_regular(file) as opened:
+                size = os.fstat(opened.fileno()).st_size
+            if size > MAX_TEXT:
+                raise OSError(0, f"more than {MAX_TEXT:,} bytes", str(file))
 
 
 @contextlib.contextmanager

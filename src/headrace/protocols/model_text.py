@@ -19,6 +19,7 @@ from headrace.workers.pool import MEMORY_BYTES
 logger = logging.getLogger(__name__)
 
 _LOAD_BYTES = 4 << 30  # a load may take; a worker for images loads torch too
+_MAX_CAUSE = 1000  # characters of a library's error in the log
 _KEPT_BYTES = MEMORY_BYTES // 4  # beyond what was loaded, between two jobs
 
 Bound = Callable[[], contextlib.AbstractContextManager[None]]
@@ -64,6 +65,7 @@ class ModelText:
             try:
                 return module.ImageProcessor(model.folder, model.has_native_vision)
             except ModelError as error:
+                logger.error("%s %s", error, str(error.__cause__ or "")[:_MAX_CAUSE])
                 raise RequestError("unsupported_content", str(error)) from error
 
     def check_placeholders(self, token_ids: Sequence[int]) -> None:

@@ -27,8 +27,10 @@ from transformers import (
     AutoTokenizer,
 )
 
+from headrace.checkpoints.small_file import check_texts
 from headrace.core.errors import ModelError, RequestError
 from headrace.core.plan import EncodeWork, PromptInputs
+from headrace.panics import STEERING
 from headrace.runner.lanes.foreign import Signature
 from headrace.runner.lanes.image_tensors import ImageTensors
 
@@ -116,11 +118,14 @@ class ImageProcessor:
 
     def __init__(self, folder: Path, in_pieces: bool = False) -> None:
         try:
+            check_texts(folder)
             self._config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             self._processor: Any = _load_processor(folder, self._config)
-        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        except (MemoryError, *STEERING):
+            raise
+        except BaseException as error:  # a library reads the folder's files, and may panic
             raise ModelError(
-                f"The processor of {folder.name} cannot be loaded: {error}."
+                f"The image processor of {folder.name} cannot be loaded; the server's log says why."
             ) from error
         self._signature = Signature.of(type(self._processor).__call__)
         self._num_units = self._config.vision_config.depth + 1 if in_pieces else 1
@@ -134,7 +139,9 @@ class ImageProcessor:
         opened = [open_image(data, param) for data, param in zip(images, params, strict=True)]
         try:
             made = self._process(text, opened)
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+        except (MemoryError, *STEERING):
+            raise
+        except BaseException as error:  # a library's panic is not an Exception
             raise _invalid("The model's processor cannot take this image.", params[0]) from error
         ids = array("i", made["input_ids"].reshape(-1).tolist())
         is_image = [token_id in self._placeholder_ids for token_id in ids]
