@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MARK = ".unreadable-"
-"""Stands between the name that a file had and when it was moved aside."""
+"""Separates a file's old name from the time at which it was moved aside."""
 _MAX_NAME = 200  # characters of that name
 
 
@@ -40,7 +40,7 @@ def move_aside(path: Path, why: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make sure that there is a folder, for its user alone."""
+    """Make sure that the folder exists and only its user can open it."""
     if os.path.lexists(path) and not path.is_dir():
         move_aside(path, "it is not a folder")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,9 +48,9 @@ def make_folder(path: Path) -> None:
 
 
 def make_way(path: Path) -> None:
-    """Move aside what stands where a file is to be: a folder, a pipe, a device or a broken link.
+    """Move aside a folder, pipe, device or broken link that has the name of a wanted file.
 
-    To open one of them may wait for ever, or never end.
+    Opening or reading one of them may never end.
     """
     if os.path.lexists(path) and not path.is_file():
         move_aside(path, "it is not a file")
@@ -76,7 +76,7 @@ def read_kept(path: Path, decode: Callable[[bytes], T], max_bytes: int) -> T | N
 
 
 def drop_partial(path: Path) -> None:
-    """Remove what a write that was cut has left."""
+    """Remove what an interrupted write left."""
     with contextlib.suppress(OSError):
         if not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()

@@ -12,9 +12,9 @@ T = TypeVar("T")
 async def in_thread(work: Callable[[], T]) -> T:
     """Run `work` in a daemon thread; return its result or raise its exception.
 
-    The process can end while the thread runs, which an executor's threads would prevent. Whatever
-    `work` raises ends this call alone: a panic becomes a RuntimeError, since a BaseException would
-    end the caller's task and its group.
+    The process can end while the thread runs, which an executor's threads would prevent. An
+    exception from `work` ends only this call: a panic becomes a RuntimeError, since a BaseException
+    would end the caller's task and its group.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()

@@ -1,8 +1,8 @@
-"""Reads a model in a process of its own first, where it can be killed.
+"""Reads a model first in a separate process, which can be killed.
 
 What a folder holds is parsed by libraries that can crash, hang while they hold the interpreter's
 lock, or take any amount of memory: tokenizers, templates, configs, headers of weights. So a process
-with limits reads it before the gateway does. What went well there goes well again.
+with limits reads it before the gateway does. Files that it can read, the gateway can read too.
 
 `python -m headrace.fleet.model_check` reads a packed ModelConfig from stdin and writes its answer.
 """
@@ -39,7 +39,7 @@ _ENVIRONMENT = {
     "RUST_LIB_BACKTRACE": "0",
 }
 _places = threading.Semaphore(2)
-"""Reads that may run at once: each takes a core and up to MAX_BYTES of memory."""
+"""Processes that may run at once: each takes a core and up to MAX_BYTES of memory."""
 
 
 class Readable(msgspec.Struct, frozen=True, tag=True):
@@ -65,7 +65,7 @@ class Checked(NamedTuple):
 
 
 class CheckFailed(ModelError):
-    """The reading crashed or passed a limit. It would again, so it is not worth another try."""
+    """The process crashed or exceeded a limit. It would do so again, so nothing tries again."""
 
 
 def check_model(config: ModelConfig) -> Checked:
@@ -117,14 +117,16 @@ def _reason(code: int) -> str:
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
-    os.nice(19)  # streams go first
+    os.dup2(
+        sys.stderr.fileno(), sys.stdout.fileno()
+    )  # what libraries print is not part of the answer
+    os.nice(19)  # running streams take precedence
     _limit(resource.RLIMIT_CPU, MAX_CPU_S)
     _limit(resource.RLIMIT_DATA, MAX_BYTES)
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelConfig)
     answers.write(msgspec.json.encode(_read(config)))
     answers.close()
-    os._exit(0)  # without the end of libraries that may have been damaged
+    os._exit(0)  # skips the cleanup of libraries, which may be damaged
 
 
 def _limit(what: int, most: int) -> None:

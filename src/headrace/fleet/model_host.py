@@ -148,7 +148,7 @@ class ModelHost:
                     self.known = await in_thread(lambda: self._read(on_progress))
 
     def _read(self, on_progress: OnProgress) -> ServedModel:
-        """Read the model, unless that failed before and its files are the same still."""
+        """Read the model, unless reading failed before and its files have not changed since."""
         config = self.config
         stamp = _stamp(self._path)
         if self._failure is not None and stamp is not None and self._failure[0] == stamp:
@@ -197,7 +197,7 @@ class ModelHost:
 
 
 def _stamp(path: Path) -> object:
-    """Return what changes with the first thousand files of a folder; None if it is gone."""
+    """Return a value that changes with a folder's first thousand files; None without a folder."""
     try:
         with contextlib.ExitStack() as closing:
             if path.is_dir():
@@ -211,7 +211,7 @@ def _stamp(path: Path) -> object:
 
 
 def _size_of(file: Path) -> int:
-    """Bytes of a file; 0 if it has gone, or was only named."""
+    """Return the bytes of a file; 0 if it does not exist."""
     try:
         return file.stat().st_size
     except (OSError, ValueError):  # the latter for a name that no file can have

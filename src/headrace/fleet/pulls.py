@@ -161,7 +161,7 @@ class Pulls:
         return pull
 
     def _forget_failed(self) -> None:
-        """Keep the newest failures only: clients may ask for any number of models."""
+        """Forget all but the newest failures: clients may ask for any number of models."""
         failed = [it.model for it in self._pulls.values() if it.state == "failed"]
         for model in failed[:-_MAX_FAILED]:
             del self._pulls[model]

@@ -189,7 +189,7 @@ class Models(Generic[ByName]):
     def find(self, name: str) -> ByName | None:
         """Return the model of a name, or else of the path that it was given by, if there is one.
 
-        Clients of Ollama may write `:latest` behind any name.
+        Clients of Ollama may write `:latest` after any name.
         """
         named = next((model for model in self._models if name in model.names), None)
         named = named or next((model for model in self._models if name in model.paths), None)

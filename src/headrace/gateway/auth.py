@@ -92,9 +92,9 @@ class Auth:
             self.check(headers)
 
     def check_page(self, headers: Headers) -> None:
-        """RequestError `forbidden` for a page of another host, as its Origin shows.
+        """Raise RequestError `forbidden` if the Origin is a page of another host.
 
-        For sockets, from which a browser lets any page read, and for `check_simple`.
+        Used for WebSockets, which a browser lets any page read, and by `check_simple`.
         """
         origin = headers.get("origin")
         if origin is None or self._origins & {origin, "*"}:

@@ -66,7 +66,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[list[bytearray]]:
-        """The pieces of a body of JSON, decoded; they count until the context is left.
+        """Yield the decoded pieces of a JSON body; their bytes count until the context is left.
 
         ClientDisconnect if the client left before the body was whole.
         """
@@ -131,7 +131,7 @@ class Bodies:
             raise _overloaded()
 
     def _check_content_type(self, request: Request) -> None:
-        """RequestError unless the body is said to be JSON, or nothing is said.
+        """Raise RequestError if the Content-Type says that the body is not JSON.
 
         Ollama's documentation uses `curl -d`, which says that the body is a form.
         """

@@ -14,7 +14,7 @@ _GZIP = 16 + zlib.MAX_WBITS
 
 
 class BodyDecoder:
-    """Decodes one body piece by piece. RequestError 415 if its coding is not a known one."""
+    """Decodes one body piece by piece; raises RequestError 415 for an unknown coding."""
 
     def __init__(self, headers: Headers) -> None:
         coding = ", ".join(headers.getlist("content-encoding")).strip().lower()
@@ -27,9 +27,9 @@ class BodyDecoder:
         self._inflater = zlib.decompressobj(_GZIP) if "gzip" in coding else None
 
     async def feed(self, data: bytes) -> AsyncIterator[bytes]:
-        """Yield the decoded bytes. gzip is decoded in pieces of at most 64 KiB, each in its turn.
+        """Yield the decoded bytes. gzip is decoded in pieces of at most 64 KiB; keys take turns.
 
-        Only one gzip member is taken: a body of many empty ones would cost much and say nothing.
+        Only one gzip member is accepted: a body of many empty members would cost much time.
         """
         if self._inflater is None:
             yield data
@@ -53,7 +53,7 @@ class BodyDecoder:
             is_all_out = not data and len(piece) < _STEP
 
     def finish(self) -> None:
-        """RequestError if the body ended before its coding did."""
+        """Raise RequestError if the body ends in the middle of its gzip data."""
         if self._inflater is not None and not self._inflater.eof:
             raise _not_gzip("is cut off")
 

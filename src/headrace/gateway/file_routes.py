@@ -65,9 +65,9 @@ class FileRoutes:
         return answer(_described(file))
 
     def _check_size(self, num_bytes: int) -> None:
-        """RequestError if a form of this size cannot be one whose file is small enough.
+        """Raise RequestError if the file in a form of this size must be too large.
 
-        All its bytes count, also those before, between and behind its parts.
+        All bytes of the form count, also those before, between and after its parts.
         """
         most = self._files.config.max_file_bytes
         if num_bytes > most + _MAX_BESIDE:
@@ -176,7 +176,7 @@ class _Form:
             self._bound()
 
     def _bound(self) -> None:
-        """RequestError once the fields, names and all, are more than a form here needs."""
+        """Raise RequestError if the fields and their names are larger than any form here needs."""
         size = sum(len(name) + len(value) for name, value in self._fields.items())
         if size > _MAX_FIELD_BYTES:
             text = f"The form has {size} bytes in its other fields and their names; the limit is "

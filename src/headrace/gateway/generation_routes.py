@@ -169,8 +169,8 @@ class GenerationRoutes:
 async def read_named_model(generation: Generation, body: Body) -> None:
     """Read the model that a body names, unless it has been read or must be downloaded first.
 
-    Workers read a model without the limits on time and memory that apply to the first reading, so
-    they must not be the first to meet its files.
+    Workers read a model without the limits on time and memory of the first reading, so they must
+    not be the first to read its files.
     """
     hosts = generation.fleet.hosts
     if all(host.known is not None for host in hosts.all()):

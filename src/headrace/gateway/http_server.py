@@ -145,11 +145,11 @@ class _Connection(HttpToolsProtocol):
             self.flow.resume_reading()  # only who reads hears the end of a connection
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether a client that will send nothing more can still be answered.
+        """Return whether a client that has closed its sending side can still be answered.
 
-        A client that has closed only its sending side (`nc -N`) waits for its answer. One that has
-        left looks the same until something is sent to it, so interim responses are, which HTTP/1.1
-        allows. TLS has no half-closed connections.
+        A client that has closed only its sending side (`nc -N`) waits for its answer. A client
+        that has left looks the same until something is sent to it, so the server sends interim
+        responses, which HTTP/1.1 allows. TLS has no half-closed connections.
         """
         running = self._running
         if running is None or running.more_body or running.response_started or self.pipeline:
@@ -347,7 +347,7 @@ class _LingeringTransport:
 
 
 class _EndedByClosing:
-    """ASGI middleware for a client of HTTP/1.0, to which chunks are unknown.
+    """ASGI middleware for HTTP/1.0 clients, which do not know chunked answers.
 
     An answer without a length ends where its connection does.
     """

@@ -32,7 +32,7 @@ _OF_SMALL = [
 
 
 def introduction(model: ServedModel) -> dict[str, Any]:
-    """Return `description` and `suggestions` of a model; nothing where general prompts will do."""
+    """Return `description` and `suggestions` of a model, if general prompts do not suit it."""
     if model.root == MINI:
         about = "A tiny built-in test model: it can count, spell, add and call tools"
         return {"description": about, "suggestions": _OF_MINI}

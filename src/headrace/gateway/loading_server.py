@@ -1,4 +1,4 @@
-"""Answers while the first model is being read: where a slow start stands."""
+"""Answers while the first model is loading, and reports its progress."""
 
 import socket
 import ssl
@@ -16,14 +16,14 @@ from headrace.gateway.middleware import PathPrefix
 from headrace.gateway.state_routes import UNABLE, loading_of, unhealthy
 from headrace.gateway.web_routes import web_routes
 
-_SHORT_READ_S = 0.5  # a model that is read in less needs no server for that time
+_SHORT_READ_S = 0.5  # a model that loads faster needs no such server
 
 
 class LoadingServer:
-    """Answers while a model is read, if that takes longer than a moment: `/health` says how it
-    stands, and the page shows it.
+    """Answers while a model is loading, if that takes long: `/health` reports the progress, and
+    the page shows it.
 
-    A context: once left, the listener is the server's alone.
+    A context manager: after its end, only the real server uses the listener.
     """
 
     def __init__(

@@ -21,9 +21,9 @@ _PAGE = 256
 async def slice_of_loop() -> None:
     """Return when the caller may do its next small piece of work.
 
-    Returns at once while a slice lasts. Then one caller goes on in each turn of the loop, so the
-    turn takes a slice and one piece however many callers wait. Keys take turns, and of one key the
-    caller that has waited longest goes on.
+    Returns at once while a slice lasts. After it, one caller continues in each turn of the loop, so
+    a turn takes a slice and one piece, however many callers wait. Keys take turns; the caller that
+    has waited longest continues for its key.
     """
     loop = asyncio.get_running_loop()
     slices = _of_loop.get(loop)

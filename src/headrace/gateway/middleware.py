@@ -65,9 +65,9 @@ class PathPrefix:
 
 
 class CanonicalPath:
-    """ASGI middleware: finds the route that a client means whose base URL is a little different.
+    """ASGI middleware: corrects the path of a client whose base URL differs slightly.
 
-    It may end in a slash, or lack /v1 where OpenAI's and Anthropic's clients expect it within.
+    The base URL may end in a slash, or lack the /v1 that OpenAI's and Anthropic's clients expect.
     """
 
     def __init__(self, app: ASGIApp) -> None:

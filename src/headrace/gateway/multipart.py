@@ -37,7 +37,7 @@ PartNews = PartHead | bytearray | PartEnd
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Return the boundary; RequestError unless the header announces a form with parts."""
+    """Return the boundary; raise RequestError if the header does not announce a multipart form."""
     is_short = len(content_type) <= _MAX_CONTENT_TYPE
     media_type, parameters = parse_options_header(content_type if is_short else "")
     boundary = parameters.get(b"boundary", b"")
@@ -76,7 +76,7 @@ class FormParser:
         )
 
     def feed(self, data: bytes) -> list[PartNews]:
-        """Return what the next bytes of the form say; RequestError if they are not a form's."""
+        """Parse the next bytes and return their news; raise RequestError if they are malformed."""
         self._news = []
         try:
             self._parser.write(data)
@@ -125,8 +125,8 @@ class FormParser:
 def _head(disposition: bytes) -> PartHead:
     """Read a part's Content-Disposition.
 
-    RFC 7578 forbids `filename*` here, so only `filename` counts. Of a path its last component is
-    the file's name.
+    RFC 7578 forbids `filename*` here, so only `filename` counts. The last component of a
+    path is the file's name.
     """
     if disposition.count(b";") > _MAX_PARAMETERS:
         raise _malformed(f"a Content-Disposition has more than {_MAX_PARAMETERS} parameters")

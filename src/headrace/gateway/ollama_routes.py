@@ -49,7 +49,7 @@ class OllamaRoutes:
         self._bodies = bodies
 
     async def version(self, request: Request) -> ASGIApp:
-        """Answer the version of the API: clients refuse to speak to one older than they know."""
+        """Answer with the API's version: clients refuse versions that are too old for them."""
         return answer({"version": _API_VERSION, "headrace": __version__})
 
     async def tags(self, request: Request) -> ASGIApp:

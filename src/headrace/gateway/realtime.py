@@ -99,7 +99,7 @@ class RealtimeSockets:
 
 
 def _with_key(socket: WebSocket) -> Headers:
-    """The headers of a client, with the key that a browser's may send as a subprotocol."""
+    """Return a client's headers, with the key that a browser may send as a subprotocol."""
     offered = socket.scope.get("subprotocols", ())
     key = next((it.removeprefix(_KEY_SENT) for it in offered if it.startswith(_KEY_SENT)), "")
     if not key or not key.isascii():

@@ -65,7 +65,7 @@ class WebFile:
 
 
 class StartPage(WebFile):
-    """The start page for browsers; for other clients the text by which they know Ollama's API."""
+    """Serves the start page to browsers, and to other clients the text that Ollama's API has."""
 
     _headers = {**_HEADERS, "Vary": "Accept, Accept-Encoding"}
 

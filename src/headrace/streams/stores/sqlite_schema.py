@@ -92,9 +92,9 @@ def open_database(state: StateDir) -> sqlite3.Connection:
 
 
 def _check_wal(database: Path) -> None:
-    """Keep a write-ahead log that is none: SQLite would write over it without a word.
+    """Move aside a file that is not a write-ahead log: SQLite would silently overwrite it.
 
-    Beside a damaged database it stays for now, and is moved aside together with that.
+    Beside a damaged database it stays for now, and is moved aside together with the database.
     """
     log = database.with_name(f"{database.name}-wal")
     if _begin(database) == _DATABASE and (magic := _begin(log)[:4]) and magic not in _LOGS:
