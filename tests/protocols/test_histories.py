@@ -83,6 +83,30 @@ def test_no_history_is_refused_and_every_text_reaches_the_prompt(tmp_path: Path)
             assert not missing, (seed, told.route)
 
 
+def test_a_new_turn_leaves_the_prompt_of_earlier_turns_as_it_was() -> None:
+    num_compared = 0
+    for told in map(history, SEEDS):
+        field = "input" if "input" in told.body else "messages"
+        *earlier, last = told.body[field]
+        before = earlier[-1] if earlier else {}
+        is_joined = before.get("role") != "assistant"  # with one of the same role
+        is_joined |= "'compaction'" in str(before)  # its summary is the user's
+        if not earlier or (told.route == "/v1/messages" and is_joined):
+            continue
+        begun, whole = (
+            msgspec.structs.replace(
+                chat_of(read(told._replace(body=told.body | {field: items}))),
+                add_generation_prompt=False,
+                continue_final_message=False,
+            )
+            for items in (earlier, [*earlier, last])
+        )
+        shown = render(MODEL, whole, contextlib.nullcontext).text
+        assert shown.startswith(render(MODEL, begun, contextlib.nullcontext).text), told.body
+        num_compared += 1
+    assert num_compared > COUNT // 4
+
+
 def test_the_tokens_of_every_history_can_be_counted_before_it_is_sent() -> None:
     for told in filter(lambda told: told.route == "/v1/messages", map(history, SEEDS)):
         body = {k: v for k, v in told.body.items() if k != "max_tokens"}
