@@ -5,7 +5,7 @@ import time
 import pytest
 
 from headrace.core.errors import RequestError
-from headrace.gateway.multipart import STEP_BYTES, FormParser, PartEnd, PartHead, boundary_of
+from headrace.gateway.multipart import STEP_BYTES, FormParser, PartHead, boundary_of
 
 FILE = b"--b\r\n--\r\n\r\nline\r\n--bo\nend"
 FORM = (
@@ -24,10 +24,8 @@ def parts(form: bytes, step: int = 4096) -> list[tuple[PartHead, bytes]]:
         for news in parser.feed(form[start : start + step]):
             if isinstance(news, PartHead):
                 found.append((news, b""))
-            elif isinstance(news, bytearray):
-                found[-1] = (found[-1][0], found[-1][1] + news)
             else:
-                assert isinstance(news, PartEnd)
+                found[-1] = (found[-1][0], found[-1][1] + news)
     assert parser.is_done
     return found
 

@@ -29,11 +29,7 @@ class PartHead(NamedTuple):
     filename: str | None
 
 
-class PartEnd(NamedTuple):
-    """The end of the part that began last."""
-
-
-PartNews = PartHead | bytearray | PartEnd
+PartNews = PartHead | bytearray
 
 
 def boundary_of(content_type: str) -> bytes:
@@ -66,9 +62,8 @@ class FormParser:
                 "on_header_field": self._take_header_name,
                 "on_header_value": self._take_header_value,
                 "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
+                "on_headers_finished": lambda: self._news.append(_head(self._disposition or b"")),
                 "on_part_data": self._take_data,
-                "on_part_end": lambda: self._news.append(PartEnd()),
                 "on_end": self._end,
             },
             max_header_count=_MAX_HEADERS,
@@ -107,9 +102,6 @@ class FormParser:
             if self._disposition is not None:
                 raise _malformed("a part has two Content-Disposition headers; send one")
             self._disposition = value
-
-    def _end_headers(self) -> None:
-        self._news.append(_head(self._disposition or b""))
 
     def _take_data(self, data: bytes, start: int, end: int) -> None:
         # The library splits data wherever a boundary might have begun.

@@ -121,8 +121,7 @@ def _whole(value: Decimal, rounding: str) -> int:
 
 def _capped(bounds: NumberBounds) -> NumberBounds:
     """NumberBounds that are no wider, and have few enough digits."""
-    low, high = bounds.low, bounds.high
-    is_low_excluded, is_high_excluded = bounds.is_low_excluded, bounds.is_high_excluded
+    low, high, is_low_excluded, is_high_excluded = bounds
     if low is not None and _size(low) > MAX_DIGITS:
         low, is_low_excluded = _rounded(low, ROUND_CEILING), True
     if high is not None and _size(high) > MAX_DIGITS:

@@ -49,8 +49,8 @@ class Candidates(NamedTuple):
 def draw_in_order(row: Floats, known: SequenceState, dice: float) -> int:
     """Return the token that `dice`, a number of [0, 1), points at among those that are left."""
     left = candidates(row, known).sorted()
-    mass = np.cumsum(left.probabilities())
-    last = int(np.count_nonzero(left.probabilities())) - 1
+    p = left.probabilities()
+    mass, last = np.cumsum(p), int(np.count_nonzero(p)) - 1
     place = int(np.searchsorted(mass, dice * mass[-1], side="right"))
     return int(left.ids[min(place, last)])
 
