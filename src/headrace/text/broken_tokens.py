@@ -13,7 +13,7 @@ ZERO_WIDTH_SPACE = "\u200b"
 
 
 def break_tokens(chat: Chat, tokens: Sequence[str]) -> Chat:
-    """Put a zero-width space behind the first character of each of these tokens in the chat.
+    """Put a zero-width space after the first character of each of these tokens in the chat.
 
     Every text that a client sends is read: contents, names, calls, tools, template variables.
     """
@@ -34,7 +34,7 @@ def break_tokens(chat: Chat, tokens: Sequence[str]) -> Chat:
 
 
 def _each(value: Any, written: Callable[[str], str]) -> Any:
-    """Return a copy whose strings are rewritten, also those that are keys."""
+    """Return a copy in which all strings are rewritten, including keys."""
     if isinstance(value, str):
         return written(value)
     if isinstance(value, dict):
@@ -45,7 +45,7 @@ def _each(value: Any, written: Callable[[str], str]) -> Any:
 
 
 def _joined_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Join text parts that follow each other: a token may be cut in two by them."""
+    """Join consecutive text parts: a token may be split between two of them."""
     if not isinstance(message.get("content"), list):
         return message
     parts: list[Any] = []

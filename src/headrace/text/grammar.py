@@ -103,11 +103,11 @@ class GrammarCompiler:
         return cls(read_small(tokenizer_file(folder), MAX_FILE), width, end_token_ids)
 
     def compile(self, grammar: str) -> "Grammar":
-        """GrammarError if it cannot be done."""
+        """Compile a grammar; raise GrammarError if it cannot be compiled."""
         with _refusing("cannot be compiled as a grammar"):
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # the first mask is the dearest, and all copies share it
+                matcher.compute_bitmask()  # the first mask takes longest, and all copies share it
         if matcher.is_error():
             raise GrammarError(reason(matcher.get_error()))
         return Grammar(matcher, self._width)
@@ -224,7 +224,7 @@ def _size(tokenizer: dict[str, Any]) -> int:
 
 
 def pattern_fault(pattern: str) -> str:
-    """Why a schema's pattern cannot be enforced, as the end of a sentence; "" if it can."""
+    """Return why a pattern cannot be enforced, as the end of a sentence; "" if it can."""
     grammar = {"json_schema": {"type": "string", "pattern": pattern}}
     with _refusing("is not a regular expression"):
         fault = llguidance.LLMatcher.validate_grammar(
@@ -234,7 +234,7 @@ def pattern_fault(pattern: str) -> str:
 
 
 def lark_fault(rules: str) -> str:
-    """Why Lark rules cannot be enforced, as the end of a sentence; "" if they can."""
+    """Return why Lark rules cannot be enforced, as the end of a sentence; "" if they can."""
     with _refusing("is not a Lark grammar"):
         grammar = json.dumps({"grammars": [{"lark_grammar": rules}]})
         fault = llguidance.LLMatcher.validate_grammar(grammar, limits=_LIMITS)
@@ -242,7 +242,7 @@ def lark_fault(rules: str) -> str:
 
 
 def reason(message: str) -> str:
-    """Return our words for a message of the library, which names its own inner parts."""
+    """Return our own words for a message of the library, which names its internals."""
     found = next((words for mark, words in _REASONS if mark in message), None)
     place = _PLACE.match(message)
     if place is None or found == TOO_COMPLEX:
@@ -253,7 +253,7 @@ def reason(message: str) -> str:
 
 @contextlib.contextmanager
 def _refusing(message: str) -> Iterator[None]:
-    """GrammarError for whatever the library raises; a panic of its Rust side is no Exception."""
+    """Turn what the library raises into a GrammarError; a panic in Rust is not an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, GrammarError):

@@ -12,7 +12,7 @@ from headrace.text.number_patterns import MAX_DIGITS
 from headrace.text.schema_references import SchemaTargets
 
 Node = dict[str, Any] | bool
-"""A schema with keywords of KEYWORDS only, each with a value that holds; numbers are Decimals."""
+"""A schema that has only keywords of KEYWORDS, with valid values; numbers are Decimals."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -26,12 +26,12 @@ _INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
 }
 _NUMBER_FORMATS = ("float", "double", "decimal", "float32", "float64", "number", "integer")
 _LARGEST = Decimal("1.7976931348623157E+308")
-"""No JSON parser that reads numbers as doubles has larger ones: a bound beyond excludes nothing."""
+"""JSON parsers that read doubles know no larger number: a bound beyond it excludes nothing."""
 _TOO_LARGE = Decimal(10**MAX_DIGITS)
 """No pattern has the digits of the numbers that a bound beyond this one would leave."""
 
 MAX_COUNT = 1 << 17
-"""More characters or items than an answer has: a larger maximum excludes nothing."""
+"""Answers have fewer characters and items: a larger maximum excludes nothing."""
 
 _MAX_EXPONENT = 99_999  # far beyond any float, and small enough for Decimal's arithmetic
 _MAX_SHOWN = 60
@@ -81,7 +81,7 @@ PatternFault = Callable[[str], str]
 
 
 def read(schema: Any, path: str, pattern_fault: PatternFault) -> ReadSchema:
-    """The schema at `path` of a body; definitions to which nothing refers are not looked at."""
+    """Read the schema at `path` of a body; definitions without a reference to them are skipped."""
     reader = _SchemaReader(schema, path, pattern_fault)
     root = reader.node(schema, path)
     reader.read_definitions()
@@ -121,7 +121,7 @@ class _SchemaReader:
         return node
 
     def _check_counts(self, node: dict[str, Any], path: str) -> None:
-        """A grammar may write a key twice, which counts once."""
+        """Leave out a `minProperties` that a grammar could only meet by writing a key twice."""
         least, num_sure = node.get("minProperties", 0), len(node.get("required", ()))
         if least <= num_sure:
             node.pop("minProperties", None)
@@ -137,7 +137,7 @@ class _SchemaReader:
             self.definitions[name] = self.node(given, path)
 
     def refer(self, at: "_Keyword") -> str | None:
-        """The name of the definition that a reference leads to; None if it leads nowhere."""
+        """Return the name of the definition that a reference leads to; None if there is none."""
         found = self.targets.find(at.value, at.given)
         if found is None:
             where = (
@@ -210,7 +210,7 @@ def _schemas(at: _Keyword) -> None:
 
 
 def _items(at: _Keyword) -> None:
-    """The array of earlier drafts stands for `prefixItems`, and `additionalItems` for the rest."""
+    """Read the array form of earlier drafts as `prefixItems`, and `additionalItems` as the rest."""
     if not isinstance(at.value, list):
         at.put(at.reader.node(at.value, at.path))
         return
@@ -275,7 +275,7 @@ def _is_low(name: str) -> bool:
 
 
 def _tighten(node: dict[str, Any], name: str, value: Decimal) -> None:
-    """Set a bound; of two, a format's and the schema's own, the narrower one stays."""
+    """Set a bound; if the format and the schema both have one, the narrower bound stays."""
     choose = max if _is_low(name) else min
     node[name] = choose(node.get(name, value), value)
 
@@ -315,7 +315,7 @@ def _pattern(at: _Keyword) -> None:
 
 
 def _format(at: _Keyword) -> None:
-    """A format that is not known is an annotation, as JSON Schema has it."""
+    """Read a format; an unknown format is an annotation, as in JSON Schema."""
     if not isinstance(at.value, str):
         at.wrong("a string")
     elif at.value in FORMATS:
@@ -337,7 +337,7 @@ def _ref(at: _Keyword) -> None:
 
 
 def _property_names(at: _Keyword) -> None:
-    """Enforced where it says all that is said of the names: as patterns, or as a list."""
+    """Enforce `propertyNames` as patterns or as a list, if nothing else restricts the names."""
     value = at.value
     if isinstance(value, dict) and isinstance(value.get("$ref"), str):
         target = at.reader.targets.find(value["$ref"], at.given)
@@ -420,7 +420,7 @@ def exact_number(text: str) -> Decimal:
 
 
 def exact(value: Any) -> Any:
-    """The value with its numbers as Decimals; a float stands for its shortest text."""
+    """Return the value with its numbers as Decimals; a float becomes its shortest text."""
     if isinstance(value, float):
         return Decimal(repr(value)) if value - value == 0 else None
     if isinstance(value, int) and not isinstance(value, bool):

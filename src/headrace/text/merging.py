@@ -1,4 +1,4 @@
-"""Joins the contents of messages, and messages of the same role that follow each other."""
+"""Joins the contents of messages, and consecutive messages of the same role."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
@@ -11,7 +11,7 @@ _TEXTS = ("reasoning_content", "reasoning")
 
 
 def merge_contents(contents: Iterable[Content], between: str = "\n\n") -> Content:
-    """Join texts, or the parts of contents with images; empty contents leave no trace."""
+    """Join texts, or the parts of contents with images; empty contents are left out."""
     filled = [content for content in contents if content]
     texts = [content for content in filled if isinstance(content, str)]
     if len(texts) == len(filled):
@@ -25,7 +25,7 @@ def merge_contents(contents: Iterable[Content], between: str = "\n\n") -> Conten
 
 
 def merge_turns(messages: Iterable[Message], between: str = "\n\n") -> list[Message]:
-    """Join each run of messages of one role; results of tools stay apart, each has its call."""
+    """Join consecutive messages of one role, except results of tools: each belongs to its call."""
     runs = [(role, list(run)) for role, run in groupby(messages, lambda it: it["role"])]
     merged = ([_merged(run, between)] if role != "tool" else run for role, run in runs)
     return list(chain.from_iterable(merged))
@@ -36,7 +36,8 @@ def _merged(run: Sequence[Message], between: str) -> Message:
         return run[0]
     whole: Message = {}
     for message in reversed(run):
-        whole |= message  # the first one's value counts where only one can, as for a name
+        # Where a field can have only one value, such as a name, the first message's counts.
+        whole |= message
     whole["content"] = merge_contents((message.get("content") or "" for message in run), between)
     for name in _TEXTS:
         if name in whole:

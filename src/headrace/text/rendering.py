@@ -1,8 +1,8 @@
-"""Renders conversations, also those that the chat template refuses or loses a part of.
+"""Renders conversations, including those that the template refuses or shows only in part.
 
-Some templates have no system role, insist on turns of user and assistant, or skip a message that
-they do not expect. Such a conversation is rewritten so that nothing is lost. A later turn does not
-change how the earlier ones are rewritten, so the prefix cache keeps hitting.
+Some templates have no system role, insist that user and assistant alternate, or skip a message
+that they do not expect. Such a conversation is rewritten so that nothing is lost. A later turn does
+not change how the earlier ones are rewritten, so the prefix cache keeps working.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _EMPTY = {"role": "user", "content": ""}
 
 
 class Rendered(NamedTuple):
-    """A prompt, and what was changed in the messages for it, in words for a header."""
+    """A prompt, and the changes made to the messages for it, in words for a header."""
 
     text: str
     changes: tuple[str, ...] = ()
@@ -35,9 +35,9 @@ class _Rewritten(NamedTuple):
 
 
 def render(template: ChatTemplate, chat: Chat) -> Rendered:
-    """Render the messages as they are, or in the first rewritten form that the template takes.
+    """Render the messages as they are, or in the first rewritten form that the template accepts.
 
-    RequestError `template_failed` has the words of the first refusal if it takes none of them.
+    RequestError `template_failed` quotes the first refusal if the template accepts no form.
     """
     refusal: TemplateRefused | None = None
     for form in _forms(template, chat):
@@ -74,7 +74,7 @@ def _loses_system(template: ChatTemplate, messages: Sequence[Message]) -> bool:
 
 
 def _with_joined(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
-    """Write system messages as the user's where they have no place, and join runs of one role."""
+    """Turn system messages without a place into user messages; join consecutive equal roles."""
     heads = list(takewhile(_is_system, form.messages))
     rest = form.messages[len(heads) :]
     placed: list[Message] = []
@@ -92,7 +92,7 @@ def _with_joined(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
 
 
 def _with_calls_in_words(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
-    """Write calls of tools as text, and their results as the user's."""
+    """Write tool calls as text, and their results as messages of the user."""
     if not has_calls(form.messages):
         return form
     return _Rewritten(merge_turns(in_words(form.messages)), (*form.changes, "tools into text"))
@@ -108,7 +108,7 @@ def _with_user_first(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
 
 
 def _with_user_last(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
-    """Put an empty message of the user behind an assistant's that ends the conversation."""
+    """Put an empty message of the user after an assistant's that ends the conversation."""
     if form.messages[-1]["role"] != "assistant":
         return form
     return _Rewritten([*form.messages, _EMPTY], (*form.changes, "empty user last"))

@@ -2,8 +2,8 @@
 
 Time: every iteration of a loop and every call of a macro checks the clock. Size: the source, the
 output, and the results of operators, filters and methods that multiply text (text/sandbox_sizes.py)
-are limited. Nothing is evaluated while a template is compiled. A single call cannot be interrupted:
-the caller may lose its worker process to it, so only a worker renders templates of clients.
+are limited. Nothing is evaluated while a template is compiled. A single call cannot be interrupted
+and may cost the caller its process, so only worker processes render templates for clients.
 """
 
 import json
@@ -34,7 +34,7 @@ from headrace.text.sandbox_sizes import (
 
 MAX_SECONDS = 5.0
 MAX_SOURCE = 256 << 10
-"""Characters of a template's source; the longest that is known has a tenth of them."""
+"""Characters of a template's source; the longest known template has a tenth of that."""
 
 
 class _Generator(CodeGenerator):
@@ -88,7 +88,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call(self, context: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
-        """Every call that a template makes; Overrun if its result would be too large."""
+        """Make a call for a template; raise Overrun if its result would be too large."""
         return super().call(context, obj, *check_method(obj, arguments, named), **named)
 
     def wrap_str_format(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How large the results of a template's operators, filters and methods would be.
+"""Computes how large the results of a template's operators, filters and methods would be.
 
 Each check runs before the call: a text that is to become a gigabyte wide is never made. The sizes
 are upper bounds in characters, or in entries of a list.
@@ -44,7 +44,7 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
 def check_method(
     method: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """The arguments, once it is sure that the result of this call is not too large."""
+    """Return the arguments if the result of this call is not too large; else raise Overrun."""
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if isinstance(owner, int) and name == "to_bytes":
         check_size(_whole(arguments[0] if arguments else named.get("length")))
@@ -213,8 +213,8 @@ def _printed_by_percent(layout: str | bytes, values: Any) -> int:
 
 
 def _printed(value: Any) -> int:
-    """About the characters that `value` takes in a text; more than MAX_SIZE if it has too many
-    values within it, as lists that hold one another may.
+    """Estimate the characters that `value` takes in a text; more than MAX_SIZE if it has too many
+    values within it, as lists that contain each other may.
     """
     size, waiting, num_seen = 0, [value], 0
     while waiting and size <= MAX_SIZE:

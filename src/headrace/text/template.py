@@ -94,12 +94,12 @@ class ChatTemplate:
 
     @cached_property
     def shows_system(self) -> bool | None:
-        """Whether a system message at the start is in the prompt; None if it is refused."""
+        """Whether a first system message appears in the prompt; None if the template refuses it."""
         return self._shows({"role": "system", "content": _WORDS}, _USER)
 
     @cached_property
     def shows_later_system(self) -> bool | None:
-        """Whether one within the conversation is; None if it is refused."""
+        """Whether a later system message appears in the prompt; None if the template refuses it."""
         return self._shows(_USER, _ASSISTANT, {"role": "system", "content": _WORDS}, _USER)
 
     def _shows(self, *messages: Message) -> bool | None:

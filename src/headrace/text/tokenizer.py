@@ -19,7 +19,7 @@ from headrace.text.infill import infill_marks
 from headrace.text.token_bytes import token_bytes_for
 
 MAX_VOCABULARY = 1 << 21
-"""Ids of tokens are smaller. The largest vocabulary that is known has about 900,000 tokens."""
+"""All token ids must be smaller. The largest known vocabulary has about 900,000 tokens."""
 _MAX_TOKEN = 1 << 14  # characters of one token's written form
 _MAX_SHOWN = 50
 
@@ -94,7 +94,7 @@ class Tokenizer:
             ) from (error if isinstance(error, Exception) else None)
 
     def check_spelling(self) -> None:
-        """Spell each token at the start of a text and behind another token.
+        """Spell each token at the start of a text and after another token.
 
         Answers are spelled where a library must not crash or hang, so a process that can be killed
         does this first. ModelError if the library fails at a token, or if the tokens spell more

@@ -47,7 +47,7 @@ class Candidates(NamedTuple):
 
 
 def draw_in_order(row: Floats, known: SequenceState, dice: float) -> int:
-    """Return the token that `dice`, a number of [0, 1), points at among those that are left."""
+    """Return the token that `dice`, a number of [0, 1), selects among those that are left."""
     left = candidates(row, known).sorted()
     p = left.probabilities()
     mass, last = np.cumsum(p), int(np.count_nonzero(p)) - 1

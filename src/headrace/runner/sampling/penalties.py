@@ -36,7 +36,7 @@ def _counted(
 
 
 def _scaled(logits: Floats, penalty: np.float32) -> Floats:
-    """Divided by the penalty if positive, else multiplied; as large as a float32 can be at most.
+    """Divide positive logits by the penalty and multiply the others, within the float32 range.
 
     A penalty may be as small as floats go, and as a float32 it may be 0.
     """

@@ -1,4 +1,4 @@
-"""A sequence as the runner knows it between two draws."""
+"""The runner's state of a sequence between two draws."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ class Constraint(Protocol):
     """The state of one answer in its grammar."""
 
     def allowed(self, answer: "array[int]") -> NDArray[np.bool_]:
-        """The tokens that may follow these, by id; ValueError if the grammar gave up."""
+        """Return which tokens may follow these, by id; raise ValueError if the grammar fails."""
         ...
 
     def forced(self, answer: "array[int]") -> tuple[int, ...]:
-        """Some tokens that spell what must follow these; none if there is a choice."""
+        """Return tokens that spell the text that must follow; none if there is a choice."""
         ...
 
 

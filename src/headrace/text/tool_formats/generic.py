@@ -61,7 +61,7 @@ def _described(tools: Sequence[dict[str, Any]]) -> str:
 
 
 def in_words(messages: Iterable[Message]) -> Iterator[Message]:
-    """Write calls as the model would write them, and results as the user's."""
+    """Write calls as the model would write them, and results as messages of the user."""
     names: dict[Any, str] = {}  # of the functions, by the ids of their calls
     for message in messages:
         calls = [call for call in message.get("tool_calls", ()) if _is_call(call)]
