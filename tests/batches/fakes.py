@@ -25,6 +25,9 @@ class FakeAnswers:
     def check_model(self, name: str) -> None:
         """Every model is served."""
 
+    async def read_models(self, lines: bytes) -> None:
+        """Every model was read."""
+
     async def answer(self, asked: LineAsked) -> LineAnswer:
         self.asked.append(asked)
         self.num_in_work += 1

@@ -13,6 +13,7 @@ from headrace.batches.records import BatchRecord
 from headrace.core.errors import RequestError
 from headrace.core.jobs import CheckedLines, CheckLines
 from headrace.protocols import batch_lines
+from headrace.protocols.body_names import model_names
 from headrace.workers.job_line import Body
 from tests.batches.fakes import FakeAnswers
 
@@ -81,6 +82,33 @@ async def test_each_fault_has_its_lines_number(tmp_path: Path) -> None:
         (4, "invalid_json", None),
         (5, "model_not_found", "body.model"),
     ]
+
+
+async def test_models_are_read_before_the_lines_that_name_them_are_checked(
+    tmp_path: Path,
+) -> None:
+    class Unreadable(OneModel):
+        async def read_models(self, lines: bytes) -> None:
+            if b"damaged" in lines:
+                raise RequestError("load_failed", "It cannot be read.", "model")
+
+    blobs, work = folder_shelf(tmp_path).blobs, BusyWork()
+    await blobs.append("in", one(("1", {"model": "damaged"})))
+    check = LineCheck(blobs, work, Unreadable(), 500)
+    found = await check.verdict(BatchRecord("b", "", "openai", ROUTE, "in", 0, 60), 9)
+    assert [fault.code for fault in found.faults] == ["load_failed"]
+    assert not work.num_asked
+
+
+def test_the_models_of_lines_are_found_whatever_else_is_in_them() -> None:
+    good = [one((str(n), {"model": name})) for n, name in enumerate("abb")]
+    odd = [b"", b"{", b"\xff", b"[1]", b"[" * 9000, one(("x", 5)), one(("y", {"model": 5}))]
+    assert model_names(b"\n".join(good), "lines") == {"a", "b"}
+    assert model_names(b"\n".join([*odd, *good, *odd]), "lines") == {None, "a", "b"}
+    requests = [{"params": {"model": "a"}}, {"params": 5}, {"params": {}}, {}]
+    body = json.dumps({"requests": requests}).encode()
+    assert model_names(body, "requests") == {None, "a"}
+    assert model_names(b'{"requests": 5}', "requests") == set()
 
 
 async def test_ids_are_told_apart_over_the_whole_file(tmp_path: Path) -> None:

@@ -80,6 +80,19 @@ def test_a_name_that_a_client_sent_cannot_look_like_the_rest_of_a_line() -> None
     assert line.endswith('request asked="a outcome=finished\\n2026"')
 
 
+def test_a_text_of_a_client_or_a_file_cannot_look_like_a_line_of_its_own() -> None:
+    forged = "a\n2026-11-26 02:00:00 INFO forged\r\x1b[2J\u2028b"
+    try:
+        raise ValueError(forged)
+    except ValueError:
+        fault = sys.exc_info()
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "No model %s", (forged,), fault)
+    first, *others = logs.TextLines().format(record).splitlines()
+    assert first.endswith("ERROR x: No model a")
+    assert others[0] == "    2026-11-26 02:00:00 INFO forged\\r\\x1b[2J\\u2028b"
+    assert "    ValueError: a" in others and all(line.startswith("    ") for line in others)
+
+
 def test_a_log_that_nobody_reads_stops_nothing_and_says_what_was_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -63,6 +63,9 @@ class Answers(Protocol):
     def check_model(self, name: str) -> None:
         """RequestError if no model of that name is served."""
 
+    async def read_models(self, lines: bytes) -> None:
+        """Read the models that lines name; RequestError if one of them cannot be read."""
+
     async def answer(self, asked: LineAsked) -> LineAnswer:
         """RequestError if it cannot be answered now, and should be asked again."""
 
@@ -124,13 +127,17 @@ class LineCheck:
                 message += "have; send less, or raise --max-body-bytes."
                 yield first, nothing, [LineFault(first, "request_too_large", message)]
                 continue
-            check = partial(self._work.do, CheckLines(first, batch.route), [lines])
+            check = partial(self._check, CheckLines(first, batch.route), lines)
             try:
                 checked = await patiently(check)
             except RequestError as error:
                 yield first, nothing, [LineFault(first, error.code, f"From here on: {error}")]
             else:
                 yield first, checked, list(checked.faults)
+
+    async def _check(self, job: CheckLines, lines: bytes) -> CheckedLines:
+        await self._answers.read_models(lines)
+        return await self._work.do(job, [lines])
 
     def _unknown(self, models: dict[str, int]) -> list[LineFault]:
         """Faults of the first lines that name models nobody serves."""

@@ -54,6 +54,13 @@ class TextLines(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        """Indent all lines but the first, and escape other control characters.
+
+        Texts of clients and files would otherwise forge lines, or act on the reader's terminal.
+        """
+        return "\n    ".join(map(printable, super().format(record).split("\n")))
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         about = {name: value for name, value in _about(record).items() if value is not None}
         return " ".join(

@@ -189,9 +189,17 @@ class ListInput(Job[bytes], frozen=True, tag=True):
 
 
 class ReadModelName(Job[str], frozen=True, tag=True):
-    """Read `model`; "" if it is absent and not required."""
+    """Read `model`, which is required."""
 
-    is_required: bool = True
+
+ModelsNamedIn = Literal["body", "lines", "requests"]
+"""One body, lines of a batch with a body each, or a body with many `requests`."""
+
+
+class NameModels(Job[tuple[str, ...]], frozen=True, tag=True):
+    """List the served models that a job for this body would use, each once."""
+
+    place: ModelsNamedIn
 
 
 class ReadNames(Job[tuple[str, ...]], frozen=True, tag=True):
@@ -297,6 +305,7 @@ AnyJob = (
     | ReadBatch
     | SplitRequests
     | ReadModelName
+    | NameModels
     | ReadNames
     | Tokenize
     | CountTokens

@@ -11,6 +11,7 @@ from headrace.core.request import BACKGROUND, Route
 from headrace.gateway.delivery import AnswerBody, is_old
 from headrace.gateway.generation_routes import GenerationRoutes, read_body
 from headrace.gateway.loop_slices import slice_of_loop
+from headrace.gateway.named_models import read_named_models
 from headrace.gateway.vector_routes import Asker, VectorRoutes
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
@@ -50,6 +51,9 @@ class BatchAnswers:
 
     def check_model(self, name: str) -> None:
         self._generation.fleet.hosts.get(name)
+
+    async def read_models(self, lines: bytes) -> None:
+        await read_named_models(self._generation, [lines], "lines")
 
     async def answer(self, asked: LineAsked) -> LineAnswer:
         """RequestError for what passes; any other error is the answer."""

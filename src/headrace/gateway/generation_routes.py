@@ -24,7 +24,6 @@ from headrace.core.jobs import (
     R,
     ReadBody,
     ReadJob,
-    ReadModelName,
     Tokenize,
 )
 from headrace.core.request import Request as GenerationRequest
@@ -33,6 +32,7 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
 from headrace.gateway.http_responses import IGNORED, answer
+from headrace.gateway.named_models import read_named_models
 from headrace.gateway.progress_policy import ProgressPolicy, with_progress
 from headrace.gateway.responses_routes import EarlierResponses
 from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
@@ -166,24 +166,9 @@ class GenerationRoutes:
         logger.warning("%s %s", model, _TOOLS_APART[tool_format])
 
 
-async def read_named_model(generation: Generation, body: Body) -> None:
-    """Read the model that a body names, unless it has been read or must be downloaded first.
-
-    Workers read a model without the limits on time and memory of the first reading, so they must
-    not be the first to read its files.
-    """
-    hosts = generation.fleet.hosts
-    if all(host.known is not None for host in hosts.all()):
-        return
-    name = await generation.work.do(ReadModelName(is_required=False), body)
-    host = hosts.find(name) if name else hosts.first
-    if host is not None and host.known is None and host.is_here:
-        await generation.fleet.read(host)
-
-
 async def read_body(generation: Generation, job: ReadJob, body: Body) -> CheckedBody:
     """Return a body as a worker checked it, and its tokens if it is small and its model loaded."""
-    await read_named_model(generation, body)
+    await read_named_models(generation, body)
     known = {
         host.name: KnownModel(host.model.number, host.model.max_model_len)
         for host in generation.fleet.hosts.all()
@@ -316,5 +301,5 @@ class TextRoutes:
         return HeldAnswer(result, self._bodies)
 
     async def _done(self, job: Job[R], body: Body) -> R:
-        await read_named_model(self._generation, body)
+        await read_named_models(self._generation, body)
         return await self._generation.work.do(job, body)

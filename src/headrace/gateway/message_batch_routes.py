@@ -18,8 +18,10 @@ from headrace.gateway.delivery import unless_left
 from headrace.gateway.file_routes import content_of
 from headrace.gateway.http_responses import answer
 from headrace.gateway.listing import OF_ANTHROPIC, page
+from headrace.gateway.named_models import read_named_models
+from headrace.generation.generation import Generation
 from headrace.protocols.anthropic.messages import ROUTE
-from headrace.workers.pool import Work
+from headrace.workers.job_line import Body
 
 _WINDOW_S = 24 * 3600
 _KINDS = (SUCCEEDED, ERRORED, CANCELED, EXPIRED)
@@ -27,12 +29,18 @@ _KINDS = (SUCCEEDED, ERRORED, CANCELED, EXPIRED)
 
 class MessageBatchRoutes:
     def __init__(
-        self, batches: Batches, shelf: Shelf, work: Work, auth: Auth, bodies: Bodies, prefix: str
+        self,
+        batches: Batches,
+        shelf: Shelf,
+        generation: Generation,
+        auth: Auth,
+        bodies: Bodies,
+        prefix: str,
     ) -> None:
         """`prefix`: the path below which all routes lie."""
         self._batches = batches
         self._blobs = shelf.blobs
-        self._work = work
+        self._generation = generation
         self._auth = auth
         self._bodies = bodies
         self._prefix = prefix
@@ -40,8 +48,7 @@ class MessageBatchRoutes:
     async def create(self, request: Request) -> ASGIApp:
         owner = self._owner(request)
         async with self._bodies.read(request) as body:
-            job = SplitRequests(self._batches.max_lines, ROUTE)
-            lines = await unless_left(request.receive, self._work.do(job, body))
+            lines = await unless_left(request.receive, self._lines_of(body))
         async with await self._batches.files.begin(owner) as upload:
             await upload.write(lines)
             file = await upload.finish("requests.jsonl", "messages")
@@ -53,6 +60,11 @@ class MessageBatchRoutes:
                 await self._batches.remove_file(owner, file.id)
             raise
         return answer(self._described(request, batch))
+
+    async def _lines_of(self, body: Body) -> bytes:
+        await read_named_models(self._generation, body, "requests")
+        job = SplitRequests(self._batches.max_lines, ROUTE)
+        return await self._generation.work.do(job, body)
 
     async def list(self, request: Request) -> ASGIApp:
         batches = await self._batches.of(self._owner(request), "anthropic")

@@ -23,6 +23,7 @@ from headrace.gateway.delivery import (
 )
 from headrace.gateway.http_responses import answer
 from headrace.gateway.loop_slices import slice_of_loop
+from headrace.gateway.named_models import read_named_models
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found, Registry
 from headrace.protocols.dialect import encode
@@ -33,6 +34,7 @@ from headrace.streams.log import follow
 from headrace.streams.record import Record
 from headrace.streams.store import ById
 from headrace.workers.image_file import see_images
+from headrace.workers.job_line import Body
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_LIMIT, _LIMIT = 100, 20
@@ -131,14 +133,17 @@ class ResponsesRoutes:
     async def input_tokens(self, request: Request) -> ASGIApp:
         """The length of the prompt that a body would make."""
         async with self._bodies.read(request) as body:
-            reading = self._generation.work.do(ReadBody(ROUTE), body)
-            checked = await unless_left(request.receive, reading)
+            checked = await unless_left(request.receive, self._read(body))
         owner = self._auth.owner(request.headers)
         checked = await unless_left(request.receive, self._earlier.resolve(checked, owner))
         counting = self._count(checked, owner)
         num_tokens = await unless_left(request.receive, counting)
         counted = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return answer(counted, checked.ignored)
+
+    async def _read(self, body: Body) -> CheckedBody:
+        await read_named_models(self._generation, body)
+        return await self._generation.work.do(ReadBody(ROUTE), body)
 
     async def _count(self, checked: CheckedBody, owner: str) -> int:
         name = self._generation.fleet.hosts.get(checked.fields.get("model")).name

@@ -34,7 +34,7 @@ from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
 from headrace.gateway.vector_routes import ONE, VectorRoutes
 from headrace.generation.generation import Generation
-from headrace.protocols import batch_lines, worker
+from headrace.protocols import batch_lines, body_names, worker
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields.kinds import Kind, String
@@ -106,7 +106,7 @@ class Endpoints:
         self.later = LaterRoutes(
             FileRoutes(batches, shelf.blobs, auth, pause_s),
             BatchRoutes(batches, work, auth, bodies),
-            MessageBatchRoutes(batches, shelf, work, auth, bodies, self._prefix),
+            MessageBatchRoutes(batches, shelf, generation, auth, bodies, self._prefix),
             batches,
         )
         self.sockets = RealtimeSockets(generation, config, auth, bodies, self.generates)
@@ -182,15 +182,15 @@ ROUTES: tuple[Operation, ...] = (
     Operation("get", "/models/sse", KEY, lambda on: on.models.asked.events,
         "Every change of that list", media=(EVENTS,)),
     Operation("post", "/models", OPERATOR, lambda on: on.models.asked.pull,
-        "Download a model, and serve it", ("success",), worker.MODEL, ("model",),
+        "Download a model, and serve it", ("success",), body_names.MODEL, ("model",),
         errors=(*_BODY_ERRORS, 403, 429, 500)),
     Operation("delete", "/models", OPERATOR, lambda on: on.models.asked.delete,
         "Stop a download, or delete a model that came by one", ("success",), query=("model",),
         errors=(400, 404)),
     Operation("post", "/models/load", KEY, lambda on: on.models.asked.load,
-        "Load a model", ("success",), worker.MODEL, ("model",), errors=(*_BODY_ERRORS, 500)),
+        "Load a model", ("success",), body_names.MODEL, ("model",), errors=(*_BODY_ERRORS, 500)),
     Operation("post", "/models/unload", OPERATOR, lambda on: on.models.asked.unload,
-        "Unload a model once its streams end", ("success",), worker.MODEL, ("model",),
+        "Unload a model once its streams end", ("success",), body_names.MODEL, ("model",),
         errors=(*_BODY_ERRORS, 500)),
     Operation("post", "/v1/load_lora_adapter", OPERATOR, lambda on: on.models.adapters.load,
         "Load an adapter (LoRA), to be asked for as a model", table=adapter_routes.LOADED,
@@ -242,7 +242,7 @@ ROUTES: tuple[Operation, ...] = (
         "Models in memory, as Ollama's API", ("models",), auth_error=_OLLAMA_ERROR),
     Operation("post", "/api/show", KEY, lambda on: on.foreign.ollama.show,
         "One model, as Ollama's API", ("details", "model_info", "capabilities"),
-        worker.MODEL, ("model",), errors=(*_BODY_ERRORS, 500),
+        body_names.MODEL, ("model",), errors=(*_BODY_ERRORS, 500),
         error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", "/api/pull", OPERATOR, lambda on: on.foreign.ollama.pull,
         "Download a model, as Ollama's API", ("status",), PULL, media=(JSON, LINES.MEDIA_TYPE),

@@ -1,5 +1,6 @@
 """Lines of batches: checked before any is answered, and results in the forms of two APIs."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -114,6 +115,19 @@ def check(lines: bytes, first: int, route: Route, check_body: Check) -> CheckedL
                 models.setdefault(model, number)
         digests.append(hashlib.blake2b(custom_id.encode(), digest_size=16).digest())
     return CheckedLines(len(digests), b"".join(digests), models, tuple(faults))
+
+
+def bodies_of_lines(lines: bytes) -> Iterator[msgspec.Raw]:
+    """The bodies of lines that were not checked yet; those of malformed lines are left out."""
+    for _, line in _numbered(lines, 1):
+        with contextlib.suppress(ValueError, RecursionError):
+            yield _line_of(line).body
+
+
+def bodies_of_requests(whole: bytes) -> Iterator[msgspec.Raw]:
+    """The same for the requests of one body."""
+    with contextlib.suppress(ValueError, RecursionError):
+        yield from (wish.params for wish in _wishes_of(whole).requests)
 
 
 def _numbered(lines: bytes, first: int) -> Iterator[tuple[int, bytes]]:

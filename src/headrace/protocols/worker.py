@@ -25,8 +25,9 @@ from headrace.core.request import Chat, Infill, Prompt, Route, Text
 from headrace.fleet.model_names import adapters_of, names_of, paths_of
 from headrace.fleet.served_model import Models, ServedModel
 from headrace.generation.model_checks import longest_prompt
-from headrace.protocols import batch_lines
+from headrace.protocols import batch_lines, body_names
 from headrace.protocols.anthropic import messages as anthropic_messages
+from headrace.protocols.body_names import MODEL
 from headrace.protocols.dialect import dialect_of, encode
 from headrace.protocols.fields import structure
 from headrace.protocols.fields.common import TokenIds, ignored, max_tokens
@@ -54,7 +55,6 @@ from headrace.workers.process import receive, reply
 
 logger = logging.getLogger(__name__)
 
-MODEL: Mapping[str, Kind] = {"model": String(least=1)}
 _SOURCES = ("content", "prompt", "messages")
 _TEXT_ONLY = "this model takes text only"
 
@@ -116,10 +116,12 @@ class Jobs:
                 return openai_responses.input_items(body, *page)
             case jobs.CheckLines() | jobs.OpenLine() | jobs.ReadBatch() | jobs.SplitRequests():
                 return batch_lines.do(job, body, self._check)
-            case jobs.ReadModelName(is_required):
-                return _model_name(body, is_required)
+            case jobs.ReadModelName():
+                return body_names.required_model_name(body)
+            case jobs.NameModels(place):
+                return self._named(body, place)
             case jobs.ReadNames():
-                return _names(body)
+                return body_names.conversation_names(body)
             case jobs.Tokenize(max_model_len):
                 return self.tokenize(body, max_model_len)
             case jobs.CountTokens(client):
@@ -146,6 +148,12 @@ class Jobs:
         names = header_of((*ignored(dialect.TABLE, given), *checked.ignored, *left_out, *within))
         return msgspec.structs.replace(checked, digest=digest, ignored=names, inserted=inserted)
 
+    def _named(self, body: bytes, place: jobs.ModelsNamedIn) -> tuple[str, ...]:
+        """The models whose files a job for this body would read."""
+        names = body_names.model_names(body, place)
+        texts = [self._asked({} if name is None else {"model": name}) for name in names]
+        return tuple(sorted({text.names[0] for text in texts if text}))
+
     def _check(self, body: bytes, route: Route) -> str | None:
         """The model that a line's body names; RequestError if its route would refuse it."""
         if route == embeddings.ROUTE:
@@ -164,7 +172,8 @@ class Jobs:
         RequestError names a fault.
         """
         wanted = structure.take(fields, exact)
-        made = self._asked(fields).grammars.make(wanted) if wanted else NO_GRAMMAR
+        text = self._asked(fields)
+        made = text.grammars.make(wanted) if wanted and text else NO_GRAMMAR
         fields["constraint"] = (made.grammar, made.tags)
         return made.ignored
 
@@ -175,7 +184,8 @@ class Jobs:
         try:
             refuse_images(messages, _TEXT_ONLY)
         except RequestError:
-            if not self._asked(fields).model.has_vision:
+            text = self._asked(fields)
+            if text and not text.model.has_vision:
                 raise
 
     @contextlib.contextmanager
@@ -190,16 +200,21 @@ class Jobs:
                 error.noting(model=text.names[0])
             raise
 
-    def _asked(self, fields: dict[str, Any]) -> ModelText:
-        """The first model for a name that nobody has: it is refused later, behind an attach."""
-        return self._texts.find(fields.get("model", "")) or self._texts.first
+    def _asked(self, fields: dict[str, Any]) -> ModelText | None:
+        """The model that is asked for; None for a name that nobody has.
+
+        Such a request is refused later, unless it finds the stream of an earlier one.
+        """
+        name = fields.get("model")
+        return self._texts.first if name is None else self._texts.find(name)
 
     def go_on(self, packed: bytes) -> CheckedBody:
         """A body of /v1/responses with the conversation that it goes on from."""
         checked = openai_responses.go_on(*_earlier_of(packed))
         (chat,) = checked.stubs
         assert isinstance(chat, Chat)
-        if chat.num_images and not self._asked(checked.fields).model.has_vision:
+        text = self._asked(checked.fields)
+        if chat.num_images and text and not text.model.has_vision:
             raise unseen(PAST, _TEXT_ONLY)
         return checked
 
@@ -362,21 +377,6 @@ def put_images(packed: bytes, sizes: Sequence[int]) -> bytes:
         first += size
     chat = msgspec.structs.replace(chat, images=tuple(images), addresses=())
     return msgspec.msgpack.encode((chat,))
-
-
-def _model_name(body: bytes, is_required: bool) -> str:
-    given = decode(body)
-    fields = read_fields({**MODEL, "name": MODEL["model"]}, given)
-    name: str | None = fields.get("model") or fields.get("name")  # Ollama's older field
-    if name is None and is_required:
-        raise missing("model")
-    return name or ""
-
-
-def _names(body: bytes) -> tuple[str, ...]:
-    wanted = decode(body).get("conversation_ids")
-    names = wanted if isinstance(wanted, list) else []
-    return tuple(name for name in names if isinstance(name, str) and name)
 
 
 def _to_prompt(fields: dict[str, Any]) -> Prompt:

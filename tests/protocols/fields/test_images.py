@@ -79,7 +79,7 @@ def test_images_travel_beside_the_messages_and_only_their_number_stays():
 
 def anthropic(*parts: Any, **more: Any) -> dict[str, Any]:
     turn = {"role": "user", "content": list(parts)}
-    return {"model": "tiny", "max_tokens": 1, "messages": [turn], **more}
+    return {"model": "headrace-mini", "max_tokens": 1, "messages": [turn], **more}
 
 
 def block(data: str = "AAAA", media_type: str = "image/png") -> dict[str, Any]:

@@ -1,0 +1,59 @@
+"""The names that bodies contain: of models, and of conversations."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.core.jobs import ModelsNamedIn
+from headrace.protocols import batch_lines
+from headrace.protocols.fields.kinds import Kind, String, missing, read_fields
+from headrace.protocols.requests import decode
+
+MODEL: Mapping[str, Kind] = {"model": String(least=1)}
+
+
+class _ModelField(msgspec.Struct):
+    model: Any = None
+
+
+_model_field_of = msgspec.json.Decoder(_ModelField).decode
+
+
+def model_name(body: bytes) -> str | None:
+    """The model that a body names, by `model` or by Ollama's older `name`."""
+    fields = read_fields({**MODEL, "name": MODEL["model"]}, decode(body))
+    name: str | None = fields.get("model") or fields.get("name")
+    return name
+
+
+def required_model_name(body: bytes) -> str:
+    name = model_name(body)
+    if name is None:
+        raise missing("model")
+    return name
+
+
+def model_names(body: bytes, place: ModelsNamedIn) -> set[str | None]:
+    """The models named in this place; None for a body that names none.
+
+    A malformed one of several bodies names none: the check that follows says what is wrong.
+    """
+    if place == "body":
+        return {model_name(body)}
+    split = batch_lines.bodies_of_lines if place == "lines" else batch_lines.bodies_of_requests
+    return set(map(_model_in, split(body)))
+
+
+def _model_in(body: msgspec.Raw) -> str | None:
+    try:
+        model = _model_field_of(body).model
+    except (ValueError, RecursionError):
+        return None
+    return model if isinstance(model, str) else None
+
+
+def conversation_names(body: bytes) -> tuple[str, ...]:
+    wanted = decode(body).get("conversation_ids")
+    names = wanted if isinstance(wanted, list) else []
+    return tuple(name for name in names if isinstance(name, str) and name)
