@@ -1,7 +1,8 @@
 """Downloads a model in a process of its own, which may be killed at any time: the next goes on.
 
 `python -m headrace.checkpoints.fetch ID` writes a line of JSON for each piece of news. It leads a
-group of its own, and ends with its parent: when stdin does.
+group of its own, and ends with its parent: when stdin does. It also opens the model; with a
+revision behind the ID, which may be empty, it only downloads, and reports where the model is.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from headrace.checkpoints.find import find_model
+from headrace.checkpoints.find import fetch_model, find_model
 from headrace.core.errors import HeadraceError, ModelError
 
 NumBytes = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -39,7 +40,9 @@ class FetchFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class IsHere(msgspec.Struct, frozen=True, tag=True):
-    """All of it is in the cache."""
+    """All of it is in the cache, at `path` if it was not opened."""
+
+    path: str = ""
 
 
 AnyNews = Fetched | FetchFailed | IsHere
@@ -47,7 +50,7 @@ _decode = msgspec.json.Decoder(AnyNews).decode
 
 MAX_LINE = 1 << 16
 _MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000  # characters: a line stays far below MAX_LINE
-_MEMORY_BYTES = 4 << 30  # an answer of the hub without end must not take the machine's memory
+_MEMORY_BYTES = 2 << 30  # an answer of the hub without end must not take the machine's memory
 _TIDY_S = 5.0
 
 
@@ -66,17 +69,18 @@ async def read_news(stdout: asyncio.StreamReader) -> AsyncIterator[AnyNews]:
         if len(rest) > MAX_LINE:
             raise NotNews(f"It wrote a line of more than {MAX_LINE} bytes.")
         if line_break:
-            yield _read(lines.rpartition(b"\n")[2])
+            yield read_line(lines.rpartition(b"\n")[2])
 
 
-def _read(line: bytes) -> AnyNews:
+def read_line(line: bytes) -> AnyNews:
+    """Return a piece of news; NotNews if the line is something else."""
     try:
         return _decode(line)
     except (ValueError, RecursionError) as error:
         raise NotNews(f"It wrote {line[:200]!r}.") from error
 
 
-def main(model: str) -> None:
+def main(model: str, revision: str | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # installers are ended, scratch removed
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -88,14 +92,21 @@ def main(model: str) -> None:
         news.write(msgspec.json.encode(one) + b"\n")
         news.flush()
 
+    def report(done: int, total: int) -> None:
+        tell(Fetched(done, total))
+
+    path = ""
     try:
-        find_model(model, None, lambda done, total: tell(Fetched(done, total)))
+        if revision is None:
+            find_model(model, None, report)
+        else:
+            path = fetch_model(model, revision or None, report)
     except BaseException as error:  # a library's panic is not an Exception
         if isinstance(error, SystemExit):
             raise
         tell(_failure(error))
     else:
-        tell(IsHere())
+        tell(IsHere(path))
 
 
 def _failure(error: BaseException) -> FetchFailed:
@@ -121,4 +132,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:3])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headrace.checkpoints.find import MINI, fetch_model, find_model, may_have_images
+from headrace.checkpoints.find import MINI, find_model, may_have_images
 from headrace.checkpoints.headers import count_parameters
 from headrace.checkpoints.hub import OnProgress
 from headrace.checkpoints.spec import read_spec
@@ -20,6 +20,7 @@ from headrace.core.loading import READING
 from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
 from headrace.fleet.engine_life import EngineLife
+from headrace.fleet.fetch_apart import fetch_apart
 from headrace.fleet.in_thread import in_thread
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.model_check import Checked, CheckFailed, check_model
@@ -177,7 +178,7 @@ class ModelHost:
         config = self.config
         if config.model == MINI:
             return Checked(self._path, count_parameters(read_spec(self._path)))
-        path = fetch_model(config.model, config.revision, on_progress)
+        path = fetch_apart(config, on_progress)
         return check_model(replace(config, model=path))
 
     def begin(self) -> None:
