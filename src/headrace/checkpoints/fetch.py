@@ -32,7 +32,7 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag=True):
-    """Nothing more comes. `code` and `message` are for clients, `details` are for the log."""
+    """The download has failed. `code` and `message` are for clients, `details` for the log."""
 
     code: str
     message: str
@@ -55,7 +55,7 @@ _TIDY_S = 5.0
 
 
 class NotNews(HeadraceError):
-    """The process wrote something else than news."""
+    """The process wrote something that is not news."""
 
 
 async def read_news(stdout: asyncio.StreamReader) -> AsyncIterator[AnyNews]:

@@ -90,7 +90,7 @@ def download(
 
 
 def _ask(repo: str, revision: str | None) -> "ModelInfo":
-    """Return what the hub says of a model; ModelError if that is a no."""
+    """Return what the hub knows of a model; raise ModelError if the hub refuses."""
     from huggingface_hub import HfApi, constants, errors
 
     try:
@@ -150,7 +150,7 @@ def _size(stated: object) -> int:
 def _is_plain(file: Any) -> bool:
     """Whether the hub's name of a file is one that a model's folder may have.
 
-    Others are passed over: paths that lead elsewhere, patterns, and what no disk can store.
+    Skipped: paths outside the folder, patterns, and names that no disk can store.
     """
     name = file.rfilename
     if not isinstance(name, str) or not name.isprintable() or set(name) & _NOT_IN_NAMES:

@@ -1,10 +1,10 @@
 """Matches names against regular expressions; run as a program, so that it can be killed.
 
-A hostile expression can keep Python's `re` busy for ever, and holds the interpreter's lock all the
-while. Reads {"patterns": [...], "names": [...]} from standard input and writes a JSON array: for
-each name the number of the first pattern that matches all of it, or -1. If a pattern is not a
-regular expression, writes that pattern's number instead. Imports only the standard library, so that
-it starts fast.
+A hostile expression can keep Python's `re` busy for ever while it holds the interpreter's lock.
+Reads {"patterns": [...], "names": [...]} from standard input and writes a JSON array: for each name
+the number of the first pattern that matches all of it, or -1. If a pattern is not a regular
+expression, writes that pattern's number instead. Imports only the standard library, so that it
+starts fast.
 """
 
 import json

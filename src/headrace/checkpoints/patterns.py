@@ -1,4 +1,4 @@
-"""Regular expressions that a downloaded file brings with it: matched where they can be killed."""
+"""Matches regular expressions of downloaded files in a process that can be killed."""
 
 import json
 import subprocess
@@ -14,8 +14,8 @@ _MAX_SECONDS = 20  # beside the processor time that the program allows itself
 def first_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> list[int]:
     """The number of the first pattern that matches all of each name; -1 if none does.
 
-    ModelError, which speaks of the file `where`, if a pattern is no regular expression, or if
-    matching takes more processor time or memory than a program of its own may have.
+    Raises ModelError, which names the file `where`, if a pattern is not a regular expression or
+    matching exceeds the limits on processor time or memory.
     """
     command = [sys.executable, "-I", "-S", "-W", "ignore", pattern_matcher.__file__]
     question = json.dumps({"patterns": list(patterns), "names": list(names)}).encode()

@@ -253,7 +253,7 @@ def _body(wanted: Wanted, parts: list[_Part]) -> Grammars:
 
 
 def _part(name: str, given: Any, path: str, is_strict: bool) -> _Part:
-    """Decides what of a schema can be enforced; RequestError if a strict one has more."""
+    """Decide what of a schema can be enforced; raise RequestError if a strict one needs more."""
     schema = json_schema.read(given, path, pattern_fault)
     part = _Part(name, schema, path, is_strict)
     dead = unsatisfied(schema)
@@ -289,7 +289,7 @@ def _faulty(node: Node, fault: str) -> list[str]:
 
 
 def _relax(part: _Part, node: Node, path: str, fault: str) -> bool:
-    """Take out of a node what may have the fault; whether anything was there to take."""
+    """Remove from a node what may have the fault; return whether there was anything to remove."""
     names = _faulty(node, fault)
     for name in names:
         assert isinstance(node, dict)
@@ -302,7 +302,7 @@ def _relax(part: _Part, node: Node, path: str, fault: str) -> bool:
 
 
 def _give_up(part: _Part) -> _Part:
-    """Leave the part free: any arguments, or any value."""
+    """Stop enforcing the part: it may have any arguments, or any value."""
     root = part.schema.root
     if isinstance(root, dict):
         root.clear()

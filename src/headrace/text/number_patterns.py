@@ -8,7 +8,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import NamedTuple
 
 MAX_DIGITS = 100
-"""Of a bound, before and behind its point each: a pattern has about the square in characters."""
+"""Digits of a bound before its point, and after it: a pattern grows with their square."""
 
 _MAX_MULTIPLES = 1000
 _EXACT = Context(prec=4 * MAX_DIGITS)
@@ -82,7 +82,7 @@ def number_pattern(bounds: NumberBounds) -> str | None:
 
 
 def multiples(bounds: NumberBounds, step: Decimal, is_integer: bool) -> list[Decimal] | None:
-    """The multiples of a positive step within the bounds; None if they are too many to list."""
+    """Return the multiples of a positive step within the bounds; None if there are too many."""
     low, high = bounds.low, bounds.high
     if low is None or high is None or max(map(_size, (low, high, step))) > MAX_DIGITS:
         return None
@@ -99,7 +99,7 @@ def is_whole(value: Decimal) -> bool:
 
 
 def text_of(value: Decimal) -> str:
-    """The number as JSON, whole ones without a fraction."""
+    """Return the number as JSON; whole numbers have no fraction."""
     if _size(value) > MAX_DIGITS:
         return str(value)
     text = f"{value:f}"
@@ -107,7 +107,7 @@ def text_of(value: Decimal) -> str:
 
 
 def _size(value: Decimal) -> int:
-    """Digits before the point or behind it, whichever are more."""
+    """Return the number of digits before the point or after it, whichever is larger."""
     exponent = value.as_tuple().exponent
     assert isinstance(exponent, int)
     return max(abs(value.adjusted()), abs(exponent))
@@ -120,7 +120,7 @@ def _whole(value: Decimal, rounding: str) -> int:
 
 
 def _capped(bounds: NumberBounds) -> NumberBounds:
-    """NumberBounds that are no wider, and have few enough digits."""
+    """Return bounds that are not wider and have few enough digits."""
     low, high, is_low_excluded, is_high_excluded = bounds
     if low is not None and _size(low) > MAX_DIGITS:
         low, is_low_excluded = _rounded(low, ROUND_CEILING), True

@@ -1,4 +1,4 @@
-"""Finds the parts of a schema that no answer can satisfy and end; pure."""
+"""Finds the parts of a schema that no finite answer can satisfy; pure."""
 
 from decimal import Decimal
 from fractions import Fraction
@@ -9,7 +9,7 @@ from headrace.text.number_patterns import NumberBounds, integer_range, is_whole,
 
 
 def bounds_of(node: dict[str, Any]) -> NumberBounds:
-    """The bounds of a node's numbers."""
+    """Return the bounds of a node's numbers."""
     low, above = node.get("minimum"), node.get("exclusiveMinimum")
     high, below = node.get("maximum"), node.get("exclusiveMaximum")
     is_low_excluded = above is not None and (low is None or above >= low)
@@ -42,7 +42,7 @@ def _is_multiple(value: Decimal, step: Decimal) -> bool:
 
 
 def holds(node: dict[str, Any], value: Any) -> bool:
-    """Whether a value has the type of a node, and a number or a string its bounds."""
+    """Return whether a value has the type of a node and is within its bounds."""
     types, own = node.get("type", TYPES), type_of(value)
     if own not in types and not (own == "integer" and "number" in types):
         return False
@@ -56,7 +56,7 @@ def holds(node: dict[str, Any], value: Any) -> bool:
 
 
 def unsatisfied(schema: ReadSchema) -> str | None:
-    """The path of the first part that every answer needs and none can satisfy.
+    """Return the path of the first part that every answer needs and no answer can satisfy.
 
     Parts that no answer needs are closed: an answer that began one could not end.
     """
@@ -88,7 +88,7 @@ def _innermost(schema: ReadSchema, node: Node, known: set[str]) -> str:
 
 
 def _needed(node: dict[str, Any]) -> list[Node]:
-    """The schemas below a node of which each has to be satisfied."""
+    """Return the schemas below a node that an answer must satisfy, each of them."""
     found = list(node.get("allOf", ()))
     if node.get("type") in (None, ["object"]):
         names = node.get("required", ())
@@ -159,7 +159,7 @@ def _has_names(node: dict[str, Any], known: set[str]) -> bool:
 
 
 def _close_parts(node: Node, known: set[str]) -> None:
-    """Put false for parts that no answer can end."""
+    """Remove parts that no finite answer can satisfy, or put `false` in their place."""
     if isinstance(node, bool):
         return
     for name in ("properties", "patternProperties"):

@@ -22,7 +22,7 @@ from headrace.text.number_patterns import (
 from headrace.text.schema_limits import bounds_of, children, holds
 
 SPACE = r"( |\n {0,12})?"
-"""White space between the parts of a JSON text: enough to indent it, and an end to it."""
+"""White space between the parts of a JSON text: enough to indent it, but limited."""
 
 _SAFE = 1 << 53  # doubles hold all integers up to it
 _LAST_PLACE = Decimal("1e-22")
@@ -84,7 +84,7 @@ def exact_values(node: Node) -> list[str]:
 
 
 def _is_safe_step(node: dict[str, Any], step: Decimal) -> bool:
-    """The library seeks fractional multiples between two bounds in floats, and may miss them."""
+    """Return whether no multiple is lost: between two bounds the library seeks them in floats."""
     return is_whole(step) or None in bounds_of(node)[:2]
 
 
@@ -122,7 +122,7 @@ def _joined_steps(schema: ReadSchema) -> list[SchemaFinding]:
 
 
 def _block(schema: ReadSchema, node: Node, blocked: set[int]) -> None:
-    """Everything below a node, by reference as well."""
+    """Mark everything below a node, including what its references lead to."""
     if isinstance(node, bool) or id(node) in blocked:
         return
     blocked.add(id(node))
@@ -245,7 +245,7 @@ class RuleWriter:
         return id(node) in self.exact_nodes and self.can_write(node)
 
     def can_write(self, node: Node) -> bool:
-        """Whether the node says only what rules can say."""
+        """Return whether rules can express everything in the node."""
         assert isinstance(node, dict)
         if node.keys() in ({"anyOf"}, {"$ref"}):
             return True

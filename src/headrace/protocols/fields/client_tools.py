@@ -82,14 +82,14 @@ class OfferedTools(tuple[dict[str, Any], ...]):
         return {_name(it): it.namespace for it in self.found if it.namespace}
 
     def refuse_forced(self, choice: Any) -> None:
-        """RequestError if the one tool that must be called has a fault."""
+        """Raise RequestError if the one tool that must be called has a fault."""
         for it in self.found:
             if isinstance(choice, tuple) and choice[0] == _name(it) and it.fault:
                 raise it.fault
 
 
 def check_name(name: str, path: str) -> None:
-    """RequestError if no tool may have that name."""
+    """Raise RequestError if a tool may not have this name."""
     if not NAME.fullmatch(name):
         raise wrong_value(name, path, "1 to 128 letters, digits, dashes or underscores")
 
@@ -99,7 +99,7 @@ def _name(read: ReadTool) -> str:
 
 
 def fixed_tool(kind: str, path: str) -> ReadTool:
-    """A tool whose name and parameters its type says."""
+    """Return a tool whose type determines its name and parameters."""
     description, properties, needed = _FIXED[kind]
     return ReadTool(_function(kind, description, properties, needed), path, kind)
 
@@ -154,7 +154,7 @@ def _fault(definition: str, pattern: str) -> str:
 
 
 def _anchored(pattern: str) -> str:
-    """The pattern of a whole text: JSON Schema would find it anywhere."""
+    """Return the pattern, made to match a whole text: JSON Schema would find it anywhere."""
     inner = pattern.removeprefix("^")
     if inner.endswith("$") and not inner.endswith("\\$"):
         inner = inner[:-1]

@@ -173,7 +173,7 @@ def _old_id(name: str) -> str:
 
 
 def _image_of(part: Any, path: str) -> dict[str, Any] | None:
-    """A part's image, by address and path: whether it is sound is asked once it is wanted."""
+    """Return a part's image by address and path; it is checked when it is needed."""
     if type(part) is PlacedImage:
         return image_part(part.url, part.path)
     if type(part) is not dict or part.get("type") not in (IMAGE_PART, "input_image"):

@@ -1,4 +1,4 @@
-"""Parts of messages: their text where they carry any, so that no history is refused for one."""
+"""Reads the text of parts of messages, if they have any, so that no history is refused."""
 
 import base64
 from collections.abc import Callable

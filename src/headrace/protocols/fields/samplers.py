@@ -27,10 +27,10 @@ _NAMES = {name.replace("_", ""): name for name in _LETTERS.values()} | {
     **{"temp": "temperature", "nucleus": "top_p"},
     **dict.fromkeys(("typ", "typical", "typicalp"), "typ_p"),
 }
-"""The names without underscores and hyphens, which llama.cpp takes in any case, and its others."""
+"""Names by their form without separators, as llama.cpp also reads them, and its aliases."""
 
 _ASK_NOTHING = ("dry", "adaptive_p")
-"""Samplers that we lack and that do nothing without a setting; the setting is named instead."""
+"""Samplers that we lack; they do nothing without a setting, which the header names instead."""
 
 
 class SamplerOrder(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class SamplerOrder(msgspec.Struct, frozen=True):
 
 
 class _Switch(msgspec.Struct, frozen=True):
-    """A number that turns a sampler off where it is at least or at most `bound`."""
+    """A number that turns a sampler off if it is at least (or at most) `bound`."""
 
     bound: float
     off: float

@@ -89,7 +89,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 def _object_of(value: dict[str, Any], path: str) -> "Wanted":
-    """Any JSON object, or by llama.cpp's field `schema` one that follows it."""
+    """Return a constraint to any JSON object, or to one that follows llama.cpp's field `schema`."""
     if value.get("schema") is None:
         return Wanted("json", _ANY_OBJECT, path)
     check_object(value["schema"], f"{path}.schema")

@@ -1,4 +1,4 @@
-"""Finds fields within the objects of a body that no route knows: they have no effect."""
+"""Finds unknown fields within the objects of a body: they have no effect."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -127,7 +127,7 @@ def renamed(paths: Iterable[str], own: Iterable[tuple[re.Pattern[str], str]]) ->
 
 
 def header_of(paths: Iterable[str]) -> tuple[str, ...]:
-    """The paths as a header can hold them, in few bytes; the last one may stand for the rest."""
+    """Return the paths in a form that fits a header; the last one may stand for the rest."""
     shown: list[str] = []
     left = _MAX_HEADER
     for path in dict.fromkeys(paths):

@@ -1,4 +1,4 @@
-"""Calls of tools that are no functions, from the arguments of the functions that stood for them."""
+"""Turns calls of functions back into calls of the tools that the functions stand for."""
 
 import json
 import re
@@ -54,7 +54,7 @@ class InputText:
     def end(self) -> str:
         """Return the text that is left, at the end of the arguments.
 
-        A model that writes something else than one string in `input` has that passed on.
+        If the model wrote anything else than one string in `input`, that is passed on.
         """
         if self._is_open:
             return ""
@@ -153,7 +153,7 @@ class OpenCall:
         return [*events, self._event("response.output_item.done", item=self.shown(status))]
 
     def shown(self, status: str) -> Delta | None:
-        """The item as it stands; None before it has the fields that clients need."""
+        """Return the item so far; None until it has the fields that clients need."""
         head = {"id": self._id, "type": self._type, "status": status, "call_id": self._call_id}
         if self._kind == "custom":
             return head | self._named | {"input": self._input.text}
