@@ -1,5 +1,6 @@
 import json
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
@@ -54,3 +55,16 @@ def test_a_wrong_key_among_the_subprotocols_lets_nobody_in() -> None:
     with client.websocket_connect("/v1/realtime-text", offered) as socket:
         socket.send_text('{"type": "request"}')
         assert socket.receive_json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("most", [9, None])
+def test_a_text_that_is_too_long_is_refused_before_it_is_decoded(most: int | None) -> None:
+    undecodable = msgspec.Raw(b'"' + b"\\q" * 99_999 + b'"')
+    with pytest.raises(RequestError) as refused:
+        _text({"id": undecodable}, "id", most)
+    assert refused.value.code == "invalid_value" and "characters" in str(refused.value)
+
+
+def test_a_text_of_escapes_may_be_as_long_as_another() -> None:
+    escaped = msgspec.Raw(b'"' + b"\\ud83d\\ude00" * 9 + b'"')
+    assert _text({"id": escaped}, "id", 9) == "\U0001f600" * 9

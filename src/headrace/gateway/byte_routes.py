@@ -5,7 +5,6 @@ import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import parse_qsl
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -61,7 +60,7 @@ class ByteRoutes:
         pinned = request.query_params.get("stream_id")
         if found is None or pinned not in (None, found.record.id):
             return _refuse(404, "Stream not found or expired", "not_found_error")
-        offsets = [v for k, v in parse_qsl(request.url.query, True) if k == "from"] or ["0"]
+        offsets = request.query_params.getlist("from") or ["0"]
         offset = offsets[0] or "0"
         if len(offsets) > 1 or not _OFFSET.fullmatch(offset):
             return _refuse(400, "Invalid 'from' offset")

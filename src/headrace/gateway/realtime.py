@@ -42,6 +42,8 @@ HELLO_S = 5.0
 ENVELOPE_BYTES = 4096  # of a message, beside the body in it
 GOING_AWAY = 1001
 _MAX_ID, _BAD_KEY = 128, 1008
+_MAX_TEXT = 4096  # characters of a field that is checked elsewhere
+_MOST_BYTES = 12  # of one character in JSON, as an escaped surrogate pair
 _FAREWELL_S = 4.0
 _WATCH_S = 0.5
 _SUBPROTOCOL = "realtime"  # which OpenAI's clients offer; browsers close unless one is chosen
@@ -412,8 +414,12 @@ def _read(message: Message) -> dict[str, msgspec.Raw]:
 
 def _text(fields: dict[str, msgspec.Raw], name: str, most: int | None) -> str | None:
     """A field of text, of 1 to `most` characters; None if it is absent or null."""
+    raw = memoryview(fields.get(name, b"null"))
+    limit = _MAX_TEXT if most is None else most
+    if raw.nbytes > _MOST_BYTES * limit + 2:  # before the loop spends its time on decoding it
+        raise RequestError("invalid_value", f"{name} takes 1 to {limit} characters.", name)
     try:
-        value = msgspec.json.decode(fields.get(name, b"null"), type=str | None)
+        value = msgspec.json.decode(raw, type=str | None)
     except msgspec.DecodeError:
         raise RequestError("invalid_type", f"{name} must be a string.", name) from None
     if value is not None and most is not None and not 0 < len(value) <= most:
