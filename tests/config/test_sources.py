@@ -274,3 +274,26 @@ def test_one_odd_entry_of_the_folder_of_models_hides_no_other(tmp_path: Path) ->
     config = load({"models_dir": str(tmp_path)}, {}, None, warnings.append)
     assert [model.served_model_name for model in config.models] == [("good",)]
     assert len(warnings) == 1 and "its name is not UTF-8" in warnings[0]
+
+
+def test_aliases_come_from_flags_environment_and_file(tmp_path: Path) -> None:
+    file = written(tmp_path / "it.toml", '[serve]\nalias = ["f=m"]\n')
+    variable = {"HEADRACE_ALIAS": "claude-*=m, v=m"}
+    assert load({}, {}, file).alias == ("f=m",)
+    assert load({}, variable, file).alias == ("claude-*=m", "v=m")
+    assert load({"alias": ("a=m", "b=m")}, variable, file).alias == ("a=m", "b=m")
+
+
+def test_an_alias_without_a_model_is_another_name_of_the_served_one(tmp_path: Path) -> None:
+    config = load({"served_model_name": ("a",), "alias": ("b", "c=a")}, {}, None)
+    assert (config.models[0].served_model_name, config.alias) == (("a", "b"), ("c=a",))
+    file = written(tmp_path / "it.toml", '[serve]\nalias = ["f"]\n')
+    assert load({}, {}, file).models[0].served_model_name == ("f",)
+    assert load({"alias": ("b",)}, {}, file).models[0].served_model_name == ("b",)
+
+
+def test_an_alias_that_lacks_a_part_is_refused(tmp_path: Path) -> None:
+    wanted = "must be a list of strings such as claude-*=headrace-mini"
+    for alias in ("=m", "a="):
+        assert wanted in refusal({"alias": (alias,)})
+    assert wanted in refusal({}, written(tmp_path / "it.toml", '[serve]\nalias = "a=m"\n'))

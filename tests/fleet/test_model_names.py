@@ -7,7 +7,15 @@ import pytest
 from headrace.config.settings import ModelConfig
 from headrace.config.sources import check_names
 from headrace.core.errors import ConfigError, RequestError
-from headrace.fleet.model_names import called, names_of, paths_of, root_of, told_apart
+from headrace.fleet.model_names import (
+    Aliases,
+    called,
+    names_of,
+    paths_of,
+    root_of,
+    settled_aliases,
+    told_apart,
+)
 from headrace.fleet.served_model import Models
 from headrace.protocols.model_text import ModelText
 
@@ -80,3 +88,81 @@ def test_the_path_finds_the_model_and_is_shown_to_nobody(
     with pytest.raises(RequestError) as unknown:
         models.get("/other/m.gguf")
     assert "there is: first, m." in str(unknown.value)
+
+
+def models_named(*names: str, aliases: tuple[str, ...]) -> Models[ModelText]:
+    def never() -> None:
+        raise AssertionError("only its names are asked for")
+
+    texts = tuple(ModelText((name,), never, never) for name in names)  # type: ignore[arg-type]
+    return Models(texts, Aliases(aliases))
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("small", "small"),  # a name takes precedence over every alias
+        ("claude-small", "claude-small"),
+        ("claude-haiku", "small"),  # a fixed alias takes precedence over a pattern
+        ("claude-haiku:latest", "small"),
+        ("claude-opus", "large"),  # the first pattern that fits
+        ("claude-opus-4", "large"),
+        ("claude-[a]?", "small"),
+        ("claude-[a]x", "large"),
+        ("small:latest", "small"),
+        ("Claude-opus", "Claude-opus"),  # nobody's
+        ("dangling", "dangling"),
+    ],
+)
+def test_a_name_takes_precedence_over_an_alias_and_that_over_patterns(
+    asked: str, meant: str
+) -> None:
+    aliases = ("*small=large", "claude-[a]?=small", "claude-*=large", "claude-opus*=small")
+    fixed = ("claude-haiku=small", "small=large", "dangling=gone")
+    models = models_named("small", "large", "claude-small", aliases=(*aliases, *fixed))
+    assert models.resolve(asked) == meant
+    found = models.answering(asked)
+    assert (found.names[0] if found else asked) == meant
+    assert models.aliases == {"claude-[a]?": "small", "claude-haiku": "small"}
+
+
+def test_an_alias_is_not_a_name_that_is_taken() -> None:
+    models = models_named("small", aliases=("claude-*=small", "other=small"))
+    assert models.find("claude-x") is None and models.find("other") is None
+    with pytest.raises(RequestError):  # such as a model that was removed while a request waited
+        models.exact("claude-x")
+
+
+def test_a_pattern_with_many_stars_takes_no_long_time() -> None:
+    aliases = Aliases(["*a" * 30 + "=small"])
+    assert aliases.model("a" * 200_000 + "b") is None
+
+
+def test_the_model_of_an_alias_may_be_given_as_it_was_to_the_server(tmp_path: Path) -> None:
+    file = gguf(tmp_path, "m.gguf")
+    configs = (
+        ModelConfig(model=file, adapter=("sql=./a",)),
+        ModelConfig(model="org/hub", served_model_name=("hub", "h")),
+    )
+    pairs = ("a=m", "b=sql", "c=h", "d=org/hub", f"e={file}", "a=m")
+    assert settled_aliases(pairs, configs) == ("a=m", "b=sql", "c=h", "d=hub", "e=m")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (
+            ("a=nosuch",),
+            "--alias a=nosuch: no model or adapter is named 'nosuch'; there is: m, sql.",
+        ),
+        (("a=m", "a=sql"), "--alias a is given for 'm' and 'sql'; keep one of them."),
+        (("a=m", "b=a"), "no model or adapter is named 'a'"),
+    ],
+)
+def test_an_alias_of_what_is_not_served_is_refused_at_the_start(
+    pairs: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    config = ModelConfig(model=gguf(tmp_path, "m.gguf"), adapter=("sql=./a",))
+    with pytest.raises(ConfigError) as refused:
+        settled_aliases(pairs, (config,))
+    assert message in str(refused.value)

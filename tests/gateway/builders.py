@@ -307,6 +307,9 @@ class FakeFleet:
         self.hosts = Models((host,))
         self.roster = Roster((host,))  # type: ignore[arg-type]
 
+    async def resolve(self, name: str) -> str:
+        return self.hosts.resolve(name)
+
     @contextlib.asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[FakeHost]:
         yield self.hosts.get(name)

@@ -39,7 +39,7 @@ def config(folder: Path, tmp_path: Path) -> ModelConfig:
 
 @contextlib.asynccontextmanager
 async def pool_of(config: ModelConfig) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool("tests.generation.quick_worker", msgspec.msgpack.encode((config,)))
+    pool = WorkerPool("tests.generation.quick_worker", msgspec.msgpack.encode(((config,), ())))
     running = asyncio.create_task(pool.run())
     try:
         yield pool
@@ -208,7 +208,7 @@ def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> Non
             stderr=subprocess.PIPE,
         )
         theirs.close()
-        start = msgspec.msgpack.encode((ModelConfig(model=str(folder)),))
+        start = msgspec.msgpack.encode(((ModelConfig(model=str(folder)),), ()))
         framing.send(ours, b"", start)
         assert ours.recv(8)
         body = msgspec.msgpack.encode((Text("on and on " * 10_000),))

@@ -177,7 +177,7 @@ def _generate_command() -> click.Command:
         _FIELD,
         click.Option(["--schema"], metavar="FILE", help="JSON Schema that the text must follow"),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the whole answer as JSON"),
-        *_options("models", "log_level"),
+        *_options("models", "alias", "log_level"),
     ]
     return click.Command("generate", callback=run, params=params, help=run.__doc__)
 
@@ -205,7 +205,7 @@ def _embed_command() -> click.Command:
     params: list[click.Parameter] = [
         click.Argument(["words"], nargs=-1, metavar="[MODEL] [TEXT|-]..."),
         _FIELD,
-        *_options("models", "log_level"),
+        *_options("models", "alias", "log_level"),
     ]
     return click.Command("embed", callback=run, params=params, help=run.__doc__)
 

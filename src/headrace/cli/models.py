@@ -127,7 +127,11 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
         state += f", {pending} pending"
     size = meta.get("size")
     shown = _size(size) if size else "-"
-    name = entry["id"] if not entry.get("parent") else f"{entry['id']} (of {entry['parent']})"
+    name = entry["id"]
+    if alias_of := entry.get("alias_of"):
+        name += f" (alias of {alias_of})"
+    elif parent := entry.get("parent"):
+        name += f" (of {parent})"
     return (name, state, shown, entry.get("kind") or "-", entry.get("lane") or "-")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import os
@@ -35,7 +36,7 @@ from headrace.engine.supervisor import Supervisor
 from headrace.fleet.fleet import pinned_model
 from headrace.fleet.model_host import CACHE_BYTES, ModelHost, Start
 from headrace.fleet.model_list import Desired, ModelSources, kept
-from headrace.fleet.model_names import told_apart
+from headrace.fleet.model_names import settled_aliases, told_apart
 from headrace.fleet.pulls import Pulls
 from headrace.fleet.replicas import Replicas, between
 from headrace.fleet.served_model import ServedModel
@@ -69,7 +70,10 @@ _LAST_S = 25.0  # for all that follows the drain; farewell, engine and store tak
 
 def serve(config: ServerConfig, lines: LoadLines) -> int:
     """Serves until a signal; returns the exit code. `lines` show what loads do."""
-    check_names(told_apart(config.models))
+    configs = told_apart(config.models)
+    check_names(configs)
+    if pinned_model(config) is not None:  # else models that were put or pulled are to be read first
+        config = msgspec.structs.replace(config, alias=settled_aliases(config.alias, configs))
     raise_descriptors(config.http.max_connections)
     tls = _tls(config.http)
     traces = open_traces(config.otlp_endpoint, os.environ, __version__)
@@ -193,18 +197,20 @@ class _Serving:
         metrics.traces = traces
         make = self._maker(metrics)
         sources = self._sources()
-        hosts = tuple(map(make, sources.all()))
+        configs = sources.all()
+        aliases = settled_aliases(self._config.alias, (*told_apart(self._config.models), *configs))
+        config = msgspec.structs.replace(self._config, alias=aliases)
+        hosts = tuple(map(make, configs))
         has_keys = self._auth.num_keys > 0
-        work = WorkerPool("headrace.protocols.worker", *_known_to_workers(hosts), has_keys)
-        generation = Generation(self._config, hosts, self._store, work, metrics)
+        known = functools.partial(_known_to_workers, aliases=aliases)
+        work = WorkerPool("headrace.protocols.worker", *known(hosts), has_keys)
+        generation = Generation(config, hosts, self._store, work, metrics)
         generation.desired = Desired(
-            sources, make, lambda hosts: work.renew(*_known_to_workers(hosts)), generation.fleet
+            sources, make, lambda hosts: work.renew(*known(hosts)), generation.fleet
         )
         if generation.fleet.pinned is None:
             # of one model any name is its text's, and fresh workers would keep requests waiting
-            generation.adapters.on_names = lambda: work.renew(
-                *_known_to_workers(generation.fleet.hosts.all())
-            )
+            generation.adapters.on_names = lambda: work.renew(*known(generation.fleet.hosts.all()))
         lines.read_progress = lambda: [
             host.loading.progress for host in generation.fleet.hosts.all()
         ]
@@ -388,7 +394,7 @@ class _Serving:
         return exits.ENGINE if self._model and self._model.ready else exits.MODEL
 
 
-def _known_to_workers(hosts: tuple[ModelHost, ...]) -> tuple[bytes, bool]:
+def _known_to_workers(hosts: tuple[ModelHost, ...], aliases: tuple[str, ...]) -> tuple[bytes, bool]:
     """The models that workers begin with, and whether images need a worker of their own."""
     # what came from the hub is not asked for there again; a path stays a name
     known = [
@@ -397,7 +403,7 @@ def _known_to_workers(hosts: tuple[ModelHost, ...]) -> tuple[bytes, bool]:
         else msgspec.structs.replace(host.config, adapter=host.adapters)
         for host in hosts
     ]
-    return msgspec.msgpack.encode(known), any(host.may_see_images for host in hosts)
+    return msgspec.msgpack.encode((known, aliases)), any(host.may_see_images for host in hosts)
 
 
 def _ready_line(url: str, name: str, ready: Ready) -> str:

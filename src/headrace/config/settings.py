@@ -413,6 +413,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A whole server."""
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
+    alias: Annotated[
+        tuple[Annotated[str, Meta(pattern="^[^=]+=.+$", examples=["claude-*=headrace-mini"])], ...],
+        Meta(
+            description="Further name of a model or adapter as NAME=MODEL; * in NAME stands for "
+            "any characters. Without = it is another --served-model-name"
+        ),
+    ] = ()
     loading: LoadingConfig = LoadingConfig()
     batches: BatchConfig = BatchConfig()
     http: HttpConfig = HttpConfig()

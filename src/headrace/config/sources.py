@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.config.piped_text import with_piped_templates
+from headrace.config.plain_aliases import with_names
 from headrace.config.settings import ModelConfig, ServerConfig
 from headrace.core.errors import ConfigError
 
 PREFIX = "HEADRACE_"
 ALIASES = {
-    "served_model_name": ("--alias",),
     "max_model_len": ("-c", "--ctx-size"),
     "max_num_seqs": ("-np", "--parallel"),
     "max_step_tokens": ("--max-num-batched-tokens",),
@@ -158,6 +158,7 @@ def load(
         _check_own_settings(known, table, f"in [[models]] {number} of {file}")
     tables += _named(flags.get("models_at", ()))
     flags = {name: value for name, value in flags.items() if name != "models_at"}
+    from_file, from_environment, flags = map(with_names, (from_file, from_environment, flags))
     values = {**from_file, **from_environment, **flags}
     given_as = {name: f"{name} in {file}" for name in from_file}
     given_as |= {name: known[name].variable for name in from_environment}

@@ -100,11 +100,17 @@ class Request(msgspec.Struct, frozen=True):
     response_options: ResponseOptions = msgspec.field(name="wire", default=ResponseOptions())
     channels: Channels | None = None  # None: all text is content
     kept: bytes = b""  # what its dialect needs of the body later, in the dialect's own form
+    alias: str = ""  # by which the client asked for the model, if it is not the model's own name
 
     @property
     def is_background(self) -> bool:
         """Whether it takes only what others leave."""
         return self.priority >= BACKGROUND
+
+    @property
+    def shown_model(self) -> str:
+        """The name of the model in the answer: the one that the client sent."""
+        return self.alias or self.model
 
     @property
     def num_choices(self) -> int:

@@ -12,6 +12,7 @@ from headrace.core.log_context import note
 from headrace.fleet.engine_life import EngineClosed
 from headrace.fleet.memory_policy import Residency, Stage
 from headrace.fleet.model_host import ModelHost
+from headrace.fleet.model_names import Aliases
 from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
 
@@ -45,7 +46,7 @@ class Fleet:
         on_loaded: Callable[[ModelHost], None],
         on_lost: Callable[[ModelHost], None],
     ) -> None:
-        self.roster = Roster(hosts)
+        self.roster = Roster(hosts, Aliases(config.alias))
         self.pinned = hosts[0] if pinned_model(config) and len(hosts) == 1 else None
         self.ended = asyncio.Event()  # no engine runs, and none will
         self._config = config
@@ -83,11 +84,20 @@ class Fleet:
 
     async def find(self, name: str | None) -> ModelHost:
         """The host of that name; RequestError if there is no such model."""
-        if name is not None and self.hosts.find(name) is None and self.on_unknown is not None:
-            await self.on_unknown()
+        if name is not None:
+            name = await self.resolve(name)
         host = self.hosts.get(name)
         note(model=host.name)
         return host
+
+    async def resolve(self, name: str) -> str:
+        """Return the name of the model or adapter that a client means, as `Models.resolve` does.
+
+        A model that has just come into the folder of models takes precedence over an alias.
+        """
+        if self.hosts.find(name) is None and self.on_unknown is not None:
+            await self.on_unknown()
+        return self.hosts.resolve(name)
 
     def fetch(self, host: ModelHost) -> "asyncio.Task[None]":
         """Reads a model, which may be a download, whether anybody waits or not."""

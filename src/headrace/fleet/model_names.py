@@ -1,7 +1,9 @@
-"""Names of a model for clients: those of its settings, or one made of where it lies."""
+"""Names of models for clients: from settings, or made of where a model lies; and their aliases."""
 
 import os
 from collections import defaultdict
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 import msgspec
@@ -9,6 +11,10 @@ import msgspec
 from headrace.checkpoints.find import place_of
 from headrace.checkpoints.gguf_folder import stem_of
 from headrace.config.settings import ModelConfig
+from headrace.core.errors import ConfigError
+
+LATEST = ":latest"
+"""Clients of Ollama may write this behind any name."""
 
 
 class Named(Protocol):
@@ -48,6 +54,52 @@ def paths_of(config: ModelConfig) -> frozenset[str]:
 def called(model: Named, asked: str | None) -> str:
     """The model's name in an answer: the one in the request, but never a path."""
     return asked if asked in model.names else model.names[0]
+
+
+class Aliases:
+    """Further names of models and adapters: settings of the form NAME=MODEL."""
+
+    def __init__(self, pairs: Iterable[str] = ()) -> None:
+        split = [pair.partition("=") for pair in pairs]
+        self.fixed = {name: model for name, _, model in split if "*" not in name}
+        # of what fnmatch knows, only * has a meaning
+        self._patterns = [
+            (name.replace("[", "[[]").replace("?", "[?]"), model)
+            for name, _, model in split
+            if "*" in name
+        ]
+
+    def model(self, name: str) -> str | None:
+        """Return what the alias `name` stands for: the fixed one, or the first that fits."""
+        for spelling in (name, name.removesuffix(LATEST)):
+            if spelling in self.fixed:
+                return self.fixed[spelling]
+        return next((model for it, model in self._patterns if fnmatchcase(name, it)), None)
+
+
+def settled_aliases(pairs: Iterable[str], configs: Iterable[ModelConfig]) -> tuple[str, ...]:
+    """Return the aliases, each with the name of its model, which may be given as a path or hub id.
+
+    ConfigError if a model is not served, or if one alias stands for two.
+    """
+    names: dict[str, str] = {}
+    places: dict[str, str] = {}
+    for config in configs:
+        names |= {name: name for name in (*names_of(config), *adapters_of(config))}
+        places |= dict.fromkeys((config.model, *paths_of(config)), names_of(config)[0])
+    settled: dict[str, str] = {}
+    for alias, _, given in (pair.partition("=") for pair in pairs):
+        model = names.get(given) or places.get(given)
+        if model is None:
+            raise ConfigError(
+                f"--alias {alias}={given}: no model or adapter is named {given!r}; there is: "
+                f"{', '.join(names)}."
+            )
+        if settled.setdefault(alias, model) != model:
+            raise ConfigError(
+                f"--alias {alias} is given for {settled[alias]!r} and {model!r}; keep one of them."
+            )
+    return tuple(f"{alias}={model}" for alias, model in settled.items())
 
 
 def told_apart(configs: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:

@@ -1,6 +1,7 @@
 """The models that a server has, and how they follow the models that it should have."""
 
 from headrace.fleet.model_host import ModelHost
+from headrace.fleet.model_names import Aliases
 from headrace.fleet.served_model import Models
 
 
@@ -10,8 +11,9 @@ class Roster:
     Changes wait until nobody uses a model; then `settle` makes them.
     """
 
-    def __init__(self, hosts: tuple[ModelHost, ...]) -> None:
-        self.hosts = Models(hosts)
+    def __init__(self, hosts: tuple[ModelHost, ...], aliases: Aliases | None = None) -> None:
+        self._aliases = aliases
+        self.hosts = Models(hosts, aliases)
         self.leaving: dict[str, ModelHost] = {}  # by name
         self._successors: dict[str, ModelHost] = {}
 
@@ -20,7 +22,7 @@ class Roster:
 
     def get(self, name: str) -> ModelHost:
         """The host of a name, also of one that is to leave; RequestError if there is none."""
-        return self.leaving.get(name) or self.hosts.get(name)
+        return self.leaving.get(name) or self.hosts.exact(name)
 
     def changing(self) -> tuple[str, ...]:
         """The models to be removed, or loaded anew with other settings."""
@@ -35,7 +37,8 @@ class Roster:
         for host in hosts:
             if host.name in there:
                 there[host.name].resize(host.config, within_s)
-        self.hosts = Models(tuple(there.get(host.name, host) for host in hosts))
+        those = tuple(there.get(host.name, host) for host in hosts)
+        self.hosts = Models(those, self._aliases)
         self._successors = {
             host.name: host
             for host in hosts
@@ -48,6 +51,7 @@ class Roster:
         """Makes the change of a model; the host that is gone, and the one in its place."""
         if (gone := self.leaving.pop(name, None)) is not None:
             return gone, None
-        gone, new = self.hosts.get(name), self._successors.pop(name)
-        self.hosts = Models(tuple(new if host is gone else host for host in self.hosts.all()))
+        gone, new = self.hosts.exact(name), self._successors.pop(name)
+        those = tuple(new if host is gone else host for host in self.hosts.all())
+        self.hosts = Models(those, self._aliases)
         return gone, new

@@ -17,7 +17,15 @@ from headrace.config.settings import ModelConfig
 from headrace.core.adapter import Adapter
 from headrace.core.errors import RequestError
 from headrace.core.messages import Ready
-from headrace.fleet.model_names import Named, adapters_of, names_of, paths_of, root_of
+from headrace.fleet.model_names import (
+    LATEST,
+    Aliases,
+    Named,
+    adapters_of,
+    names_of,
+    paths_of,
+    root_of,
+)
 from headrace.models.registry import SEEING
 from headrace.streams.record import ServedSetup
 from headrace.text.encoder import Encoder
@@ -26,7 +34,6 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats.table import tool_format
 
-_LATEST = ":latest"
 _EMBEDS = re.compile(r"((?<!LMHead)Model|ForMaskedLM)$")  # architectures that only embed
 _SHOWN = 100  # characters of an unknown name
 
@@ -175,8 +182,9 @@ ByName = TypeVar("ByName", bound=Named)
 class Models(Generic[ByName]):
     """The served models, by the names that clients ask for."""
 
-    def __init__(self, models: tuple[ByName, ...]) -> None:
+    def __init__(self, models: tuple[ByName, ...], aliases: Aliases | None = None) -> None:
         self._models = models
+        self._aliases = aliases or Aliases()
 
     def all(self) -> tuple[ByName, ...]:
         return self._models
@@ -193,12 +201,41 @@ class Models(Generic[ByName]):
         """
         named = next((model for model in self._models if name in model.names), None)
         named = named or next((model for model in self._models if name in model.paths), None)
-        if named is None and name.endswith(_LATEST):
-            return self.find(name.removesuffix(_LATEST))
+        if named is None and name.endswith(LATEST):
+            return self.find(name.removesuffix(LATEST))
         return named
+
+    def resolve(self, name: str) -> str:
+        """Return the name of the model or adapter that a client means by `name`.
+
+        An alias gives the name that it stands for. A path, or a name that nobody has, stays as it
+        is.
+        """
+        if (model := self.find(name)) is not None:
+            spellings = (name, name.removesuffix(LATEST))
+            return next((it for it in spellings if it in model.names), name)
+        meant = self._aliases.model(name)
+        return name if meant is None or self.find(meant) is None else meant
+
+    def answering(self, name: str) -> ByName | None:
+        """Return the model that answers to a name, a path or an alias, if there is one."""
+        return self.find(self.resolve(name))
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The aliases without *, each with the name that it stands for."""
+        fixed = {name: self.resolve(name) for name in self._aliases.fixed}
+        return {name: meant for name, meant in fixed.items() if meant != name}
 
     def get(self, name: str | None) -> ByName:
         """The model that answers to `name`; without a name, the first one."""
+        return self.exact(None if name is None else self.resolve(name))
+
+    def exact(self, name: str | None) -> ByName:
+        """Return the model of a name that `resolve` gave; RequestError if it was removed since.
+
+        No alias may take the place of that model.
+        """
         if name is None:
             return self.first
         if (model := self.find(name)) is not None:
@@ -207,7 +244,8 @@ class Models(Generic[ByName]):
 
     def unknown(self, name: str) -> RequestError:
         """The error for a name that no model has."""
-        served = ", ".join(name for model in self._models for name in model.names)
+        names = [name for model in self._models for name in model.names]
+        served = ", ".join((*names, *self.aliases))
         return RequestError(
             "model_not_found",
             f"No model {name[:_SHOWN]!r} is served here; there is: {served}.",

@@ -52,7 +52,7 @@ def _entry(one: ServedName, place: int) -> dict[str, Any]:
     known = one.host.known
     entry: dict[str, Any] = {
         "slug": one.id,
-        "display_name": one.id,
+        "display_name": one.shown,
         "description": introduction(known).get("description") if known else None,
         "base_instructions": _INSTRUCTIONS,
         "visibility": "list",

@@ -167,7 +167,22 @@ class GenerationRoutes:
 
 
 async def read_body(generation: Generation, job: ReadJob, body: Body) -> CheckedBody:
-    """Return a body as a worker checked it, and its tokens if it is small and its model loaded."""
+    """Return a body as a worker checked it, and its tokens if it is small and its model loaded.
+
+    Where the body names an alias, it has the name of the model instead: this is the one place at
+    which aliases of requests end. The alias is kept for the answer.
+    """
+    checked = await _checked(generation, job, body)
+    if (asked := checked.fields.get("model")) is None:
+        return checked
+    name: str = await generation.fleet.resolve(asked)
+    if name == asked:
+        return checked
+    fields = {**checked.fields, "model": name, "alias": asked}
+    return msgspec.structs.replace(checked, fields=fields)
+
+
+async def _checked(generation: Generation, job: ReadJob, body: Body) -> CheckedBody:
     await read_named_models(generation, body)
     known = {
         host.name: KnownModel(host.model.number, host.model.max_model_len)

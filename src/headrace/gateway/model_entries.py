@@ -13,11 +13,19 @@ _LIMIT_NAMES = ("context_length", "context_window", "max_context_length")
 
 
 class ServedName(NamedTuple):
-    """A name that clients may ask for, and the host and the model or adapter that it stands for."""
+    """A name that clients may ask for, and the host and the model or adapter that it stands for.
+
+    `id` differs from `name` if it is an alias.
+    """
 
     id: str
     host: ModelHost
     name: str
+
+    @property
+    def shown(self) -> str:
+        """The name for people, which says what an alias stands for."""
+        return self.id if self.id == self.name else f"{self.id} ({self.name})"
 
     @property
     def context(self) -> int:
@@ -34,14 +42,15 @@ class ServedName(NamedTuple):
 
 def served_names(hosts: Models[ModelHost]) -> list[ServedName]:
     """Return every name that the lists show."""
-    return [ServedName(name, host, name) for host in hosts.all() for name in host.names]
+    names = [ServedName(name, host, name) for host in hosts.all() for name in host.names]
+    return names + [ServedName(it, hosts.get(it), name) for it, name in hosts.aliases.items()]
 
 
 def named(hosts: Models[ModelHost], id: str) -> ServedName:
     """Return the entry of a name or path that a client asks for; RequestError if it is unknown."""
-    host = hosts.get(id)
-    name = called(host, id)
-    return ServedName(name, host, name)
+    host, meant = hosts.get(id), hosts.resolve(id)
+    name = called(host, meant)
+    return ServedName(name if meant == id else id, host, name)
 
 
 def entry_of(one: ServedName, has_states: bool) -> dict[str, Any]:
@@ -54,6 +63,8 @@ def entry_of(one: ServedName, has_states: bool) -> dict[str, Any]:
     else:
         entry = {"id": name, "object": "model", "created": 0, "owned_by": "headrace"}
         entry |= {"root": host.root, "parent": None, "max_model_len": None, "meta": None}
+    if one.id != name:
+        entry |= {"id": one.id, "alias_of": name}
     if one.context:
         entry |= dict.fromkeys(_LIMIT_NAMES, one.context)
     if not has_states:
@@ -70,7 +81,7 @@ def anthropic_entry(one: ServedName) -> dict[str, Any]:
     return {
         "type": "model",
         "id": one.id,
-        "display_name": one.id,
+        "display_name": one.shown,
         "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
         "max_input_tokens": limit,

@@ -31,7 +31,9 @@ class ModelRoutes:
         """Also of a server with one model, with the state of each, and what is downloaded."""
         await self._desired().reread()
         served = served_names(self._generation.fleet.hosts)
-        return answer({"object": "list", "data": self._entries(), "models": catalog(served)})
+        aliases = [entry_of(one, has_states=True) for one in served if one.id != one.name]
+        entries = self._entries() + aliases
+        return answer({"object": "list", "data": entries, "models": catalog(served)})
 
     async def events(self, request: Request) -> ASGIApp:
         """Each change of the list, as it happens."""

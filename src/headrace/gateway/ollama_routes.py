@@ -21,6 +21,7 @@ from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left, while_connected
 from headrace.gateway.http_responses import answer
 from headrace.gateway.llama_routes import read_known
+from headrace.gateway.model_entries import served_names
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
@@ -53,8 +54,8 @@ class OllamaRoutes:
         return answer({"version": _API_VERSION, "headrace": __version__})
 
     async def tags(self, request: Request) -> ASGIApp:
-        hosts = self._hosts.all()
-        return answer({"models": [_entry(host, name) for host in hosts for name in host.names]})
+        served = served_names(self._hosts)
+        return answer({"models": [_entry(one.host, one.id) for one in served]})
 
     async def running(self, request: Request) -> ASGIApp:
         """Lists the models in memory; none has a set time at which it leaves."""

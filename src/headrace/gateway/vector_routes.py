@@ -153,7 +153,7 @@ class VectorRoutes:
 
 
 def _name(fields: Mapping[str, Any], made: Vectors) -> str:
-    return called(made.model, fields.get("model"))
+    return str(fields.get("alias") or called(made.model, fields.get("model")))
 
 
 def _usage(made: Vectors) -> dict[str, int]:

@@ -252,7 +252,7 @@ class Queues:
 
     def find(self, name: str | None, is_background: bool) -> tuple[ModelHost, Admission]:
         """The host of that name and its queue; RequestError if it takes no requests."""
-        host = self._fleet.hosts.get(name)
+        host = self._fleet.hosts.exact(name)
         return host, self.of(host, is_background)
 
     def of(self, host: ModelHost, is_background: bool = False) -> Admission:

@@ -220,7 +220,7 @@ class EventBuilder:
             at_ms=0,
             id=record.id,
             route=request.route,
-            model=request.model,
+            model=request.shown_model,
             created=record.created,
             mode=record.mode,
             prompt_tokens=record.num_prompt_tokens,

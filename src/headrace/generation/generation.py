@@ -155,7 +155,7 @@ class Generation:
         `checked` has its prompts, if the request has only stubs of them. If another request has
         just taken the idempotency key, the stream is that one's.
         """
-        host = self.fleet.hosts.get(request.model)
+        host = self.fleet.hosts.exact(request.model)
         model = host.model
         adapter = model.adapters.get(request.model)
         check_generates(model)

@@ -25,7 +25,7 @@ def span_of(
     attributes: dict[str, Attribute | None] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "headrace",
-        "gen_ai.request.model": request.model,
+        "gen_ai.request.model": request.shown_model,
         "gen_ai.response.model": request.model,
         **_asked(record),
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -45,7 +45,7 @@ def span_of(
         **_ingested(ingestion),
     }
     return RequestSpan(
-        f"{operation} {request.model}",
+        f"{operation} {request.shown_model}",
         PARENT.get(),
         seconds,
         cut.code if cut else "",

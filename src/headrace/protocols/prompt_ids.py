@@ -1,7 +1,10 @@
 """The token ids of prompts: chats rendered, texts read in windows where they are long."""
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from headrace.core.errors import RequestError
 from headrace.core.request import Chat, Ids, Infill, Prompt, Text
@@ -11,6 +14,8 @@ from headrace.text.broken_tokens import break_tokens
 from headrace.text.rendering import Rendered
 from headrace.text.rendering import render as rendered
 from headrace.text.tool_formats.generic import GENERIC, with_tools_in_words
+
+prompts_of = msgspec.msgpack.Decoder(tuple[Prompt, ...]).decode
 
 
 class PromptIds(NamedTuple):
@@ -107,3 +112,16 @@ def _piece(raw: bytes) -> str | list[int]:
         return raw.decode()
     except UnicodeDecodeError:
         return list(raw)
+
+
+def put_images(packed: bytes, sizes: Sequence[int]) -> bytes:
+    """The chat in front of its fetched images, of these sizes, with them; 0: it came along."""
+    first = len(packed) - sum(sizes)
+    (chat,) = prompts_of(packed[:first])
+    assert isinstance(chat, Chat)
+    images = []
+    for given, size in zip(chat.images, sizes, strict=True):
+        images.append(packed[first : first + size] if size else given)
+        first += size
+    chat = msgspec.structs.replace(chat, images=tuple(images), addresses=())
+    return msgspec.msgpack.encode((chat,))

@@ -93,6 +93,7 @@ def make_request(
     return Request(
         route=route,
         model=called(model, fields.get("model")),
+        alias=fields.get("alias", ""),
         prompts=prompts,
         sampling=_to_sampling(fields, model),
         n=_to_n(fields, len(prompts)),

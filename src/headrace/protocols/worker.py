@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from headrace.core import jobs
 from headrace.core.errors import RequestError
 from headrace.core.jobs import CheckedBody, Encoded, EncodedAhead, Refusal, SeenImages
 from headrace.core.request import Chat, Infill, Prompt, Route, Text
-from headrace.fleet.model_names import adapters_of, names_of, paths_of
+from headrace.fleet.model_names import Aliases, adapters_of, names_of, paths_of
 from headrace.fleet.served_model import Models, ServedModel
 from headrace.generation.model_checks import longest_prompt
 from headrace.protocols import batch_lines, body_names
@@ -40,7 +40,7 @@ from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.openai.response_items import PAST, messages_of
-from headrace.protocols.prompt_ids import ids_of, listed_tokens, render
+from headrace.protocols.prompt_ids import ids_of, listed_tokens, prompts_of, put_images, render
 from headrace.protocols.requests import check_token_ids, decode, exact_schemas, pack
 from headrace.protocols.vectors import embeddings, rerank
 from headrace.workers.pool import (
@@ -72,7 +72,6 @@ TOKENIZE: Mapping[str, Kind] = {
     **MODEL,
 }
 
-_prompts_of = msgspec.msgpack.Decoder(tuple[Prompt, ...]).decode
 _earlier_of = msgspec.msgpack.Decoder(openai_responses.Earlier).decode
 
 
@@ -80,9 +79,12 @@ class Jobs:
     """The doing of all jobs; `rendering` bounds the time of a chat template."""
 
     def __init__(
-        self, *models: ServedModel | ModelText, rendering: Bound = contextlib.nullcontext
+        self,
+        *models: ServedModel | ModelText,
+        rendering: Bound = contextlib.nullcontext,
+        aliases: Aliases | None = None,
     ) -> None:
-        self._texts = Models(tuple(map(text_of, models)))
+        self._texts = Models(tuple(map(text_of, models)), aliases)
         self._rendering = rendering
 
     def do(self, job: jobs.AnyJob, body: bytes) -> object:
@@ -195,7 +197,7 @@ class Jobs:
             yield
         except RequestError as error:
             name = given.get("model")
-            text = self._texts.find(name) if isinstance(name, str) else self._texts.first
+            text = self._texts.answering(name) if isinstance(name, str) else self._texts.first
             if text is not None:
                 error.noting(model=text.names[0])
             raise
@@ -206,7 +208,7 @@ class Jobs:
         Such a request is refused later, unless it finds the stream of an earlier one.
         """
         name = fields.get("model")
-        return self._texts.first if name is None else self._texts.find(name)
+        return self._texts.first if name is None else self._texts.answering(name)
 
     def go_on(self, packed: bytes) -> CheckedBody:
         """A body of /v1/responses with the conversation that it goes on from."""
@@ -224,7 +226,7 @@ class Jobs:
         A refusal is left to the job that asks for them alone: what else is wrong comes before.
         """
         name = checked.fields.get("model")
-        text = self._texts.first if name is None else self._texts.find(name)
+        text = self._texts.first if name is None else self._texts.answering(name)
         known = job.known.get(text.names[0]) if text else None
         if text is None or known is None or not _is_whole(checked):
             return checked
@@ -247,7 +249,7 @@ class Jobs:
         text = self._texts.get(job.model)
         found, ways, changes = list[bytes](), list[str](), list[str]()
         limit = text.model.sentences.max_tokens if job.to_embed else None
-        for prompt in _prompts_of(packed):
+        for prompt in prompts_of(packed):
             token_ids, way, own = ids_of(text.model, prompt, self._rendering, job.longest)
             if limit is not None and isinstance(prompt, Text):
                 token_ids = text.model.tokenizer.cut(token_ids, limit, prompt.add_special_tokens)
@@ -261,7 +263,7 @@ class Jobs:
 
     def _see_images(self, job: jobs.SeeImages, packed: bytes) -> SeenImages:
         text = self._texts.get(job.model)
-        (chat,) = _prompts_of(packed)
+        (chat,) = prompts_of(packed)
         assert isinstance(chat, Chat)
         placeholder = text.image_processor.placeholder
         for message in chat.messages:
@@ -366,19 +368,6 @@ def _is_whole(checked: CheckedBody) -> bool:
     )
 
 
-def put_images(packed: bytes, sizes: Sequence[int]) -> bytes:
-    """The chat in front of its fetched images, of these sizes, with them; 0: it came along."""
-    first = len(packed) - sum(sizes)
-    (chat,) = _prompts_of(packed[:first])
-    assert isinstance(chat, Chat)
-    images = []
-    for given, size in zip(chat.images, sizes, strict=True):
-        images.append(packed[first : first + size] if size else given)
-        first += size
-    chat = msgspec.structs.replace(chat, images=tuple(images), addresses=())
-    return msgspec.msgpack.encode((chat,))
-
-
 def _to_prompt(fields: dict[str, Any]) -> Prompt:
     if "content" in fields:
         return Text(fields["content"], fields.get("add_special", False))
@@ -397,6 +386,8 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
     if start is None:
         return
     bound = MemoryBound(IMAGE_MEMORY_BYTES if is_for_images else MEMORY_BYTES)
+    start_type = tuple[tuple[ModelConfig, ...], tuple[str, ...]]
+    configs, aliases = msgspec.msgpack.decode(start[1], type=start_type)
     texts = [
         ModelText(
             (*names_of(config), *adapters_of(config)),
@@ -404,9 +395,9 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
             bound.lifted,
             paths_of(config),
         )
-        for config in msgspec.msgpack.decode(start[1], type=tuple[ModelConfig, ...])
+        for config in configs
     ]
-    own = Jobs(*texts, rendering=_rendering)
+    own = Jobs(*texts, rendering=_rendering, aliases=Aliases(aliases))
     if is_for_images:
         os.nice(19)  # whatever it takes, streams go first
     if len(texts) == 1:  # it will be asked for

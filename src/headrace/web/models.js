@@ -11,7 +11,8 @@ export async function loadModels() {
   const response = await ask("/v1/models");
   if (!response.ok) return { status: response.status, ...(await errorOf(response)) };
   const { data } = await response.json();
-  models = data.map(({ id, parent, status, architecture, max_model_len: length, description, suggestions }) => ({
+  // an alias is for programs that know no other name
+  models = data.filter((one) => !one.alias_of).map(({ id, parent, status, architecture, max_model_len: length, description, suggestions }) => ({
     id,
     parent, // the model that an adapter changes
     state: status?.failed ? "failed" : status?.value ?? "loaded",

@@ -10,7 +10,8 @@ from headrace.core.errors import RequestError
 from headrace.core.jobs import AnyJob, ApplyTemplate, CheckedBody, Tokenize
 from headrace.core.request import Chat, Route
 from headrace.protocols.openai import responses as openai_responses
-from headrace.protocols.worker import Jobs, put_images
+from headrace.protocols.prompt_ids import put_images
+from headrace.protocols.worker import Jobs
 from tests.gateway.builders import FakeModel
 
 ROUTE = "/v1/chat/completions"

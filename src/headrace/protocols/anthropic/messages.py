@@ -336,7 +336,7 @@ def _message(
         "id": record.id,
         "type": "message",
         "role": "assistant",
-        "model": record.request.model,
+        "model": record.request.shown_model,
         "content": content,
         "stop_reason": stop[0],
         "stop_sequence": stop[1],

@@ -99,7 +99,7 @@ class _Answer:
             "content": text,
             "tokens": ids,
             "stop": True,
-            "model": request.model,
+            "model": request.shown_model,
             **self._counts(),
             "tokens_cached": self._num_cached,
             "generation_settings": settings_of(request.sampling) | settings,

@@ -109,7 +109,7 @@ class _AnswerLines:
         record = self.record
         at = datetime.fromtimestamp(record.created, UTC) + timedelta(milliseconds=self._at_ms)
         created_at = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        return {"model": record.request.model, "created_at": created_at}
+        return {"model": record.request.shown_model, "created_at": created_at}
 
     def _shown(self, part: LinePart) -> dict[str, Any]:
         logprobs = {"logprobs": _logprobs(part.logprobs)} if part.logprobs else {}

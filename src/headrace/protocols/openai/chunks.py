@@ -114,7 +114,7 @@ def _head(record: Record, kind: str, fingerprint: str) -> dict[str, Any]:
         "id": record.id,
         "object": kind,
         "created": record.created,
-        "model": record.request.model,
+        "model": record.request.shown_model,
         "system_fingerprint": fingerprint or None,
     }
 

@@ -182,7 +182,7 @@ class GrowingResponse:
             "completed_at": self._ended_at,
             "error": {"code": error.code, "message": error.message} if error else None,
             "incomplete_details": reason,
-            "model": request.model,
+            "model": request.shown_model,
             "output": self.output,
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,
@@ -194,7 +194,11 @@ class GrowingResponse:
     def at_work(self) -> ResponseEvent:
         """An event that says no more than that it is in progress: the response without its body."""
         head = {"id": self._record.id, "object": "response", "created_at": self._record.created}
-        shown = head | {"status": "in_progress", "model": self._record.request.model, "output": []}
+        shown = head | {
+            "status": "in_progress",
+            "model": self._record.request.shown_model,
+            "output": [],
+        }
         return {"type": "response.in_progress", "response": shown}
 
     def _begin(self) -> list[ResponseEvent]:
