@@ -202,7 +202,7 @@ class Watched:
         """Judges the whole run, once the server has stopped."""
         lines = self.site.lines
         if bugs := [at for at, line in enumerate(lines) if _BUG.search(line)]:
-            shown = "\n".join(line[:200] for line in lines[max(0, bugs[0] - 2) : bugs[0] + 30])
+            shown = "\n".join(line[:200] for line in lines[bugs[0] : bugs[0] + 30])
             self.fail(f"in the log, {len(bugs)} times: {shown}")
         largest = max((size for _, size in self.gateway), default=0.0)
         if largest > self.rest + MAX_OVER_REST:

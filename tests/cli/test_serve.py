@@ -67,6 +67,7 @@ class Model:
     folder, names, paths = Path(), ("tiny",), frozenset[str]()
     adapters: Mapping[str, Any] = {}
     sampling_words = ""
+    has_vision = False
     ready = object()
 
     def read_adapters(self, config: object) -> None: ...
