@@ -207,5 +207,5 @@ def test_tokens_are_counted_as_they_are_used(client: openai.OpenAI) -> None:
 
 def test_a_fault_is_named(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        create(client, input=[QUESTION, {"type": "item_reference", "id": "msg_1"}])
-    assert refused.value.param == "input[1].type"
+        create(client, input=[QUESTION, {"role": "user", "content": 5}])
+    assert refused.value.param == "input[1].content"
