@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.batch_lines import in_lines, line, results
 from tools.harness.eventually import eventually
@@ -13,6 +14,7 @@ from tools.harness.tiny_models import make_tiny_model
 ROUTE = "/v1/completions"
 
 
+@pytest.mark.slow
 def test_a_batch_survives_that_its_models_leave_memory(tmp_path: Path) -> None:
     for name in ("one", "two"):
         make_tiny_model(tmp_path / "models" / name)

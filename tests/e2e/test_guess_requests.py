@@ -62,7 +62,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Asked:
 
 
 @pytest.mark.parametrize("guess", ["auto", "3"])
-@pytest.mark.parametrize("which", ["text", "seeing"])
+@pytest.mark.parametrize("which", ["text", pytest.param("seeing", marks=pytest.mark.slow)])
 def test_every_kind_of_request_is_answered_the_same(
     which: str, guess: str, request: pytest.FixtureRequest
 ) -> None:
