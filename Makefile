@@ -233,7 +233,8 @@ $(LLAMA)/ready: constraints.txt
 TRAINED := build/trained-venv
 test-trained: $(READY_TEST) $(TRAINED)/ready
 	PYTHONPATH=$(abspath src):$(CURDIR) TRANSFORMERS_VERBOSITY=error timeout 1800 $(TRAINED)/bin/python -m pytest \
-		-p no:cacheprovider -n 2 --dist loadfile -rP --timeout 600 tests/trained $(ARGS)
+		-p no:cacheprovider -n 2 --dist loadfile -rP --timeout 600 \
+		-m "slow or not slow" tests/trained $(ARGS)
 
 $(TRAINED)/ready: constraints.txt tests/trained/models.txt
 	test -x $(TRAINED)/bin/python || $(PYTHON) -m venv $(TRAINED)

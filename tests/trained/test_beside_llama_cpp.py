@@ -103,6 +103,7 @@ def test_a_file_has_llama_cpps_perplexity(
     assert abs(lost) < 5e-3 and -1e-2 < share < 5e-3
 
 
+@pytest.mark.slow
 def test_in_float32_twenty_texts_part_only_where_two_tokens_are_as_good(
     case: Case, exact: Runner
 ) -> None:

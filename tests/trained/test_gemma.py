@@ -85,6 +85,7 @@ def test_ids_are_llama_cpps_on_hard_texts(theirs: str, tokenizer: Tokenizer) -> 
         assert tokenizer.encode(text).ids == expected, repr(text)
 
 
+@pytest.mark.slow
 def test_twenty_texts_part_from_llama_cpps_only_where_two_tokens_are_as_good(
     theirs: str, runner: Runner, exact: Runner, tokenizer: Tokenizer
 ) -> None:

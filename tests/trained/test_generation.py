@@ -53,6 +53,7 @@ def test_greedy_texts_are_transformers_own(
         assert_greedy(prompt + generate(runner, prompt, 48), len(prompt), smollm2_reference)
 
 
+@pytest.mark.slow
 def test_the_same_tokens_follow_8000(smollm2: Path, smollm2_reference: Any) -> None:
     """In chunks of 512; transformers reads all of it at once."""
     words = "\n".join(file.read_text() for file in (TEXT, *sorted((ROOT / "docs").glob("*.md"))))

@@ -41,7 +41,9 @@ class Replay:
                     entries = [{"id": name, **entry} for name in replay.models]
                     body = json.dumps({"object": "list", "data": entries}).encode()
                     return self._answer({"Content-Type": "application/json"}, body)
-                with urllib.request.urlopen(replay.real_url + self.path) as found:
+                headers = {"Accept": self.headers.get("Accept", "*/*")}
+                asked = urllib.request.Request(replay.real_url + self.path, headers=headers)
+                with urllib.request.urlopen(asked) as found:
                     kept = ("Content-Type", "Content-Security-Policy")
                     names = {name: found.headers[name] for name in kept}
                     self._answer(names, found.read())
