@@ -68,7 +68,7 @@ def test_nobody_may_write_where_it_is_installed(user: OtherUser) -> None:
 
 def test_the_page_comes_with_all_that_it_names(server: ServerProcess) -> None:
     for page in ("/", "/dashboard"):
-        answer = httpx.get(server.url + page)
+        answer = httpx.get(server.url + page, headers={"Accept": "text/html"})
         linked = re.findall(r'(?:src|href)="(web/[^"]+)"', answer.text)
         assert answer.is_success and linked
         for name in linked:
