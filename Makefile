@@ -61,8 +61,10 @@ test-arm64: $(READY_TEST)
 		apt-get install -y -q --no-install-recommends debootstrap qemu-user-static binfmt-support)
 	tools/arm64_tree.sh build/arm64 python3 -m pytest -p no:cacheprovider --timeout 3000 $(ARM64_TESTS)
 
+# OPEN_WEBUI=no leaves out Open WebUI, which takes minutes and 1.1 GB to install; so does naming clients
 test-clients: $(READY)
 	$(BIN)/python -m tests.clients.run $(ARGS)
+	$(if $(ARGS)$(OPEN_WEBUI),,$(MAKE) test-open-webui)
 
 # coding agents from npm, in build/agents, against a slow server; LONG=1: a prompt of seven minutes
 test-agents: $(READY_TEST)
