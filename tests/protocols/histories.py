@@ -1,6 +1,6 @@
-"""Histories from a seed, as clients send them that began a conversation at another provider.
+"""Makes histories from a seed, as sent by clients that began a conversation at another provider.
 
-Each text that the model has to see is a word that no other history has. `Told.texts` lists them.
+Each text that the model has to see is a word that no other history has. `History.texts` lists them.
 """
 
 import base64
@@ -10,21 +10,21 @@ from random import Random
 from typing import Any, NamedTuple
 
 Json = dict[str, Any]
-Maker = Callable[["Teller"], list[Json]]
+Maker = Callable[["HistoryBuilder"], list[Json]]
 
 CALLER: Json = {"type": "direct"}
 EPHEMERAL: Json = {"type": "ephemeral"}
 
 
-class Told(NamedTuple):
-    """A body, and the texts that have to reach the prompt."""
+class History(NamedTuple):
+    """A request body, and the texts that must appear in the prompt."""
 
     route: str
     body: Json
     texts: tuple[str, ...]
 
 
-class Teller:
+class HistoryBuilder:
     """Makes the values of one history."""
 
     def __init__(self, seed: int) -> None:
@@ -55,10 +55,12 @@ class Teller:
         """Leave the texts so far out of those that the model has to see."""
         self._texts.clear()
 
-    def told(self, route: str, body: Json) -> Told:
-        """Return the body, and those of the texts that it has: some were made and not taken."""
+    def build(self, route: str, body: Json) -> History:
+        """Return the history; texts that were made but not used in the body are left out."""
         sent = json.dumps(body)
-        return Told(route, body, tuple(word for word, form in self._texts.items() if form in sent))
+        return History(
+            route, body, tuple(word for word, form in self._texts.items() if form in sent)
+        )
 
     def chance(self, odds: float = 0.5) -> bool:
         return self.random.random() < odds
@@ -73,7 +75,7 @@ class Teller:
             kept["x_future"] = self.one("on", 7, {"a": [1]}, None)
         return kept
 
-    def some(self, makers: Sequence[Callable[["Teller"], Any]], most: int = 3) -> list[Any]:
+    def some(self, makers: Sequence[Callable[["HistoryBuilder"], Any]], most: int = 3) -> list[Any]:
         return [self.random.choice(makers)(self) for _ in range(self.random.randint(1, most))]
 
     def pair(self, call: Json, output: Json) -> list[Json]:
@@ -84,135 +86,135 @@ class Teller:
         return [self.one(*whole)]
 
 
-def history(seed: int) -> Told:
+def history(seed: int) -> History:
     """Return the history of that seed."""
-    teller = Teller(seed)
-    return teller.one(_responses, _chat, _messages)(teller)
+    builder = HistoryBuilder(seed)
+    return builder.one(_responses, _chat, _messages)(builder)
 
 
 # OpenAI's responses
 
 
-def _input_part(t: Teller) -> Json:
-    kind = t.random.randrange(6)
+def _input_part(b: HistoryBuilder) -> Json:
+    kind = b.random.randrange(6)
     if kind == 0:
-        return {"type": "refusal", "refusal": t.text()}
+        return {"type": "refusal", "refusal": b.text()}
     if kind == 1:
-        return {"type": "input_file", "filename": "a.txt", "file_data": t.file()}
+        return {"type": "input_file", "filename": "a.txt", "file_data": b.file()}
     if kind == 2:
-        return {"type": "part_of_2027", t.one("text", "content", "output", "summary"): t.text()}
+        return {"type": "part_of_2027", b.one("text", "content", "output", "summary"): b.text()}
     if kind == 3:
-        return t.one(
+        return b.one(
             {"type": "input_file", "file_id": "file-1"},
             {"type": "input_file", "file_url": "https://example.com/a.pdf"},
             {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
             {"type": "encrypted_content", "encrypted_content": "gAAA"},
         )
-    return {"type": t.one("input_text", "output_text", "text"), "text": t.text()}
+    return {"type": b.one("input_text", "output_text", "text"), "text": b.text()}
 
 
-def _item_message(t: Teller) -> list[Json]:
-    role = t.one("user", "user", "assistant", "assistant", "system", "developer", "critic")
-    content = t.text() if t.chance() else t.some([_input_part])
-    item = {"role": role, "content": content} | t.maybe(phase="commentary")
-    if t.chance():
+def _item_message(b: HistoryBuilder) -> list[Json]:
+    role = b.one("user", "user", "assistant", "assistant", "system", "developer", "critic")
+    content = b.text() if b.chance() else b.some([_input_part])
+    item = {"role": role, "content": content} | b.maybe(phase="commentary")
+    if b.chance():
         item |= {"type": "message"}
-    return [item | ({"id": t.word(), "status": "completed"} if t.chance() else {})]
+    return [item | ({"id": b.word(), "status": "completed"} if b.chance() else {})]
 
 
-def _item_function(t: Teller) -> list[Json]:
-    call_id = f"call_{t.word()}"
+def _item_function(b: HistoryBuilder) -> list[Json]:
+    call_id = f"call_{b.word()}"
     call = {"type": "function_call", "call_id": call_id, "name": "get_weather"}
-    call |= {"arguments": json.dumps({"city": t.text()})} | t.maybe(
-        id=f"fc_{t.word()}", status="completed", namespace="mcp__w", caller=CALLER
+    call |= {"arguments": json.dumps({"city": b.text()})} | b.maybe(
+        id=f"fc_{b.word()}", status="completed", namespace="mcp__w", caller=CALLER
     )
-    output: Any = t.text() if t.chance() else t.some([_input_part])
+    output: Any = b.text() if b.chance() else b.some([_input_part])
     result = {"type": "function_call_output", "call_id": call_id, "output": output}
-    return t.pair(call, result | t.maybe(id=f"fco_{t.word()}", name="get_weather", status=None))
+    return b.pair(call, result | b.maybe(id=f"fco_{b.word()}", name="get_weather", status=None))
 
 
-def _item_custom(t: Teller) -> list[Json]:
-    call_id = f"call_{t.word()}"
+def _item_custom(b: HistoryBuilder) -> list[Json]:
+    call_id = f"call_{b.word()}"
     call = {"type": "custom_tool_call", "call_id": call_id, "name": "run_sql"}
-    call |= {"input": f"SELECT '{t.text()}'\n"} | t.maybe(id=f"ctc_{t.word()}", namespace="db")
-    output: Any = t.text() if t.chance() else t.some([_input_part])
-    return t.pair(call, {"type": "custom_tool_call_output", "call_id": call_id, "output": output})
+    call |= {"input": f"SELECT '{b.text()}'\n"} | b.maybe(id=f"ctc_{b.word()}", namespace="db")
+    output: Any = b.text() if b.chance() else b.some([_input_part])
+    return b.pair(call, {"type": "custom_tool_call_output", "call_id": call_id, "output": output})
 
 
-def _item_local_shell(t: Teller) -> list[Json]:
-    id, call_id = f"lsh_{t.word()}", f"call_{t.word()}"
-    action = {"type": "exec", "command": ["bash", "-lc", t.text()], "env": {}}
-    action |= t.maybe(timeout_ms=1000, user="me", working_directory="/tmp")
+def _item_local_shell(b: HistoryBuilder) -> list[Json]:
+    id, call_id = f"lsh_{b.word()}", f"call_{b.word()}"
+    action = {"type": "exec", "command": ["bash", "-lc", b.text()], "env": {}}
+    action |= b.maybe(timeout_ms=1000, user="me", working_directory="/tmp")
     call = {"type": "local_shell_call", "id": id, "call_id": call_id, "status": "completed"}
-    output = {"type": "local_shell_call_output", "id": t.one(id, call_id), "output": t.text()}
-    return t.pair(call | {"action": action}, output | t.maybe(status="completed", call_id=call_id))
+    output = {"type": "local_shell_call_output", "id": b.one(id, call_id), "output": b.text()}
+    return b.pair(call | {"action": action}, output | b.maybe(status="completed", call_id=call_id))
 
 
-def _item_shell(t: Teller) -> list[Json]:
-    call_id = f"call_{t.word()}"
-    action = {"commands": [t.text(), "ls"]} | t.maybe(timeout_ms=9, max_output_length=99)
+def _item_shell(b: HistoryBuilder) -> list[Json]:
+    call_id = f"call_{b.word()}"
+    action = {"commands": [b.text(), "ls"]} | b.maybe(timeout_ms=9, max_output_length=99)
     call = {"type": "shell_call", "call_id": call_id, "action": action}
-    outcome = t.one({"type": "exit", "exit_code": 1}, {"type": "timeout"})
-    chunk = {"stdout": t.text(), "stderr": t.text(), "outcome": outcome}
+    outcome = b.one({"type": "exit", "exit_code": 1}, {"type": "timeout"})
+    chunk = {"stdout": b.text(), "stderr": b.text(), "outcome": outcome}
     result = {"type": "shell_call_output", "call_id": call_id, "output": [chunk]}
-    return t.pair(call | t.maybe(caller=CALLER), result | t.maybe(max_output_length=9))
+    return b.pair(call | b.maybe(caller=CALLER), result | b.maybe(max_output_length=9))
 
 
-def _item_patch(t: Teller) -> list[Json]:
-    call_id = f"call_{t.word()}"
-    operation = {"type": t.one("create_file", "update_file"), "path": t.text(), "diff": t.text()}
-    if t.chance(0.3):
-        operation = {"type": "delete_file", "path": t.text()}
+def _item_patch(b: HistoryBuilder) -> list[Json]:
+    call_id = f"call_{b.word()}"
+    operation = {"type": b.one("create_file", "update_file"), "path": b.text(), "diff": b.text()}
+    if b.chance(0.3):
+        operation = {"type": "delete_file", "path": b.text()}
     call = {"type": "apply_patch_call", "call_id": call_id, "status": "completed"}
     output = {"type": "apply_patch_call_output", "call_id": call_id, "status": "failed"}
-    return t.pair(call | {"operation": operation}, output | {"output": t.text()})
+    return b.pair(call | {"operation": operation}, output | {"output": b.text()})
 
 
-def _item_program(t: Teller) -> list[Json]:
-    head = {"id": t.word(), "call_id": t.word()}
-    call = head | {"type": "program", "code": t.text(), "fingerprint": "x"}
-    return t.pair(
-        call, head | {"type": "program_output", "result": t.text(), "status": "completed"}
+def _item_program(b: HistoryBuilder) -> list[Json]:
+    head = {"id": b.word(), "call_id": b.word()}
+    call = head | {"type": "program", "code": b.text(), "fingerprint": "x"}
+    return b.pair(
+        call, head | {"type": "program_output", "result": b.text(), "status": "completed"}
     )
 
 
-def _item_tool_search(t: Teller) -> list[Json]:
-    call_id = t.one(None, t.word())
-    call = {"type": "tool_search_call", "call_id": call_id, "arguments": {"goal": t.text()}}
-    tool = {"type": "function", "name": t.word(), "parameters": {"type": "object"}}
+def _item_tool_search(b: HistoryBuilder) -> list[Json]:
+    call_id = b.one(None, b.word())
+    call = {"type": "tool_search_call", "call_id": call_id, "arguments": {"goal": b.text()}}
+    tool = {"type": "function", "name": b.word(), "parameters": {"type": "object"}}
     tool |= {"description": "Found.", "defer_loading": True}
     found = {"type": "tool_search_output", "call_id": call_id, "tools": [tool]}
-    return [call | t.maybe(execution="client"), found | t.maybe(execution="server")]
+    return [call | b.maybe(execution="client"), found | b.maybe(execution="server")]
 
 
-def _item_computer(t: Teller) -> list[Json]:
-    call_id = f"call_{t.word()}"
-    actions = t.one(
-        {"action": {"type": "type", "text": t.text()}},
-        {"actions": [{"type": "type", "text": t.text()}]},
+def _item_computer(b: HistoryBuilder) -> list[Json]:
+    call_id = f"call_{b.word()}"
+    actions = b.one(
+        {"action": {"type": "type", "text": b.text()}},
+        {"actions": [{"type": "type", "text": b.text()}]},
     )
-    call = {"type": "computer_call", "id": t.word(), "call_id": call_id, "status": "completed"}
+    call = {"type": "computer_call", "id": b.word(), "call_id": call_id, "status": "completed"}
     shot = {"type": "computer_screenshot", "file_id": "file-2"}
     output = {"type": "computer_call_output", "call_id": call_id, "output": shot}
-    return t.pair(call | actions | {"pending_safety_checks": []}, output)
+    return b.pair(call | actions | {"pending_safety_checks": []}, output)
 
 
-def _item_hosted(t: Teller) -> list[Json]:
-    id = t.word()
-    kind = t.random.randrange(6)
+def _item_hosted(b: HistoryBuilder) -> list[Json]:
+    id = b.word()
+    kind = b.random.randrange(6)
     if kind == 0:
         item = {"type": "mcp_call", "name": "ask", "server_label": "w", "arguments": '{"a": 1}'}
-        error = {"type": "mcp_protocol_error", "code": 3, "message": t.text()}
-        return [item | {"id": id} | t.one({"output": t.text(), "error": None}, {"error": error})]
+        error = {"type": "mcp_protocol_error", "code": 3, "message": b.text()}
+        return [item | {"id": id} | b.one({"output": b.text(), "error": None}, {"error": error})]
     if kind == 1:
         item = {"type": "file_search_call", "queries": ["q"], "status": "completed"}
-        result = {"text": t.text(), "filename": "b.md", "score": 0.5, "attributes": {"k": 1}}
+        result = {"text": b.text(), "filename": "b.md", "score": 0.5, "attributes": {"k": 1}}
         return [item | {"id": id, "results": [result]}]
     if kind == 2:
         item = {"type": "code_interpreter_call", "code": "1", "container_id": "c"}
-        outputs = [{"type": "logs", "logs": t.text()}, {"type": "image", "url": "https://x/y.png"}]
+        outputs = [{"type": "logs", "logs": b.text()}, {"type": "image", "url": "https://x/y.png"}]
         return [item | {"id": id, "outputs": outputs, "status": "completed"}]
-    action = t.one(
+    action = b.one(
         {
             "type": "search",
             "query": "q",
@@ -223,7 +225,7 @@ def _item_hosted(t: Teller) -> list[Json]:
         {"type": "find_in_page", "url": "https://x", "pattern": "p"},
     )
     return [
-        t.one(
+        b.one(
             {"type": "web_search_call", "id": id, "status": "completed", "action": action},
             {"type": "code_interpreter_call", "id": id, "code": None, "outputs": None},
             {"type": "file_search_call", "id": id, "queries": ["q"], "results": None},
@@ -235,34 +237,34 @@ def _item_hosted(t: Teller) -> list[Json]:
     ]
 
 
-def _item_reasoning(t: Teller) -> list[Json]:
-    item: Json = {"type": "reasoning", "id": f"rs_{t.word()}", "summary": []}
-    if t.chance():
+def _item_reasoning(b: HistoryBuilder) -> list[Json]:
+    item: Json = {"type": "reasoning", "id": f"rs_{b.word()}", "summary": []}
+    if b.chance():
         item["summary"] = [{"type": "summary_text", "text": "Thinking."}]
-    return [item | t.maybe(encrypted_content="gAAA", content=[], status="completed")]
+    return [item | b.maybe(encrypted_content="gAAA", content=[], status="completed")]
 
 
-def _item_other(t: Teller) -> list[Json]:
-    kind = t.random.randrange(4)
+def _item_other(b: HistoryBuilder) -> list[Json]:
+    kind = b.random.randrange(4)
     if kind == 0:
-        content = [{"type": "input_text", "text": t.text()}]
-        content += [{"type": "encrypted_content", "encrypted_content": "gAAA"}] * t.chance()
+        content = [{"type": "input_text", "text": b.text()}]
+        content += [{"type": "encrypted_content", "encrypted_content": "gAAA"}] * b.chance()
         return [{"type": "agent_message", "author": "/a", "recipient": "/b", "content": content}]
     if kind == 1:
-        field = t.one("text", "content", "output", "input", "summary")
-        value = t.text()
+        field = b.one("text", "content", "output", "input", "summary")
+        value = b.text()
         nested = [{"type": "text_of_2027", "text": value}]
-        return [{"type": "item_of_2027", "id": t.word(), field: t.one(value, nested)}]
+        return [{"type": "item_of_2027", "id": b.word(), field: b.one(value, nested)}]
     if kind == 2:
-        tool = {"type": "function", "name": t.word(), "parameters": {"type": "object"}}
+        tool = {"type": "function", "name": b.word(), "parameters": {"type": "object"}}
         return [{"type": "additional_tools", "role": "developer", "tools": [tool]}]
     return [
-        t.one(
-            {"type": "compaction", "id": t.word(), "encrypted_content": "gAAA"},
+        b.one(
+            {"type": "compaction", "id": b.word(), "encrypted_content": "gAAA"},
             {"type": "context_compaction", "encrypted_content": "gAAA"},
             {"type": "compaction_trigger"},
-            {"type": "item_reference", "id": f"msg_{t.word()}"},
-            {"id": f"rs_{t.word()}"},
+            {"type": "item_reference", "id": f"msg_{b.word()}"},
+            {"id": f"rs_{b.word()}"},
             {"type": "configuration_update", "reasoning": {"effort": "low"}},
             {"type": "ghost_snapshot", "ghost_commit": {"id": "abc", "parent": None}},
             {"type": "item_of_2028", "blob": {"a": 1}, "count": 4},
@@ -277,18 +279,18 @@ _ITEMS: list[Maker] = [
 ]
 
 
-def _responses(t: Teller) -> Told:
-    items = [item for made in t.some(_ITEMS, 12) for item in made]
-    if t.chance(0.2):  # calls in parallel: their outputs come behind all of them
+def _responses(b: HistoryBuilder) -> History:
+    items = [item for made in b.some(_ITEMS, 12) for item in made]
+    if b.chance(0.2):  # calls in parallel: their outputs come behind all of them
         items.sort(key=lambda item: "output" in str(item.get("type")))
-    items.append({"role": "user", "content": t.text()})
-    tools = t.some([_tool_of_responses]) if t.chance() else []
-    body = {"input": items, "tools": tools, "instructions": t.text(), "max_output_tokens": 1}
-    return t.told("/v1/responses", body | t.maybe(store=False))
+    items.append({"role": "user", "content": b.text()})
+    tools = b.some([_tool_of_responses]) if b.chance() else []
+    body = {"input": items, "tools": tools, "instructions": b.text(), "max_output_tokens": 1}
+    return b.build("/v1/responses", body | b.maybe(store=False))
 
 
-def _tool_of_responses(t: Teller) -> Json:
-    name = f"tool_{t.word()}"
+def _tool_of_responses(b: HistoryBuilder) -> Json:
+    name = f"tool_{b.word()}"
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
     tools: list[Json] = [
         {"type": "function", "name": name, "parameters": {"type": "object"}, "strict": False},
@@ -298,108 +300,108 @@ def _tool_of_responses(t: Teller) -> Json:
         {"type": "code_interpreter", "container": {"type": "auto"}},
     ]
     hosted = ("web_search", "file_search", "image_generation", "tool_search", "tool_of_2027")
-    return t.one(*tools, *({"type": kind} for kind in hosted))
+    return b.one(*tools, *({"type": kind} for kind in hosted))
 
 
 # OpenAI's chat
 
 
-def _chat_part(t: Teller) -> Json:
-    kind = t.random.randrange(6)
+def _chat_part(b: HistoryBuilder) -> Json:
+    kind = b.random.randrange(6)
     if kind == 0:
-        return {"type": "refusal", "refusal": t.text()}
+        return {"type": "refusal", "refusal": b.text()}
     if kind == 1:
-        return {"type": "file", "file": {"filename": "a.md", "file_data": t.file()}}
+        return {"type": "file", "file": {"filename": "a.md", "file_data": b.file()}}
     if kind == 2:
-        return {"type": "part_of_2027", t.one("text", "content", "output", "summary"): t.text()}
+        return {"type": "part_of_2027", b.one("text", "content", "output", "summary"): b.text()}
     if kind == 3:
-        return t.one(
+        return b.one(
             {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
             {"type": "file", "file": {"file_id": "file-1"}},
             {"type": "redacted_thinking", "data": "AAAA"},
         )
-    return {"type": "text", "text": t.text()} | t.maybe(cache_control=EPHEMERAL)
+    return {"type": "text", "text": b.text()} | b.maybe(cache_control=EPHEMERAL)
 
 
-def _chat_content(t: Teller) -> Any:
-    return t.text() if t.chance() else t.some([_chat_part])
+def _chat_content(b: HistoryBuilder) -> Any:
+    return b.text() if b.chance() else b.some([_chat_part])
 
 
-def _chat_message(t: Teller) -> list[Json]:
-    role = t.one("user", "user", "assistant", "assistant", "system", "developer", "critic")
-    message: Json = {"role": role, "content": _chat_content(t)} | t.maybe(name="ann")
+def _chat_message(b: HistoryBuilder) -> list[Json]:
+    role = b.one("user", "user", "assistant", "assistant", "system", "developer", "critic")
+    message: Json = {"role": role, "content": _chat_content(b)} | b.maybe(name="ann")
     if role == "assistant":
-        message |= t.maybe(refusal=None, audio={"id": "audio_1"}, reasoning_content="Thinking.")
+        message |= b.maybe(refusal=None, audio={"id": "audio_1"}, reasoning_content="Thinking.")
     return [message]
 
 
-def _chat_refusal(t: Teller) -> list[Json]:
-    return [{"role": "assistant", "content": None, "refusal": t.text()}]
+def _chat_refusal(b: HistoryBuilder) -> list[Json]:
+    return [{"role": "assistant", "content": None, "refusal": b.text()}]
 
 
-def _chat_calls(t: Teller) -> list[Json]:
+def _chat_calls(b: HistoryBuilder) -> list[Json]:
     calls: list[Json] = []
     results: list[Json] = []
-    for _ in range(t.random.randint(1, 3)):
-        id = f"call_{t.word()}"
+    for _ in range(b.random.randint(1, 3)):
+        id = f"call_{b.word()}"
         call: Json = {"id": id, "type": "function"}
-        call["function"] = {"name": "get_weather", "arguments": json.dumps({"city": t.text()})}
-        if t.chance(0.4):
-            call = {"id": id, "type": "custom", "custom": {"name": "sql", "input": t.text()}}
-        result = {"role": "tool", "tool_call_id": id, "content": _chat_content(t)}
-        kept = t.pair(call, result)
+        call["function"] = {"name": "get_weather", "arguments": json.dumps({"city": b.text()})}
+        if b.chance(0.4):
+            call = {"id": id, "type": "custom", "custom": {"name": "sql", "input": b.text()}}
+        result = {"role": "tool", "tool_call_id": id, "content": _chat_content(b)}
+        kept = b.pair(call, result)
         calls += [it for it in kept if it is call]
         results += [it for it in kept if it is result]
-    if t.chance(0.1):
+    if b.chance(0.1):
         calls.append({"id": "call_9", "type": "call_of_2027", "call_of_2027": {"blob": 1}})
     if not calls:
         return results
-    content = t.one(None, "", t.text())
+    content = b.one(None, "", b.text())
     return [{"role": "assistant", "content": content, "tool_calls": calls}, *results]
 
 
-def _chat_old_call(t: Teller) -> list[Json]:
-    call = {"name": "get_weather", "arguments": json.dumps({"city": t.text()})}
+def _chat_old_call(b: HistoryBuilder) -> list[Json]:
+    call = {"name": "get_weather", "arguments": json.dumps({"city": b.text()})}
     asked = {"role": "assistant", "content": None, "function_call": call}
-    return t.pair(asked, {"role": "function", "name": "get_weather", "content": t.text()})
+    return b.pair(asked, {"role": "function", "name": "get_weather", "content": b.text()})
 
 
-def _chat(t: Teller) -> Told:
+def _chat(b: HistoryBuilder) -> History:
     makers: list[Maker] = [_chat_message, _chat_message, _chat_refusal, _chat_calls, _chat_old_call]
-    messages = [message for made in t.some(makers, 10) for message in made]
-    messages.append({"role": "user", "content": t.text()})
+    messages = [message for made in b.some(makers, 10) for message in made]
+    messages.append({"role": "user", "content": b.text()})
     tools: list[Json] = []
-    if t.chance():
-        tools = t.one(
+    if b.chance():
+        tools = b.one(
             [{"type": "custom", "custom": {"name": "sql", "format": {"type": "text"}}}],
             [{"type": "function", "function": {"name": "get_weather"}}, {"type": "web_search"}],
             [{"type": "tool_of_2027", "name": "x"}],
         )
     body = {"messages": messages, "tools": tools, "max_tokens": 1}
-    return t.told("/v1/chat/completions", body)
+    return b.build("/v1/chat/completions", body)
 
 
 # Anthropic's messages
 
 
-def _block(t: Teller) -> Json:
-    kind = t.random.randrange(9)
-    cached = t.maybe(cache_control=EPHEMERAL)
+def _block(b: HistoryBuilder) -> Json:
+    kind = b.random.randrange(9)
+    cached = b.maybe(cache_control=EPHEMERAL)
     source: Json = {"type": "text", "media_type": "text/plain", "data": "x"}
     if kind == 0:
-        source["data"] = t.text()
+        source["data"] = b.text()
     elif kind == 1:
-        source = {"type": "content", "content": [{"type": "text", "text": t.text()}]}
+        source = {"type": "content", "content": [{"type": "text", "text": b.text()}]}
     if kind < 2:
-        return {"type": "document", "source": source, "title": t.text()} | cached
+        return {"type": "document", "source": source, "title": b.text()} | cached
     if kind == 2:
-        found = {"type": "search_result", "source": "https://x", "title": t.text()}
-        return found | {"content": [{"type": "text", "text": t.text()}], **cached}
+        found = {"type": "search_result", "source": "https://x", "title": b.text()}
+        return found | {"content": [{"type": "text", "text": b.text()}], **cached}
     if kind == 3:
-        field = t.one("text", "content", "output", "summary", "input")
-        return {"type": "block_of_2027", field: t.text()}
+        field = b.one("text", "content", "output", "summary", "input")
+        return {"type": "block_of_2027", field: b.text()}
     if kind == 4:
-        return t.one(
+        return b.one(
             {"type": "document", "source": {"type": "url", "url": "https://x/a.pdf"}},
             {"type": "document", "source": {"type": "file", "file_id": "f"}},
             {"type": "image", "source": {"type": "file", "file_id": "f"}},
@@ -409,75 +411,75 @@ def _block(t: Teller) -> Json:
             {"type": "mcp_tool_listing", "mcp_server_name": "w", "tools": []},
             {"type": "block_of_2028", "blob": {"a": 1}},
         )
-    return {"type": "text", "text": t.text()} | cached
+    return {"type": "text", "text": b.text()} | cached
 
 
-def _result_content(t: Teller) -> Any:
+def _result_content(b: HistoryBuilder) -> Any:
     reference = {"type": "tool_reference", "tool_name": "get_weather"}
-    return t.one(t.text(), [*t.some([_block]), reference])
+    return b.one(b.text(), [*b.some([_block]), reference])
 
 
-def _turn(t: Teller) -> list[Json]:
-    role = t.one("user", "user", "assistant", "system", "critic")
-    return [{"role": role, "content": t.text() if t.chance() else t.some([_block])}]
+def _turn(b: HistoryBuilder) -> list[Json]:
+    role = b.one("user", "user", "assistant", "system", "critic")
+    return [{"role": role, "content": b.text() if b.chance() else b.some([_block])}]
 
 
-def _turn_tools(t: Teller) -> list[Json]:
+def _turn_tools(b: HistoryBuilder) -> list[Json]:
     calls, results = list[Json](), list[Json]()
-    for _ in range(t.random.randint(1, 3)):
-        id = f"toolu_{t.word()}"
-        name = t.one("bash", "str_replace_based_edit_tool", "memory", "computer", "get_weather")
-        call = {"type": "tool_use", "id": id, "name": name, "input": {"command": t.text()}}
-        call |= t.maybe(caller=CALLER)
-        content = t.text() if t.chance() else [*t.some([_block])]
+    for _ in range(b.random.randint(1, 3)):
+        id = f"toolu_{b.word()}"
+        name = b.one("bash", "str_replace_based_edit_tool", "memory", "computer", "get_weather")
+        call = {"type": "tool_use", "id": id, "name": name, "input": {"command": b.text()}}
+        call |= b.maybe(caller=CALLER)
+        content = b.text() if b.chance() else [*b.some([_block])]
         result = {"type": "tool_result", "tool_use_id": id, "content": content}
-        result |= {"is_error": True} if t.chance(0.2) else {}
-        kept = t.pair(call, result)
+        result |= {"is_error": True} if b.chance(0.2) else {}
+        kept = b.pair(call, result)
         calls += [it for it in kept if it is call]
         results += [it for it in kept if it is result]
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "AAAA"}
-    asked: list[Json] = [thought] * t.chance(0.3) + calls
-    answers = [*results, *t.some([_block])] if t.chance() else results
+    asked: list[Json] = [thought] * b.chance(0.3) + calls
+    answers = [*results, *b.some([_block])] if b.chance() else results
     turns = [{"role": "assistant", "content": asked}, {"role": "user", "content": answers}]
     return [turn for turn in turns if turn["content"]]
 
 
-def _turn_hosted(t: Teller) -> list[Json]:
+def _turn_hosted(b: HistoryBuilder) -> list[Json]:
     """A turn in which the provider ran a tool."""
-    id, kind = f"srvtoolu_{t.word()}", t.random.randrange(6)
+    id, kind = f"srvtoolu_{b.word()}", b.random.randrange(6)
     document = {"type": "document", "source": {"type": "text", "data": "x"}}
     if kind == 0:
         name, page = "web_search", {"type": "web_search_result", "encrypted_content": "A"}
-        content: Any = [page | {"title": t.text(), "url": "https://x", "page_age": None}]
+        content: Any = [page | {"title": b.text(), "url": "https://x", "page_age": None}]
     elif kind == 1:
-        name, document["source"]["data"] = "web_fetch", t.text()  # type: ignore[index]
+        name, document["source"]["data"] = "web_fetch", b.text()  # type: ignore[index]
         content = {"type": "web_fetch_result", "url": "https://x", "content": document}
     elif kind == 2:
         name, content = "bash_code_execution", {"type": "bash_code_execution_result"}
-        content |= {"stdout": t.text(), "stderr": t.text(), "return_code": 0, "content": []}
+        content |= {"stdout": b.text(), "stderr": b.text(), "return_code": 0, "content": []}
     elif kind == 3:
         name, content = "code_execution", {"type": "code_execution_tool_result_error"}
         content |= {"error_code": "unavailable"}
     elif kind == 4:
-        name, content = "text_editor_code_execution", {"file_type": "text", "content": t.text()}
+        name, content = "text_editor_code_execution", {"file_type": "text", "content": b.text()}
         content |= {"type": "text_editor_code_execution_view_result", "num_lines": 1}
     else:
-        name, content = "advisor", {"type": "advisor_result", "text": t.text()}
+        name, content = "advisor", {"type": "advisor_result", "text": b.text()}
     call = {"type": "server_tool_use", "id": id, "name": name, "input": {"q": "x"}}
     result = {"type": f"{name}_tool_result", "tool_use_id": id, "content": content}
-    if t.chance(0.2):
+    if b.chance(0.2):
         call = {"type": "mcp_tool_use", "id": id, "name": "ask", "server_name": "w", "input": {}}
         result["type"] = "mcp_tool_result"
-    return [{"role": "assistant", "content": [*t.pair(call, result), _block(t)]}]
+    return [{"role": "assistant", "content": [*b.pair(call, result), _block(b)]}]
 
 
-def _turn_compacted(t: Teller) -> list[Json]:
-    t.forget()  # the summary stands in the place of all that came before it
-    block = {"type": "compaction", "content": t.text()} | t.maybe(signature="A")
-    return [{"role": "assistant", "content": [block, _block(t)]}]
+def _turn_compacted(b: HistoryBuilder) -> list[Json]:
+    b.forget()  # a summary replaces all earlier turns
+    block = {"type": "compaction", "content": b.text()} | b.maybe(signature="A")
+    return [{"role": "assistant", "content": [block, _block(b)]}]
 
 
-def _messages(t: Teller) -> Told:
+def _messages(b: HistoryBuilder) -> History:
     makers: list[Maker] = [
         _turn,
         _turn,
@@ -487,9 +489,9 @@ def _messages(t: Teller) -> Told:
         _turn_hosted,
         _turn_hosted,
     ]
-    turns = [turn for made in t.some([*makers, _turn_compacted], 8) for turn in made]
-    turns.append({"role": "user", "content": t.text()})
-    system = t.text() if t.chance() else [{"type": "text", "text": t.text()}]
+    turns = [turn for made in b.some([*makers, _turn_compacted], 8) for turn in made]
+    turns.append({"role": "user", "content": b.text()})
+    system = b.text() if b.chance() else [{"type": "text", "text": b.text()}]
     tools: list[Json] = [
         {"type": "bash_20250124", "name": "bash"},
         {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
@@ -499,6 +501,6 @@ def _messages(t: Teller) -> Told:
         {"type": "tool_of_2027", "name": "x"},
         {"name": "get_weather", "input_schema": {"type": "object"}, "defer_loading": True},
     ]
-    tools = t.random.sample(tools, t.random.randint(0, 4))
+    tools = b.random.sample(tools, b.random.randint(0, 4))
     body = {"model": "headrace-mini", "messages": turns, "system": system, "tools": tools}
-    return t.told("/v1/messages", body | {"max_tokens": 1})
+    return b.build("/v1/messages", body | {"max_tokens": 1})

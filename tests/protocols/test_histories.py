@@ -27,7 +27,7 @@ from headrace.core.request import Chat
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.prompt_ids import render
 from headrace.protocols.worker import Jobs
-from tests.protocols.histories import Told, history
+from tests.protocols.histories import History, history
 from tests.text.strict_templates import GEMMA
 from tools.harness.servers import running_server
 
@@ -42,8 +42,8 @@ SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_tex
 SEEDS = range(FIRST * 100_000, FIRST * 100_000 + COUNT)
 
 
-def read(told: Told) -> CheckedBody:
-    return WORKER.do(ReadBody(told.route), json.dumps(told.body).encode())  # type: ignore
+def read(case: History) -> CheckedBody:
+    return WORKER.do(ReadBody(case.route), json.dumps(case.body).encode())  # type: ignore
 
 
 def chat_of(checked: CheckedBody) -> Chat:
@@ -75,60 +75,60 @@ def test_no_history_is_refused_and_every_text_reaches_the_prompt(tmp_path: Path)
     strict.write_text(GEMMA)  # no system message, no tools, no two turns of one role
     models = MODEL, ServedModel(ModelConfig(chat_template=str(strict)))
     for seed in SEEDS:
-        told = history(seed)
-        chat = chat_of(read(told))
+        case = history(seed)
+        chat = chat_of(read(case))
         for model in models:
             prompt = render(model, chat, contextlib.nullcontext).text
-            missing = [text for text in told.texts if text not in prompt]
-            assert not missing, (seed, told.route)
+            missing = [text for text in case.texts if text not in prompt]
+            assert not missing, (seed, case.route)
 
 
 def test_a_new_turn_leaves_the_prompt_of_earlier_turns_as_it_was() -> None:
     num_compared = 0
-    for told in map(history, SEEDS):
-        field = "input" if "input" in told.body else "messages"
-        *earlier, last = told.body[field]
+    for case in map(history, SEEDS):
+        field = "input" if "input" in case.body else "messages"
+        *earlier, last = case.body[field]
         before = earlier[-1] if earlier else {}
         is_joined = before.get("role") != "assistant"  # with one of the same role
         is_joined |= "'compaction'" in str(before)  # its summary is the user's
-        if not earlier or (told.route == "/v1/messages" and is_joined):
+        if not earlier or (case.route == "/v1/messages" and is_joined):
             continue
         begun, whole = (
             msgspec.structs.replace(
-                chat_of(read(told._replace(body=told.body | {field: items}))),
+                chat_of(read(case._replace(body=case.body | {field: items}))),
                 add_generation_prompt=False,
                 continue_final_message=False,
             )
             for items in (earlier, [*earlier, last])
         )
         shown = render(MODEL, whole, contextlib.nullcontext).text
-        assert shown.startswith(render(MODEL, begun, contextlib.nullcontext).text), told.body
+        assert shown.startswith(render(MODEL, begun, contextlib.nullcontext).text), case.body
         num_compared += 1
     assert num_compared > COUNT // 4
 
 
 def test_the_tokens_of_every_history_can_be_counted_before_it_is_sent() -> None:
-    for told in filter(lambda told: told.route == "/v1/messages", map(history, SEEDS)):
-        body = {k: v for k, v in told.body.items() if k != "max_tokens"}
-        checked = read(told)
+    for case in filter(lambda case: case.route == "/v1/messages", map(history, SEEDS)):
+        body = {k: v for k, v in case.body.items() if k != "max_tokens"}
+        checked = read(case)
         (packed,) = WORKER.do(EncodePrompts(1 << 30), checked.packed).prompts  # type: ignore
         counted = WORKER.do(CountTokens(), json.dumps(body).encode())
-        assert counted == TokenCount(len(packed) // 4, checked.ignored), told.body
+        assert counted == TokenCount(len(packed) // 4, checked.ignored), case.body
 
 
 def test_what_was_stored_comes_back_as_it_came_and_is_continued_as_if_it_were_sent_whole() -> None:
     for seed in SEEDS:
-        told = history(seed)
-        if told.route != "/v1/responses":
+        case = history(seed)
+        if case.route != "/v1/responses":
             continue
-        first = read(told)
-        for given, found in zip(told.body["input"], listed(first.kept), strict=True):
+        first = read(case)
+        for given, found in zip(case.body["input"], listed(first.kept), strict=True):
             assert as_stored(given).items() <= found.items(), seed
         more = [{"role": "user", "content": "More."}]
         asked = {"input": more, "previous_response_id": "resp_1"}
-        packed = (first.kept, json.dumps([SAID]).encode(), read(Told(told.route, asked, ())), {})
+        packed = (first.kept, json.dumps([SAID]).encode(), read(History(case.route, asked, ())), {})
         goes_on = WORKER.do(GoOn(), msgspec.msgpack.encode(packed))
-        whole = read(Told(told.route, {"input": [*told.body["input"], SAID, *more]}, ()))
+        whole = read(History(case.route, {"input": [*case.body["input"], SAID, *more]}, ()))
         assert chat_of(goes_on).messages == chat_of(whole).messages, seed  # type: ignore[arg-type]
 
 
@@ -136,21 +136,21 @@ def test_what_was_stored_comes_back_as_it_came_and_is_continued_as_if_it_were_se
 def test_a_server_answers_and_stores_them() -> None:
     with running_server("--threads", "1") as server, httpx.Client(base_url=server.url) as client:
         for seed in SEEDS[: max(24, COUNT // 10)]:
-            told = history(seed)
-            answer = client.post(told.route, json=told.body, timeout=60)
+            case = history(seed)
+            answer = client.post(case.route, json=case.body, timeout=60)
             is_long = "context_length_exceeded" in answer.text or "prompt is too" in answer.text
             assert answer.status_code == 200 or is_long, (seed, answer.text)
-            if told.route in COUNTING:
-                counted = client.post(COUNTING[told.route], json=told.body, timeout=60)
+            if case.route in COUNTING:
+                counted = client.post(COUNTING[case.route], json=case.body, timeout=60)
                 names = [it.headers.get("x-headrace-ignored") for it in (answer, counted)]
                 assert is_long or names[0] == names[1], seed
-            if told.route != "/v1/responses" or is_long or told.body.get("store") is False:
+            if case.route != "/v1/responses" or is_long or case.body.get("store") is False:
                 continue
             path = f"/v1/responses/{answer.json()['id']}/input_items"
             page = client.get(path, params={"limit": 100, "order": "asc"}).json()["data"]
-            for given, found in zip(told.body["input"], page, strict=True):
+            for given, found in zip(case.body["input"], page, strict=True):
                 assert as_stored(given).items() <= found.items(), seed
             asked = {"input": "More.", "previous_response_id": answer.json()["id"]}
-            goes_on = client.post(told.route, json=asked | {"max_output_tokens": 1}, timeout=60)
+            goes_on = client.post(case.route, json=asked | {"max_output_tokens": 1}, timeout=60)
             is_long = "context_length_exceeded" in goes_on.text
             assert goes_on.status_code == 200 or is_long, (seed, goes_on.text)

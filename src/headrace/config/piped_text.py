@@ -1,7 +1,7 @@
 """Reads chat templates that are given as a pipe, such as `--chat-template <(make-template)`.
 
-A pipe can be read only once, and only by this process, while workers load templates again and
-again. So the settings keep the text in the place of the path.
+A pipe can be read only once, and only by this process, but each worker loads the template again. So
+the settings keep the text instead of the path.
 """
 
 import os
@@ -66,5 +66,5 @@ def _read_pipe(path: str) -> str:
         )
     if not text.strip():
         raise ConfigError(f"--chat-template: the pipe {path} is empty; write a template into it.")
-    # A template is told from a path by its line break; Jinja drops one at the end.
+    # The line break marks this as a template, not a path. Jinja removes a last line break.
     return text if text.endswith("\n") else f"{text}\n"

@@ -117,9 +117,8 @@ def _reason(code: int) -> str:
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(
-        sys.stderr.fileno(), sys.stdout.fileno()
-    )  # what libraries print is not part of the answer
+    # Output that libraries print is not part of the answer.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.nice(19)  # running streams take precedence
     _limit(resource.RLIMIT_CPU, MAX_CPU_S)
     _limit(resource.RLIMIT_DATA, MAX_BYTES)

@@ -1,4 +1,4 @@
-"""Names of models for clients: from settings, or made of where a model lies; and their aliases."""
+"""Names and aliases of models for clients; without a setting, a name is made from the path."""
 
 import os
 from collections import defaultdict
@@ -14,7 +14,7 @@ from headrace.config.settings import ModelConfig
 from headrace.core.errors import ConfigError
 
 LATEST = ":latest"
-"""Clients of Ollama may write this behind any name."""
+"""Clients of Ollama may write this after any name."""
 
 
 class Named(Protocol):
