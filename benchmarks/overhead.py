@@ -1,6 +1,7 @@
 """The cost of serving besides the model: planning, a step's own work, gateway, durable logs.
 
     cd TREE && PYTHONPATH=$PWD/src python -m benchmarks.overhead plan step gateway
+    python -m benchmarks.overhead step gateway --base OTHER_TREE --pairs 10
     python -m benchmarks.overhead logs MODEL
 
 Processor time, medians. "plan": plan and commit of one step, by the number that run, with 1,000
@@ -8,8 +9,9 @@ waiting; it should grow with the number that runs, and stay under 2 ms with 256.
 engine's loop computes per step with 32 sequences decoding, 1,000 waiting and a runner that
 computes nothing: plan, commit, and messages encoded for the gateway. "gateway": what the server's
 own process computes per token while 32 streams decode a tiny model; the engine and the workers are
-not counted. A busy machine adds to all of it, by cold caches: to compare two trees, run them in
-turn and compare the medians of several runs.
+not counted. A busy machine adds to all of it, by cold caches, so `--base` compares this tree with
+another one in pairs: each pair measures both, one right after the other, and which one comes first
+alternates. The ratio is this tree's processor time divided by the other's.
 
 "logs": tokens a second of 32 streams, durable ones (opted in by their name, committed to SQLite
 before they are sent) against plain ones (memory only), in turn. Rounds differ by more than a log
@@ -20,7 +22,10 @@ it is the log, and as a share of all cores it bounds what the log can take from 
 import argparse
 import asyncio
 import os
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -41,6 +46,7 @@ from headrace.scheduler.scheduler import Scheduler
 from tools.harness.servers import running_server
 from tools.harness.tiny_models import make_tiny_model
 
+ROOT = Path(__file__).resolve().parent.parent
 NUM_STREAMS = 32
 NUM_WAITING = 1000
 LIMIT_MS = 2.0  # of planning
@@ -53,7 +59,13 @@ def main() -> None:
     parser.add_argument("what", nargs="+", help="plan, step, gateway; or logs MODEL")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, help="per stream; 400, and 200 for logs")
+    parser.add_argument("--base", type=Path, help="a tree to compare step and gateway with")
+    parser.add_argument("--pairs", type=int, default=10, help="of runs, with --base")
     given = parser.parse_args()
+    if given.base:
+        for name in given.what:
+            compare(name, given)
+        return
     if given.what[0] == "logs":
         (model,) = given.what[1:]
         with tempfile.TemporaryDirectory() as state:
@@ -63,6 +75,37 @@ def main() -> None:
         return
     for name in given.what:
         {"plan": plans, "step": steps, "gateway": gateway}[name](given)
+
+
+# two trees in turn
+
+
+def compare(name: str, given: argparse.Namespace) -> None:
+    """Prints how this tree's processor time compares with the other one's, pair by pair."""
+    trees = [given.base.resolve(), ROOT]
+    pairs = []
+    for number in range(given.pairs):
+        order = trees if number % 2 == 0 else trees[::-1]
+        took = {tree: run_in(tree, name, given) for tree in order}
+        pairs.append((took[trees[0]], took[ROOT]))
+        print(f"{name}: {pairs[-1][0]:.1f} us there, {pairs[-1][1]:.1f} us here", flush=True)
+    ratios = [here / there for there, here in pairs]
+    there, here = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"{name}: {there:.1f} us there, {here:.1f} us here; here / there: median "
+          f"{statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f} in "
+          f"{len(ratios)} pairs")  # fmt: skip
+
+
+def run_in(tree: Path, name: str, given: argparse.Namespace) -> float:
+    """The median that the tree's own copy of this script prints, in microseconds."""
+    command = [sys.executable, "-m", "benchmarks.overhead", name, "--rounds", str(given.rounds)]
+    command += ["--tokens", str(given.tokens)] if given.tokens else []
+    environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
+    done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
+    found = re.search(r": ([\d.]+) us", done.stdout)
+    if found is None:
+        sys.exit(f"{tree} has no figure for {name}.")
+    return float(found[1])
 
 
 # pure: no server, no model

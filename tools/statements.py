@@ -1,0 +1,60 @@
+"""Counts the statements of our Python code, which no formatting changes.
+
+    python tools/statements.py              # this tree, by package
+    python tools/statements.py OLD          # a revision, and how many more this tree has
+    python tools/statements.py OLD NEW      # a revision, and how many more another one has
+
+Docstrings and comments do not count.
+"""
+
+import ast
+import io
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("src", "tests", "stress", "tools", "benchmarks")
+
+
+def files(revision: str | None) -> Iterator[tuple[str, bytes]]:
+    """The names and contents of Python files; without a revision, of those in this tree."""
+    if revision is None:
+        for folder in FOLDERS:
+            for path in sorted((ROOT / folder).rglob("*.py")):
+                yield str(path.relative_to(ROOT)), path.read_bytes()
+        return
+    command = ["git", "-C", str(ROOT), "archive", revision]
+    archive = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            content = tar.extractfile(member)
+            if content and member.name.endswith(".py") and member.name.startswith(FOLDERS):
+                yield member.name, content.read()
+
+
+def count(revision: str | None) -> Counter[str]:
+    """Statements by package, or by folder where there is no package."""
+    sums: Counter[str] = Counter()
+    for name, content in files(revision):
+        folder, *parts = name.split("/")
+        package = "/".join([folder, *parts[:-1][:2]]) if folder == "src" else folder
+        nodes = [node for node in ast.walk(ast.parse(content)) if isinstance(node, ast.stmt)]
+        sums[package] += sum(not is_docstring(node) for node in nodes)
+    return sums + Counter(all=sums.total())
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)
+
+
+if __name__ == "__main__":
+    old = count(sys.argv[1] if sys.argv[1:] else None)
+    new = count(sys.argv[2] if sys.argv[2:] else None) if sys.argv[1:] else old
+    for package in sorted(old.keys() | new.keys()):
+        change = f"{new[package] - old[package]:+8,}" if sys.argv[1:] else ""
+        print(f"{package:28}{old[package]:8,}{change}")
