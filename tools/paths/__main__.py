@@ -11,8 +11,9 @@ generator that continues after a yield is entered again. Workers and libraries a
 token: entries in the gateway per token of one stream, from the difference of a long and a short
 answer. step: entries in the engine per step of the same stream; without guessing, a step gives one
 token. request: entries in the gateway for one word and one token, the median of the second to the
-tenth request. A file belongs to a path if one of its functions is entered at least once in two
-tokens: what happens a few times a second, such as the engine's status, counts as calls only.
+tenth request, less what an idle server enters in the same time. A file belongs to a path if one of
+its functions is entered at least once in two tokens: what happens a few times a second, such as
+the engine's status, counts as calls only.
 """
 
 import argparse
@@ -127,7 +128,10 @@ def one_request(client: httpx.Client, probe: Probe) -> Counts:
         ask(client, "Hello", 1, stream=False)
         time.sleep(SETTLED_S)
         counted.append(probe.end("gateway"))
-    return sorted(counted[1:], key=calls)[(REQUESTS - 1) // 2]
+    probe.begin()
+    time.sleep(SETTLED_S)
+    idle = probe.end("gateway")
+    return total((1, sorted(counted[1:], key=calls)[(REQUESTS - 1) // 2]), (-1, idle))
 
 
 def ask(client: httpx.Client, prompt: str, num_tokens: int, stream: bool) -> None:

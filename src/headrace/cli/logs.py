@@ -45,6 +45,8 @@ def say(line: str, moves: bool = False) -> None:
 
 def printable(name: str) -> str:
     """Return the name with unprintable characters, such as line breaks, escaped as in Python."""
+    if name.isprintable():  # nearly every line of the log is
+        return name
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in name)
 
 
