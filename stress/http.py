@@ -127,7 +127,10 @@ class Talk:
             answer.body += piece
 
     def on_message_complete(self) -> None:
-        self.answers[-1].is_whole = True
+        if self.answers[-1].status == 100:  # the answer to "Expect: 100-continue" is still to come
+            self.answers.pop()
+        else:
+            self.answers[-1].is_whole = True
 
 
 class Exchange:

@@ -144,9 +144,11 @@ async def _send(
 def _problem(answer: Reply, manner: Manner) -> str:
     """The faults of an answer; empty if there are none."""
     status, shown = answer.status, f"{answer.status} {bytes(answer.body[:200])!r}"
-    if manner.expects == "rude" and answer.headers.get("content-type", "").startswith("text/plain"):
+    has_id = "x-request-id" in answer.headers
+    is_text = answer.headers.get("content-type", "").startswith("text/plain")
+    if manner.expects == "rude" and is_text and not has_id:
         return "" if status == 400 else shown  # the HTTP parser's own words
-    if status and "x-request-id" not in answer.headers:
+    if status and not has_id:
         return f"no X-Request-Id on {shown}"
     if status >= 500 and status != 503 and answer.code not in _OWN_WORDS:
         return shown

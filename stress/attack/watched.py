@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 
 from stress.attack.honest import Quantiles, Samples, quantiles
 from stress.attack.target import Manner, Target, post
-from stress.http import Call, Reply, Talk, exchange
+from stress.http import Call, Reply, Talk
 from stress.site import Site
 from tools.harness.processes import command, descendants, is_engine
 
@@ -34,8 +35,6 @@ _FLAGS = (
     *("--heartbeat-s", "1", "--linger-s", "2", "--load-timeout-s", "300"),
     *("--api-key", "ann", "--api-key", "bob", "--admin-key", "boss"),
 )
-_PROBE_S = 0.1
-_PROBE_GIVES_UP_S = 60.0
 _WEIGH_S = 0.2
 _TOO_MUCH = 4e9  # all processes together; then the server is killed, for the machine's sake
 _STOP_GIVES_UP_S = 60.0
@@ -63,7 +62,6 @@ class Watched:
         self.fail = target.fail
         self._target = target
         self.health: Samples = []
-        self.lags: list[float] = [0.0]
         self.gaps: list[float] = []
         self.gateway: Samples = []  # bytes of the server's own process
         self.workers: Samples = []  # of the largest of its others, engines aside
@@ -71,7 +69,6 @@ class Watched:
         self.rest = 0.0
         self.stop_s = 0.0
         self._pid = 0
-        self._asked: dict[asyncio.Task[None], float] = {}
 
     def begin(self) -> None:
         """The server that runs now is the one to watch."""
@@ -108,32 +105,27 @@ class Watched:
             return False
         asking = self._asking(f"{label}, another key's chat")
         await asking.ask(post("/v1/chat/completions", _HELLO, *NEIGHBOUR), _PATIENT)
-        if (slowest := self.slowest_health()) > MAX_HEALTH_S + max(self.lags):
+        if (slowest := self.slowest_health()) > MAX_HEALTH_S:
             self.fail(f"{label}: /health/live took {slowest:.1f} s")
             self.health.clear()  # it is told once
         return not self.site.has_ended
 
     def slowest_health(self) -> float:
-        now = time.monotonic()
-        waiting = [now - began for began in self._asked.values()]
-        return max([*waiting, *(value for _, value in self.health), 0.0])
+        return max((value for _, value in self.health), default=0.0)
 
     async def probe(self) -> None:
-        """Asks /health/live ten times a second, whether or not the last answer has come."""
-        due = time.monotonic()
-        while True:
-            due += _PROBE_S
-            await asyncio.sleep(due - time.monotonic())
-            self.lags.append(time.monotonic() - due)
-            asking = asyncio.create_task(self._probe_once())
-            self._asked[asking] = time.monotonic()
-            asking.add_done_callback(self._asked.pop)
-            due = max(due, time.monotonic() - _PROBE_S)
-
-    async def _probe_once(self) -> None:
-        call = Call("GET", "/health/live", silence_s=_PROBE_GIVES_UP_S)
-        made = await exchange(self.site.port, call)
-        self.health.append((made.began, time.monotonic() - made.began))
+        """Keeps how long /health/live took, as a process of its own measures it."""
+        command = (sys.executable, "-m", "stress.attack.prober", str(self.site.port))
+        prober = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        assert prober.stdout is not None
+        try:
+            async for line in prober.stdout:
+                took = float(line)
+                self.health.append((time.monotonic() - took, took))
+            self.fail("the process that asks for health has ended")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                prober.kill()
 
     async def weigh(self) -> None:
         """Weighs all processes; kills the server before it takes the machine's memory."""

@@ -1,0 +1,32 @@
+"""Asks a server for its health from a process of its own, so that a busy attacker delays nothing.
+
+`python -m stress.attack.prober PORT` prints the seconds that each answer took, a line for each.
+"""
+
+import asyncio
+import sys
+import time
+
+from stress.http import Call, exchange
+
+_PERIOD_S = 0.1
+_GIVES_UP_S = 60.0
+
+
+async def _probe_once(port: int) -> None:
+    call = Call("GET", "/health/live", silence_s=_GIVES_UP_S)
+    made = await exchange(port, call)
+    if made.got.status:
+        print(time.monotonic() - made.began, flush=True)
+
+
+async def _probe(port: int) -> None:
+    """Asks ten times a second, whether or not the last answer has come."""
+    async with asyncio.TaskGroup() as asking:
+        while True:
+            asking.create_task(_probe_once(port))
+            await asyncio.sleep(_PERIOD_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(_probe(int(sys.argv[1])))
