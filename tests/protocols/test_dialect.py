@@ -8,6 +8,7 @@ import pytest
 from headrace.core.errors import RequestError
 from headrace.core.request import Ids, Prompt
 from headrace.gateway import openapi, routes
+from headrace.protocols.dialect import spoken_at
 from headrace.protocols.fields.common import COMMON, TokenIds
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
@@ -54,3 +55,21 @@ def test_a_field_that_a_dialect_takes_is_not_shown_as_unsupported() -> None:
     assert (
         "description" not in body["tools"] and body["documents"]["description"] == "Not supported"
     )
+
+
+def test_the_time_for_a_path_does_not_grow_with_the_square_of_its_length() -> None:
+    class Counted(str):
+        """Counts the characters that are read to shorten it."""
+
+        read = 0
+
+        def __getitem__(self, key: Any) -> "Counted":
+            return Counted(str.__getitem__(self, key))
+
+        def rpartition(self, sep: str) -> Any:
+            Counted.read += len(self)
+            before, found, after = str.rpartition(self, sep)
+            return Counted(before), found, after
+
+    assert spoken_at(Counted("/v1/messages" + "/a" * 20_000)) is spoken_at("/v1/messages")
+    assert Counted.read < 100_000

@@ -122,8 +122,12 @@ def dialect_of(route: Route) -> Dialect:
     return cast(Dialect, importlib.import_module(DIALECTS[route]))
 
 
+_LONGEST = max(map(len, (*DIALECTS, *BELOW)))
+
+
 def spoken_at(path: str) -> Dialect | None:
-    """The dialect of a path: its own route's, or that of the route above it."""
+    """Return the dialect of a path: that of its own route, or of the nearest route above it."""
+    path = path[: _LONGEST + 1]  # each round reads the whole path, so its length must be bounded
     while path and path not in DIALECTS and path not in BELOW:
         path = path.rpartition("/")[0]
     return dialect_of(BELOW.get(path, path)) if path else None
