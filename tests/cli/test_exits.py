@@ -154,6 +154,20 @@ def test_a_model_that_cannot_be_served_is_3_and_one_line_that_names_what_is_wron
     assert word in ended.stderr and len(said(ended.stderr)) == 1, ended.stderr
 
 
+def test_a_model_whose_files_take_any_amount_of_memory_is_3_within_the_limit(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    doubled = {"type": "Replace", "pattern": {"String": "a"}, "content": 200 * "a"}
+    tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": 8 * [doubled]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    ended = headrace("serve", str(folder), "--port", "0", XDG_STATE_HOME=str(tmp_path))
+    assert ended.returncode == 3, ended.stderr
+    assert "took more than 2048 MiB of memory; download the model again." in ended.stderr
+    assert len(said(ended.stderr)) == 1
+
+
 def test_a_model_that_cannot_be_run_in_process_is_3_too(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny")
     only_pickled(folder)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
 from headrace.core.errors import RequestError
 from headrace.engine.client import EngineDown, EngineUp
+from headrace.fleet import model_host
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
@@ -369,3 +371,20 @@ async def test_a_removed_models_files_stay_while_they_are_read(
 
 async def told(gone: list[str]) -> None:
     gone.append("c")
+
+
+async def test_a_request_that_waits_for_a_model_s_files_hears_of_the_shutdown_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    monkeypatch.setattr(model_host, "fetch_apart", lambda *_: may_go_on.wait(30))
+    async with running(folder) as made:
+        unread = ModelHost(ModelConfig(model="far/away"), made._start, Metrics())
+        waiting = asyncio.create_task(made.fleet.read(unread))
+        await settle()
+        assert not waiting.done()
+        made.fleet.refuse(RequestError("server_shutdown", "It ends."))
+        with pytest.raises(RequestError) as refused:
+            await waiting
+        assert refused.value.code == "server_shutdown"
+        may_go_on.set()

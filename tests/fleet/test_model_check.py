@@ -1,8 +1,10 @@
 """Hostile model folders: a process with limits meets them first, and only that process suffers."""
 
+import asyncio
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from headrace.checkpoints.find import MINI, find_model
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.fleet import model_check
-from headrace.fleet.model_check import CheckFailed, check_model
+from headrace.fleet.model_check import Checked, NotChecked, check_model
 from headrace.fleet.model_host import ModelHost
 from headrace.metrics.metrics import Metrics
 
@@ -20,7 +22,8 @@ Spoil = Callable[[Path], None]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Path(shutil.copytree(find_model(MINI), tmp_path / "model"))
 
 
@@ -83,23 +86,89 @@ def test_reading_that_never_ends_is_killed(folder: Path, monkeypatch: pytest.Mon
         check_model(ModelConfig(model=str(folder)))
 
 
-async def test_a_model_whose_reading_failed_is_read_again_once_its_files_change(
+def counted(
+    monkeypatch: pytest.MonkeyPatch, error: ModelError, folder: Path
+) -> tuple[ModelHost, list[str]]:
+    """A host of the folder whose checks fail with the error, and a list of the checks."""
+    checks = []
+
+    def fail(config: ModelConfig) -> Checked:
+        checks.append(config.model)
+        raise error
+
+    monkeypatch.setattr(model_check, "check_model", fail)
+    host = ModelHost(ModelConfig(model=str(folder)), lambda _: None, Metrics())  # type: ignore[arg-type,return-value]
+    return host, checks
+
+
+async def refused(host: ModelHost) -> ModelError:
+    with pytest.raises(ModelError) as failed:
+        await host.read()
+    return failed.value
+
+
+@pytest.mark.parametrize("code", ["load_failed", "model_corrupt", "tokenizer_invalid"])
+async def test_a_model_that_could_not_be_read_is_read_again_once_its_files_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    host, checks = counted(monkeypatch, ModelError("It is damaged.", code), folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("[")
+    errors = [await refused(host) for _ in range(3)]
+    assert len(checks) == 1
+    assert {(str(it), it.code) for it in errors} == {("It is damaged.", code)}
+    assert len(set(map(id, errors))) == 3  # one that is raised again grows with each raise
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    await refused(host)
+    assert len(checks) == 2
+
+
+async def test_a_check_that_could_not_be_started_is_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    host, checks = counted(monkeypatch, NotChecked("No process.", "load_failed"), folder)
+    for _ in range(2):
+        await refused(host)
+    assert len(checks) == 2
+
+
+async def test_requests_that_leave_share_one_reading_which_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, checks = threading.Event(), []
+
+    def check(config: ModelConfig) -> Checked:
+        checks.append(config.model)
+        may_go_on.wait(30)
+        return Checked(folder, None)
+
+    monkeypatch.setattr(model_check, "check_model", check)
     host = ModelHost(ModelConfig(model=str(folder)), lambda _: None, Metrics())  # type: ignore[arg-type,return-value]
-    num_checks = 0
-
-    def fail(config: ModelConfig) -> Path:
-        nonlocal num_checks
-        num_checks += 1
-        raise CheckFailed("It takes too long.", "load_failed")
-
-    monkeypatch.setattr("headrace.fleet.model_host.check_model", fail)
     for _ in range(3):
-        with pytest.raises(CheckFailed):
-            await host.read()
-    assert num_checks == 1
-    (folder / "another").write_text("")
-    with pytest.raises(CheckFailed):
-        await host.read()
-    assert num_checks == 2
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(host.read(), 0.01)
+    may_go_on.set()
+    await host.read()
+    assert host.known is not None and len(checks) == 1
+
+
+def test_a_model_that_was_read_before_is_not_checked_again_until_its_files_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(model=str(folder))
+    checked = check_model(config)
+    with monkeypatch.context() as without:
+        without.setattr(model_check.sys, "executable", "/nowhere")
+        assert check_model(config) == checked
+        (folder / "tokenizer_config.json").write_text("{}")
+        with pytest.raises(NotChecked):
+            check_model(config)
+
+
+def test_what_is_remembered_of_models_is_bounded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model_check, "_MAX_REMEMBERED", 2)
+    for nice in range(4):
+        check_model(ModelConfig(model=str(folder), nice=nice))
+    assert len(list((tmp_path / "cache" / "headrace" / "checked").iterdir())) == 2

@@ -11,7 +11,7 @@ from headrace.config.settings import ModelConfig
 from headrace.core.errors import RequestError
 from headrace.core.messages import FinishReason
 from headrace.engine.client import EngineUp
-from headrace.fleet import model_host
+from headrace.fleet import model_check
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
@@ -130,7 +130,7 @@ async def test_a_model_that_cannot_be_read_keeps_its_streams_until_it_can_be(
             raise fails[0]
         return ServedModel(config, **read)
 
-    monkeypatch.setattr(model_host, "ServedModel", made)
+    monkeypatch.setattr(model_check, "ServedModel", made)
     async with models_of(folder, "ab", store, is_known=False) as (generation, engines):
         with pytest.raises(RequestError, match="could not be restarted"):
             await generation.streams.find("", NAME)

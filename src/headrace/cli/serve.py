@@ -33,7 +33,9 @@ from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
 from headrace.engine.core_lock import open_core_lock
 from headrace.engine.supervisor import Supervisor
+from headrace.fleet.fetch_apart import fetch_apart
 from headrace.fleet.fleet import pinned_model
+from headrace.fleet.model_check import read_checked
 from headrace.fleet.model_host import CACHE_BYTES, ModelHost, Start
 from headrace.fleet.model_list import Desired, ModelSources, kept
 from headrace.fleet.model_names import settled_aliases, told_apart
@@ -93,8 +95,7 @@ def serve(config: ServerConfig, lines: LoadLines) -> int:
         if (pinned := pinned_model(config)) is not None:
             lines.watch.begin(READING)
             with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
-                model = ServedModel(pinned, room)
-                model.read_adapters(pinned)
+                model = read_checked(pinned, fetch_apart(pinned, room))
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener, tls, lines, traces))
 

@@ -15,6 +15,7 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import Aliases
 from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
+from headrace.race import race
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Fleet:
         # of one that was removed, or replaced
         self.on_gone: Callable[[ModelHost], object] = lambda host: None
         self._residency = Residency[_Wait]()
-        self._refusal: RequestError | None = None  # of all who come
+        # the error for all requests, once none is served any more
+        self._refusal: asyncio.Future[RequestError] = asyncio.get_running_loop().create_future()
         self._then: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}  # once a model is gone
         self._after_load: set[str] = set()  # models to send out once their waiters have entered
         self._group: asyncio.TaskGroup
@@ -130,8 +132,8 @@ class Fleet:
         """
         if not host.is_here:
             await self.read(host)
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
+        if self._refusal.done():
+            raise self._refusal.result().with_traceback(None)
         name = self.roster.get(host.name).name  # RequestError if it was dropped meanwhile
         ticket = _Wait(is_used)
         self._residency.ask(name, ticket)
@@ -209,7 +211,8 @@ class Fleet:
 
     def refuse(self, error: RequestError) -> None:
         """Sends all away who wait, and all who come."""
-        self._refusal = error
+        if not self._refusal.done():
+            self._refusal.set_result(error)
         self._tell(self._residency.waiting(), error)
 
     def check_line(self) -> None:
@@ -238,9 +241,15 @@ class Fleet:
         return task
 
     async def read(self, host: ModelHost) -> None:
-        """Reads all of a model but its weights, after a download; RequestError if that fails."""
+        """Reads all of a model but its weights, after a download; RequestError if that fails.
+
+        Nobody waits for it once the server refuses requests.
+        """
         try:
-            await host.read()
+            async with race(host.read(), self._refusal) as (reading, _):
+                if not reading.done():
+                    raise self._refusal.result().with_traceback(None)
+                reading.result()
         except ModelError as error:
             host.engine.fail(str(error))
             self._say_lost(host, error.code)
@@ -251,7 +260,7 @@ class Fleet:
         for name in self.roster.changing():
             if self._residency.is_gone(name):
                 self._settle(name)
-        while self._refusal is None and (move := self._residency.next_move()) is not None:
+        while not self._refusal.done() and (move := self._residency.next_move()) is not None:
             host, ticket = self.roster.get(move.model), move.ticket
             if move.kind == "load":
                 self._spawn(self._load(host))
@@ -290,7 +299,7 @@ class Fleet:
         try:
             host.engine.state = "loading"
             await host.read()
-            if self._refusal is not None:
+            if self._refusal.done():
                 return
             host.begin()
             self._spawn(self._hear(host))

@@ -10,7 +10,12 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread; return its result or raise its exception.
+    """Run `work` in a daemon thread; return its result or raise its exception."""
+    return await start_thread(work)
+
+
+def start_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
+    """Start a daemon thread that runs `work`; return the future of its result.
 
     The process can end while the thread runs, which an executor's threads would prevent. An
     exception from `work` ends only this call: a panic becomes a RuntimeError, since a BaseException
@@ -39,4 +44,4 @@ async def in_thread(work: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(tell, result, error)
 
     threading.Thread(target=run, name="read model", daemon=True).start()
-    return await done
+    return done

@@ -2,11 +2,14 @@
 
 What a folder holds is parsed by libraries that can crash, hang while they hold the interpreter's
 lock, or take any amount of memory: tokenizers, templates, configs, headers of weights. So a process
-with limits reads it before the gateway does. Files that it can read, the gateway can read too.
+with limits reads it before the gateway does. Files that it can read, the gateway can read too. The
+user's cache remembers models that could be read, so that a restart need not wait for the process.
 
 `python -m headrace.fleet.model_check` reads a packed ModelConfig from stdin and writes its answer.
 """
 
+import contextlib
+import hashlib
 import os
 import resource
 import signal
@@ -18,11 +21,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from headrace import __version__
+from headrace.checkpoints.find import MINI, find_model
 from headrace.checkpoints.headers import count_parameters
+from headrace.checkpoints.small_file import read_small
+from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig
 from headrace.config.sources import SECRETS
 from headrace.core.errors import ModelError
+from headrace.fleet.file_stamp import file_stamp
+from headrace.fleet.kept_file import keep_file
 from headrace.fleet.served_model import ServedModel
 from headrace.panics import STEERING
 
@@ -32,6 +42,7 @@ _MAX_WALL_S = 300  # a disk may be slow
 _COMMAND = ("-m", "headrace.fleet.model_check")
 _MAX_OUTPUT = 1 << 16
 _MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000  # characters
+_MAX_REMEMBERED = 256
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     # A library that panics without memory for its traceback deadlocks.
@@ -64,15 +75,71 @@ class Checked(NamedTuple):
     num_parameters: int | None
 
 
-class CheckFailed(ModelError):
-    """The process crashed or exceeded a limit. It would do so again, so nothing tries again."""
+class NotChecked(ModelError):
+    """The process could not be started, which says nothing about the model."""
+
+
+def read_checked(config: ModelConfig, path: str) -> ServedModel:
+    """Read the model at `path` once the process has read it without harm.
+
+    The model that comes with the package needs no check.
+    """
+    if path == MINI:
+        folder = find_model(MINI)
+        checked = Checked(folder, count_parameters(read_spec(folder)))
+    else:
+        checked = check_model(replace(config, model=path))
+    model = ServedModel(config, folder=checked.folder, num_parameters=checked.num_parameters)
+    model.read_adapters(config)
+    return model
 
 
 def check_model(config: ModelConfig) -> Checked:
     """Read a model that is on the disk; ModelError if it cannot be served.
 
-    Takes about a second, and up to MAX_CPU_S of processor time.
+    Takes about a second, and up to MAX_CPU_S of processor time, unless the same files were read
+    before.
     """
+    memory = _memory(config)
+    answer = _remembered(memory)
+    if answer is None:
+        answer = _ask(config)
+        _remember(memory, answer)
+    return Checked(Path(os.fsdecode(answer.folder)), answer.num_parameters)
+
+
+def _memory(config: ModelConfig) -> Path | None:
+    """Return the file that remembers a model by its settings and the state of its files."""
+    if (stamp := file_stamp(config)) is None:
+        return None
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    known = (__version__, msgspec.to_builtins(config), stamp)
+    return Path(base) / "headrace" / "checked" / hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def _remembered(memory: Path | None) -> Readable | None:
+    if memory is None:
+        return None
+    try:
+        answer = msgspec.json.decode(read_small(memory, _MAX_OUTPUT), type=Readable)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return answer if os.path.isdir(answer.folder) else None
+
+
+def _remember(memory: Path | None, answer: Readable) -> None:
+    """Write a short file; where the disk does not take it, the next start checks again."""
+    if memory is None:
+        return
+    with contextlib.suppress(OSError):
+        keep_file(memory, msgspec.json.encode(answer))
+        files = sorted(memory.parent.iterdir(), key=lambda it: it.stat().st_mtime)
+        for file in files[:-_MAX_REMEMBERED]:
+            file.unlink()
+
+
+def _ask(config: ModelConfig) -> Readable:
+    """Have the process read the model; ModelError says why it cannot be served."""
     environment = {k: v for k, v in os.environ.items() if k not in SECRETS} | _ENVIRONMENT
     with _places:
         try:
@@ -89,22 +156,22 @@ def check_model(config: ModelConfig) -> Checked:
             raise _failure(f"took longer than {_MAX_WALL_S} s") from None
         except OSError as error:
             message = f"No process could be started to read it ({error.strerror}); try again."
-            raise ModelError(message, "load_failed") from None
+            raise NotChecked(message, "load_failed") from None
     try:
         answer = msgspec.json.decode(done.stdout[:_MAX_OUTPUT], type=Readable | Unreadable)
     except msgspec.DecodeError:
         raise _failure(_reason(done.returncode)) from None
     if isinstance(answer, Readable):
-        return Checked(Path(os.fsdecode(answer.folder)), answer.num_parameters)
+        return answer
     refusal = ModelError(answer.message, answer.code)
     if answer.details:
         refusal.add_note(answer.details)
     raise refusal
 
 
-def _failure(reason: str) -> CheckFailed:
-    message = f"Reading its files {reason}; download the model again."
-    return CheckFailed(message, "load_failed")
+def _failure(reason: str) -> ModelError:
+    message = f"Reading the model's files {reason}; download the model again."
+    return ModelError(message, "load_failed")
 
 
 def _reason(code: int) -> str:

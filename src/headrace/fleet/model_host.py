@@ -1,19 +1,16 @@
 """One model a server runs: its settings, what was read of it, its engine and its tenants."""
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from headrace.checkpoints.find import MINI, find_model, may_have_images
-from headrace.checkpoints.headers import count_parameters
-from headrace.checkpoints.hub import OnProgress
-from headrace.checkpoints.spec import read_spec
 from headrace.config.settings import ModelConfig
 from headrace.core.errors import ModelError
 from headrace.core.loading import READING
@@ -21,9 +18,10 @@ from headrace.core.messages import Ready
 from headrace.engine.client import EngineClient
 from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.fetch_apart import fetch_apart
-from headrace.fleet.in_thread import in_thread
+from headrace.fleet.file_stamp import Stamp, file_stamp
+from headrace.fleet.in_thread import start_thread
 from headrace.fleet.load_watch import LoadWatch
-from headrace.fleet.model_check import Checked, CheckFailed, check_model
+from headrace.fleet.model_check import NotChecked, read_checked
 from headrace.fleet.model_names import adapters_of, names_of, paths_of, root_of
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Tenants
@@ -35,6 +33,22 @@ CACHE_BYTES = 1 << 30
 """Memory of each model for keys and values, where it is budgeted and settings say nothing."""
 
 Start = Callable[[ModelConfig], EngineClient]
+
+_REMEMBERED_S = 600.0  # a full disk may also keep a model from being read
+
+
+class _Failure(NamedTuple):
+    """The reason why a model could not be read, and the files that it was about."""
+
+    files: ModelConfig
+    stamp: Stamp | None
+    code: str
+    message: str
+    ends: float  # monotonic
+
+    def holds(self) -> bool:
+        """Whether the files are still the same, and the failure is not old."""
+        return time.monotonic() < self.ends and file_stamp(self.files) == self.stamp
 
 
 class ModelHost:
@@ -62,8 +76,8 @@ class ModelHost:
         self.tenants = Tenants(self.loading)
         self.engine = EngineLife(self.tenants, self.loading, metrics.engine)
         self._start = start
-        self._reading = asyncio.Lock()
-        self._failure: tuple[object, CheckFailed] | None = None  # and the files that it was about
+        self._reading: asyncio.Future[ServedModel] | None = None  # a thread that runs
+        self._failure: _Failure | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,45 +155,53 @@ class ModelHost:
         return find_model(MINI) if self.config.model == MINI else Path(self.config.model)
 
     async def read(self) -> None:
-        """Reads all but the weights, which may be a download; ModelError if it cannot be served."""
-        async with self._reading:
-            if self.known is None:
-                with self.loading.during(READING):
-                    on_progress = self.loading.download
-                    self.known = await in_thread(lambda: self._read(on_progress))
+        """Read all but the weights, which may be a download; ModelError if it cannot be served.
 
-    def _read(self, on_progress: OnProgress) -> ServedModel:
-        """Read the model, unless reading failed before and its files have not changed since."""
-        config = self.config
-        stamp = _stamp(self._path)
-        if self._failure is not None and stamp is not None and self._failure[0] == stamp:
-            raise self._failure[1]
+        Callers share one thread, which goes on when they leave: each of them would start another.
+        """
+        if self.known is not None:
+            return
+        if self._reading is None:
+            self.loading.begin(READING)
+            self._reading = start_thread(self._read)
+            self._reading.add_done_callback(self._has_read)
+        reading = self._reading
+        await asyncio.wait([reading])
+        if (error := reading.exception()) is not None:
+            # A shared exception would keep the frames of all that it was raised to.
+            raise ModelError(str(error), getattr(error, "code", "load_failed"))
+
+    def _has_read(self, reading: "asyncio.Future[ServedModel]") -> None:
+        self._reading = None
+        self.loading.end()
+        if not reading.cancelled() and reading.exception() is None:
+            self.known = reading.result()
+
+    def _read(self) -> ServedModel:
+        """Read the model, unless that failed before and its files have not changed since."""
+        failed = self._failure
+        if failed is not None and failed.holds():
+            raise ModelError(failed.message, failed.code)
         try:
-            checked = self._check(on_progress)
-            model = ServedModel(
-                config, folder=checked.folder, num_parameters=checked.num_parameters
-            )
-            model.read_adapters(config)
-        except CheckFailed as error:
-            self._failure = (stamp, error)
-            raise
+            path = fetch_apart(self.config, self.loading.download)
+            files = replace(self.config, model=path)
+            stamp = file_stamp(files)
+            try:
+                return read_checked(self.config, path)
+            except NotChecked:
+                raise
+            except ModelError as error:
+                ends = time.monotonic() + _REMEMBERED_S
+                self._failure = _Failure(files, stamp, error.code, str(error), ends)
+                raise
         except ModelError as error:
             for details in getattr(error, "__notes__", ()):
                 logger.error("%s could not be read:\n%s", self.name, details)
             raise
-        except Exception as error:  # one model, and not the server
+        except BaseException as error:  # a library's panic is not an Exception
             logger.exception("%s could not be read", self.name)
             message = f"It could not be read ({type(error).__name__}); download it again."
             raise ModelError(message, "load_failed") from error
-        return model
-
-    def _check(self, on_progress: OnProgress) -> Checked:
-        """Have a process that can be killed read the model first, unless it is our own."""
-        config = self.config
-        if config.model == MINI:
-            return Checked(self._path, count_parameters(read_spec(self._path)))
-        path = fetch_apart(config, on_progress)
-        return check_model(replace(config, model=path))
 
     def begin(self) -> None:
         """Starts the engine."""
@@ -195,20 +217,6 @@ class ModelHost:
             return False
         self.config = config
         return True
-
-
-def _stamp(path: Path) -> object:
-    """Return a value that changes with a folder's first thousand files; None without a folder."""
-    try:
-        with contextlib.ExitStack() as closing:
-            if path.is_dir():
-                entries = [*itertools.islice(closing.enter_context(os.scandir(path)), 1000)]
-                status = [it.stat(follow_symlinks=False) for it in entries]
-            else:
-                status = [path.stat()]
-    except OSError:
-        return None
-    return sorted((it.st_ino, it.st_mtime_ns, it.st_size) for it in status)
 
 
 def _size_of(file: Path) -> int:
