@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve looks package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-histories test-image test-kernels test-llama-cpp test-models test-open-webui test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean kill-adapters test-peft
+.PHONY: serve looks environments package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-histories test-image test-kernels test-llama-cpp test-models test-open-webui test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean kill-adapters test-peft
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -288,6 +288,9 @@ $(WEB)/ready: constraints.txt
 $(AXE): | $(WEB)/ready
 	command -v npm || (apt-get update -q && apt-get install -y -q --no-install-recommends npm)
 	npm install --prefix $(WEB) --no-save --no-audit --no-fund --ignore-scripts axe-core@4.14.1
+
+# the environments of several targets, for CI to make them beside other work
+environments: build/package-venv/ready $(TRAINED)/ready $(WEB)/ready $(AXE)
 
 check: $(READY_TEST)
 	$(BIN)/ruff check .
