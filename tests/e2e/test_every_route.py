@@ -1,6 +1,7 @@
 """Each route that names a model, on models of each kind: loaded, unloaded, not to be loaded."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -60,6 +61,15 @@ def ask(server: ServerProcess, path: str, body: dict[str, Any], model: str) -> h
     return httpx.post(f"{server.url}{path}", json=body | {"model": model}, timeout=LIMIT_S)
 
 
+def ask_all(
+    server: ServerProcess, routes: dict[str, dict[str, Any]], model: str
+) -> dict[str, httpx.Response]:
+    """Sends each route its body at once, so that all of them wait for one load of the model."""
+    with ThreadPoolExecutor(len(routes)) as pool:
+        answers = pool.map(lambda route: ask(server, *route, model), routes.items())
+        return dict(zip(routes, answers, strict=True))
+
+
 def code_of(answer: httpx.Response) -> str:
     """The code of a refusal: beside its words, as Ollama's clients have it, or within the error."""
     shown: dict[str, Any] = answer.json()
@@ -84,11 +94,11 @@ def test_a_route_answers_alike_whether_its_model_is_loaded_or_not(
     server: ServerProcess, routes: dict[str, dict[str, Any]], model: str
 ) -> None:
     ask(server, *next(iter(routes.items())), model)
-    for path, body in routes.items():
-        unload(server, model)
-        for state in ("unloaded", "loaded"):
-            status = ask(server, path, body, model).status_code
-            assert status == (400 if path == WITHOUT_MARKS else 200), (path, state)
+    unload(server, model)
+    for state in ("unloaded", "loaded"):
+        for path, answer in ask_all(server, routes, model).items():
+            status = 400 if path == WITHOUT_MARKS else 200
+            assert answer.status_code == status, (path, state, answer.text)
 
 
 @pytest.mark.parametrize("model", ["damaged", "unread"])
@@ -96,13 +106,12 @@ def test_a_model_that_cannot_be_loaded_is_told_on_every_route(
     server: ServerProcess, model: str
 ) -> None:
     is_read = model == "damaged"  # its text side is sound, and only its weights are not
-    for path, body in (DRAWING | EMBEDDING | RANKING).items():
-        answer = ask(server, path, body, model)
+    for path, answer in ask_all(server, DRAWING | EMBEDDING | RANKING, model).items():
         code = "unsupported_parameter" if is_read and path == WITHOUT_MARKS else "load_failed"
         assert code_of(answer) == code, (path, answer.text)
         assert f"/{model}" not in answer.text, path  # no path is shown
-    for path, body in READING.items():
-        assert ask(server, path, body, model).status_code == (200 if is_read else 500), path
+    for path, answer in ask_all(server, READING, model).items():
+        assert answer.status_code == (200 if is_read else 500), path
     words = {"damaged": "model.safetensors of damaged is truncated", "unread": "valid vocab_size"}
     assert words[model] in "\n".join(server.lines)
     assert ask(server, "/v1/completions", DRAWING["/v1/completions"], "chat").status_code == 200
@@ -123,7 +132,6 @@ def test_a_route_of_another_kind_says_what_would_do(
 ) -> None:
     ask(server, *next(iter(OWN[model].items())), model)  # so its kind is known
     unload(server, model)
-    for path, body in routes.items():
-        answer = ask(server, path, body, model)
+    for path, answer in ask_all(server, routes, model).items():
         assert answer.status_code == 400, (path, answer.text)
         assert path == WITHOUT_MARKS or remedy in answer.text, (path, answer.text)
