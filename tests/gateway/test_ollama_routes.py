@@ -1,3 +1,6 @@
+from typing import Any
+
+import pytest
 from starlette.testclient import TestClient
 
 from headrace import __version__
@@ -47,4 +50,21 @@ def test_vectors_stand_bare() -> None:
 def test_the_older_route_gives_one_prompt_its_vector() -> None:
     bare = CLIENT.post("/api/embed", json={"input": "one"}).json()["embeddings"]
     assert CLIENT.post("/api/embeddings", json={"prompt": "one"}).json() == {"embedding": bare[0]}
-    assert CLIENT.post("/api/embeddings", json={"model": "headrace-mini"}).status_code == 400
+
+
+@pytest.mark.parametrize("given", [{"input": ""}, {"input": []}, {"input": None}, {}])
+def test_an_empty_input_loads_the_model_and_has_no_vectors(given: dict[str, Any]) -> None:
+    answer = CLIENT.post("/api/embed", json={"model": "headrace-mini:latest"} | given)
+    assert answer.json() == {"model": "headrace-mini:latest", "embeddings": []}
+    older = {"model": "headrace-mini", "prompt": given.get("input")}
+    assert CLIENT.post("/api/embeddings", json=older).json() == {"embedding": []}
+    for path in ("/api/embed", "/api/embeddings"):
+        assert CLIENT.post(path, json={"model": "nope"} | given).status_code == 404
+        assert CLIENT.post(path, json={"dimensions": "x"} | given).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "given"), [("/v1/embeddings", []), ("/v1/embeddings", ""), ("/api/embed", [""])]
+)
+def test_elsewhere_an_empty_text_is_refused(path: str, given: Any) -> None:
+    assert CLIENT.post(path, json={"model": "headrace-mini", "input": given}).status_code == 400

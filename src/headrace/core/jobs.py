@@ -101,11 +101,13 @@ class ReadBody(Job[CheckedBody], frozen=True, tag=True):
 class ReadInputs(Job[CheckedBody], frozen=True, tag=True):
     """Check the body of /v1/embeddings; `is_list` is among its fields.
 
-    With `is_prompt` the input may be called `prompt`, as in Ollama's older route.
+    With `is_prompt` the input may be called `prompt`, as in Ollama's older route. With
+    `may_be_empty` the input may be empty or missing; then the fields have `is_empty`.
     """
 
     known: Known = {}
     is_prompt: bool = False
+    may_be_empty: bool = False
     task: ClassVar[str] = "embed"
 
 

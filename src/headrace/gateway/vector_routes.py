@@ -25,6 +25,7 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.generation_routes import Marked, read_body
+from headrace.gateway.http_responses import answer
 from headrace.generation.generation import Generation
 from headrace.generation.request_span import named
 from headrace.generation.vectors import Vectors
@@ -56,11 +57,11 @@ class VectorRoutes:
 
     async def embed_bare(self, request: Request) -> ASGIApp:
         """As Ollama's API has it: vectors without an object around each."""
-        return await self._answer(request, ReadInputs())
+        return await self._answer(request, ReadInputs(may_be_empty=True))
 
     async def embed_one(self, request: Request) -> ASGIApp:
         """As Ollama's older API has it: one `prompt`, one vector."""
-        return await self._answer(request, ReadInputs(is_prompt=True))
+        return await self._answer(request, ReadInputs(is_prompt=True, may_be_empty=True))
 
     async def rerank(self, request: Request) -> ASGIApp:
         return await self._answer(request, ReadPairs())
@@ -70,9 +71,21 @@ class VectorRoutes:
         async with self._bodies.read(request) as body:
             reading = read_body(self._generation, job, body)
             checked = await unless_left(request.receive, reading)
+        if checked.fields.get("is_empty"):
+            empty = self._load(request.url.path, checked.fields)
+            return Marked(await unless_left(request.receive, empty), checked.ignored, False)
         asker = Asker(request.url.path, self._auth.owner(request.headers))
         whole = await unless_left(request.receive, self.make(checked, asker))
         return Marked(HeldAnswer(whole, self._bodies), checked.ignored, False)
+
+    async def _load(self, route: Route, fields: Mapping[str, Any]) -> ASGIApp:
+        """Begin to load the model, which is all that an empty input asks for at Ollama."""
+        name = fields.get("model")
+        host = await self._generation.host_for(name, waits=True)
+        self._generation.fleet.need(host)
+        if route == ONE:
+            return answer({"embedding": []})
+        return answer({"model": fields.get("alias") or called(host, name), "embeddings": []})
 
     async def make(self, checked: CheckedBody, asker: "Asker") -> bytes:
         """The whole answer of the asker's route."""

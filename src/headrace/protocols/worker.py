@@ -30,7 +30,7 @@ from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.body_names import MODEL
 from headrace.protocols.dialect import dialect_of, encode
 from headrace.protocols.fields import structure
-from headrace.protocols.fields.common import TokenIds, ignored, max_tokens
+from headrace.protocols.fields.common import TokenIds, ignored, max_tokens, read_known
 from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
 from headrace.protocols.fields.messages import placeholder_in_text, refuse_images, texts_of, unseen
 from headrace.protocols.fields.unknown import header_of, renamed, unknown_within
@@ -92,10 +92,12 @@ class Jobs:
         match job:
             case jobs.ReadBody(route):
                 return self._with_tokens(job, self.read(body, route, job.client))
-            case jobs.ReadInputs(is_prompt=is_prompt):
+            case jobs.ReadInputs(is_prompt=is_prompt, may_be_empty=may_be_empty):
                 given = decode(body)
                 if is_prompt and "prompt" in given:
                     given["input"] = given.pop("prompt")
+                if may_be_empty and given.get("input") in (None, "", []):
+                    return self._no_inputs(given)
                 return self._with_tokens(job, self.inputs(given))
             case jobs.ReadPairs():
                 return self._with_tokens(job, self.query(decode(body)))
@@ -282,6 +284,15 @@ class Jobs:
         embeddings.add_prompt(fields, model.sentences)
         checked = pack(embeddings, fields)
         return msgspec.structs.replace(checked, ignored=ignored(embeddings.TABLE, given))
+
+    def _no_inputs(self, given: dict[str, Any]) -> CheckedBody:
+        """Check all fields but the input, which is empty."""
+        given = {name: value for name, value in given.items() if name != "input"}
+        with self._noting(given):
+            fields = read_known(embeddings.TABLE, (), given)
+        self._texts.get(fields.get("model"))
+        names = ignored(embeddings.TABLE, given)
+        return CheckedBody(fields | {"is_empty": True}, (), b"", ignored=names)
 
     def query(self, given: dict[str, Any]) -> CheckedBody:
         """Checks a decoded body of /v1/rerank."""
