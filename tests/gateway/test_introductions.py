@@ -8,8 +8,8 @@ from headrace.gateway.introductions import introduction
 
 
 def of(root: str, num_parameters: int | None) -> dict[str, Any]:
-    ready = num_parameters and SimpleNamespace(num_parameters=num_parameters)
-    return introduction(cast(ServedModel, SimpleNamespace(root=root, ready=ready)))
+    model = SimpleNamespace(root=root, num_parameters=num_parameters)
+    return introduction(cast(ServedModel, model))
 
 
 def test_the_built_in_model_is_described_whatever_name_it_is_served_by() -> None:
@@ -22,5 +22,5 @@ def test_small_models_have_prompts_of_their_own() -> None:
     ]
 
 
-def test_nothing_is_said_of_large_models_or_of_those_not_loaded_yet() -> None:
+def test_nothing_is_said_of_large_models_or_of_those_of_unknown_size() -> None:
     assert of("some/model", 7_000_000_000) == of("some/model", None) == {}

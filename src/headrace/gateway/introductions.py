@@ -36,5 +36,5 @@ def introduction(model: ServedModel) -> dict[str, Any]:
     if model.root == MINI:
         about = "A tiny built-in test model: it can count, spell, add and call tools"
         return {"description": about, "suggestions": _OF_MINI}
-    num = model.ready.num_parameters if model.ready else None
+    num = model.num_parameters
     return {"suggestions": _OF_SMALL} if num and num < _SMALL else {}

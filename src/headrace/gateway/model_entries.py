@@ -128,7 +128,7 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
         "meta": {
             "n_ctx_train": spec.max_positions,
             "n_embd": (spec.config.get("text_config") or spec.config).get("hidden_size"),
-            "n_params": ready.num_parameters if ready else None,
+            "n_params": model.num_parameters,
             "n_vocab": model.vocab_size,
             "size": ready.weight_bytes if ready else None,
         },
