@@ -227,3 +227,15 @@ def test_an_adapter_is_asked_for_as_a_model(folder: Path, tmp_path: Path) -> Non
         assert llm.generate("hi", temperature=0, model="sql").text != base
         with pytest.raises(RequestFailed, match=r"there is: .*sql"):
             llm.generate("hi", model="other")
+
+
+def test_every_call_takes_an_alias_and_one_for_no_model_is_refused(folder: Path) -> None:
+    aliases = [f"gpt-*={folder}", f"small={folder}"]
+    with LLM.load(str(folder), alias=aliases, max_num_seqs=8, **WHOLE) as llm:
+        by_name = llm.generate("hi", temperature=0).text
+        assert llm.generate("hi", temperature=0, model="gpt-5").text == by_name
+        assert llm.embed("hi", model="gpt-5") == llm.embed("hi")
+        with pytest.raises(RequestFailed, match=r"there is: .*small"):
+            llm.embed("hi", model="other")
+    with pytest.raises(ConfigError, match=r"--alias gpt-\*=other: no model or adapter is named"):
+        LLM.load(str(folder), alias=["gpt-*=other"])

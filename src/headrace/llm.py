@@ -25,6 +25,7 @@ from headrace.core.request import Request, ResponseOptions
 from headrace.engine.local import LocalEngine
 from headrace.fleet.load_watch import LoadTeller, LoadWatch, OnLoading
 from headrace.fleet.model_host import ModelHost
+from headrace.fleet.model_names import Aliases, settled_aliases, told_apart
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
@@ -195,12 +196,19 @@ class _Host:
     def inputs(self, fields: dict[str, Any]) -> CheckedBody:
         """The inputs to embed, checked as the route does."""
         _refuse_unknown(fields, known_fields(embeddings.TABLE))
-        return self._jobs.inputs(_as_json(fields))
+        return self._resolved(self._jobs.inputs(_as_json(fields)))
 
     def pairs(self, fields: dict[str, Any]) -> CheckedBody:
         """The query and documents to rank, checked as the route does."""
         _refuse_unknown(fields, known_fields(rerank.TABLE))
-        return self._jobs.query(_as_json(fields))
+        return self._resolved(self._jobs.query(_as_json(fields)))
+
+    def _resolved(self, checked: CheckedBody) -> CheckedBody:
+        """Return the body with the name of a model or adapter where it has an alias."""
+        if (asked := checked.fields.get("model")) is None:
+            return checked
+        name = self.generation.fleet.hosts.resolve(asked)
+        return msgspec.structs.replace(checked, fields={**checked.fields, "model": name})
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done on the loop; an interrupted call ends its work."""
@@ -300,13 +308,15 @@ class _Host:
 
     async def _live(self, config: ServerConfig, on_progress: OnLoading | None) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        aliases = settled_aliases(config.alias, told_apart(config.models))
+        config = msgspec.structs.replace(config, alias=aliases)
         with _told(on_progress) as watch:
             served = await asyncio.to_thread(ServedModel, config.models[0], watch.download)
             served.read_adapters(config.models[0])
             local = msgspec.structs.replace(config.models[0], model=str(served.folder))
             watch.begin(ENGINE)
             engine, self.ready = await LocalEngine.start(local)
-        self._jobs = Jobs(served)
+        self._jobs = Jobs(served, aliases=Aliases(aliases))
         work = ThreadWork(self._jobs)
         metrics = Metrics()
         host = ModelHost(local, lambda _: engine, metrics, served)

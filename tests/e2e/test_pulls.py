@@ -111,6 +111,8 @@ def test_a_model_is_downloaded_and_served_beside_the_one_that_was_there(
     with serving(hub, tmp_path) as again:  # it is still there
         assert ask(again.url, ID).json()["model"] == ID
         assert httpx.get(f"{again.url}/health").json()["status"] == "ok"
+    with serving(hub, tmp_path, f"--alias=gpt-*={ID}") as named:
+        assert ask(named.url, "gpt-5").json()["model"] == "gpt-5"
 
 
 def test_a_download_that_was_cut_by_kills_goes_on_where_it_stopped(

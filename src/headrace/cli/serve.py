@@ -72,10 +72,7 @@ _LAST_S = 25.0  # for all that follows the drain; farewell, engine and store tak
 
 def serve(config: ServerConfig, lines: LoadLines) -> int:
     """Serves until a signal; returns the exit code. `lines` show what loads do."""
-    configs = told_apart(config.models)
-    check_names(configs)
-    if pinned_model(config) is not None:  # else models that were put or pulled are to be read first
-        config = msgspec.structs.replace(config, alias=settled_aliases(config.alias, configs))
+    check_names(told_apart(config.models))
     raise_descriptors(config.http.max_connections)
     tls = _tls(config.http)
     traces = open_traces(config.otlp_endpoint, os.environ, __version__)
@@ -93,6 +90,8 @@ def serve(config: ServerConfig, lines: LoadLines) -> int:
     with listener:
         model = None
         if (pinned := pinned_model(config)) is not None:
+            if config.alias:  # report a mistyped one before a download
+                settled_aliases(config.alias, _sources(config, listener).all())
             lines.watch.begin(READING)
             with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
                 model = read_checked(pinned, fetch_apart(pinned, room))
@@ -169,6 +168,26 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
+def _sources(config: ServerConfig, listener: socket.socket) -> ModelSources:
+    """The models, those of them that outlived an earlier server, and where they are kept."""
+    is_one, configs, file = pinned_model(config) is not None, config.models, None
+    folder = _models_folder(config, listener)
+    if folder is not None and not is_one:
+        file = folder / "desired.json"
+        if (put_before := kept(file)) is not None:
+            say(f"headrace: the models are those that were put: {file}")
+            configs = put_before
+    pulls = Pulls(None if folder is None else folder / "pulled.json")
+    return ModelSources(configs, pulls, lambda: reread_folder(config), file, is_one)
+
+
+def _models_folder(config: ServerConfig, listener: socket.socket) -> Path | None:
+    """The place of what is known of models that outlives the server, if it has one."""
+    given = config.streams.state_dir
+    shared = given is not None and is_redis(given)  # streams are, and each has its own models
+    return streams_folder(None if shared else given, listener.getsockname()[1])
+
+
 class _Serving:
     """One server from start to end. Signals and lost threads set events, `_serve` acts."""
 
@@ -197,7 +216,7 @@ class _Serving:
         metrics = Metrics()
         metrics.traces = traces
         make = self._maker(metrics)
-        sources = self._sources()
+        sources = _sources(self._config, self._listener)
         configs = sources.all()
         aliases = settled_aliases(self._config.alias, (*told_apart(self._config.models), *configs))
         config = msgspec.structs.replace(self._config, alias=aliases)
@@ -225,26 +244,6 @@ class _Serving:
         finally:
             await generation.fleet.close()
             traces.close()
-
-    def _sources(self) -> ModelSources:
-        """The models, those of them that outlived an earlier server, and where they are kept."""
-        is_one, configs, file = self._model is not None, self._config.models, None
-        folder = self._models_folder
-        if folder is not None and not is_one:
-            file = folder / "desired.json"
-            if (put_before := kept(file)) is not None:
-                say(f"headrace: the models are those that were put: {file}")
-                configs = put_before
-        pulls = Pulls(None if folder is None else folder / "pulled.json")
-        return ModelSources(configs, pulls, lambda: reread_folder(self._config), file, is_one)
-
-    @property
-    def _models_folder(self) -> Path | None:
-        """The place of what is known of models that outlives the server, if it has one."""
-        port: int = self._listener.getsockname()[1]
-        given = self._config.streams.state_dir
-        shared = given is not None and is_redis(given)  # streams are, and each has its own models
-        return streams_folder(None if shared else given, port)
 
     def _shelf(self) -> Shelf:
         """The place of files and batches: with the streams, and as lasting as they are."""
