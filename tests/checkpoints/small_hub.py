@@ -6,6 +6,7 @@ import http.server
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
     true ones; `starts` has the first byte of each request for weights.
 
     A hostile hub `also_lists` more files, names another `commit`, sends other `heads` with a file,
-    redirects to itself, or sends one file without end.
+    redirects to itself, sends one file without end, or weights `drips` bytes a second.
     """
 
     daemon_threads = True
@@ -42,6 +43,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
         self.heads: dict[str, str] = {}
         self.redirects = False
         self.endless = ""
+        self.drips = 0
         self.starts: list[int] = []
 
     @property
@@ -93,7 +95,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(200, content, headers)
             return
         span = {"Content-Range": f"bytes {first}-{size - 1}/{size}"}
+        if self.server.drips and self.command == "GET":
+            self._drip(content[first:], headers | span)
+            return
         self._send(206, content[first:], headers | span)
+
+    def _drip(self, body: bytes, headers: dict[str, str]) -> None:
+        self._send_head(206, {**headers, "Content-Length": str(len(body))})
+        at_once = max(1, self.server.drips // 20)
+        with contextlib.suppress(ConnectionError):
+            for at in range(0, len(body), at_once):
+                self.wfile.write(body[at : at + at_once])
+                time.sleep(0.05)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -110,11 +123,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     if is_weights:
                         self.server.flows.wait()
 
-    def _send_for_ever(self, headers: dict[str, str]) -> None:
-        self.send_response(200)
+    def _send_head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
+
+    def _send_for_ever(self, headers: dict[str, str]) -> None:
+        self._send_head(200, headers)
         self.close_connection = True
         with contextlib.suppress(ConnectionError):
             while True:

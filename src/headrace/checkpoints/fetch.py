@@ -51,7 +51,14 @@ _decode = msgspec.json.Decoder(AnyNews).decode
 MAX_LINE = 1 << 16
 _MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000  # characters: a line stays far below MAX_LINE
 _MEMORY_BYTES = 2 << 30  # an answer of the hub without end must not take the machine's memory
-_TIDY_S = 5.0
+_TIDY_S = 1.0
+MAX_SILENCE_S = 600.0
+"""Seconds without anything new after which a download is given up: a hub may answer slowly for each
+of hundreds of files, and the hash of a large file takes minutes."""
+SILENT = (
+    f"Nothing new came of the download for {MAX_SILENCE_S:g} s, so it was given up; "
+    "what has come is kept: try again later."
+)
 
 
 class NotNews(HeadraceError):
@@ -81,7 +88,7 @@ def read_line(line: bytes) -> AnyNews:
 
 
 def main(model: str, revision: str | None = None) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # installers are ended, scratch removed
+    signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, hard))
@@ -122,6 +129,17 @@ def _failure(error: BaseException) -> FetchFailed:
         name = type(error).__name__
         message = f"The download failed because of a bug in this server ({name}); see its log."
     return FetchFailed("download_failed", message, details)
+
+
+def _end(*_: object) -> None:
+    """End the process: installers are ended and scratch is removed, within _TIDY_S.
+
+    The hub's library waits for its threads, and one that reads from a slow hub may take for ever.
+    """
+    kill = threading.Timer(_TIDY_S, os.killpg, (0, signal.SIGKILL))
+    kill.daemon = True
+    kill.start()
+    sys.exit(1)
 
 
 def _end_with_parent() -> None:

@@ -14,6 +14,7 @@ from headrace.core.errors import ModelError
 
 _TRIES = 5  # in a row that bring nothing
 _PAUSE_S = 1.0
+_SLOW_S, _SLOW_BYTES = 30.0, 30 << 10  # a hub that sends less in that time is given up
 _PARTIAL = 206
 _SHA256 = re.compile("[0-9a-f]{64}")
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -111,8 +112,13 @@ def _read_on(file: HubFile) -> None:
         if answer.status_code != _PARTIAL:  # it has sent all of it
             out.truncate(0)
         left = file.num_bytes - file.num_here
+        began, left_then = time.monotonic(), left
         for chunk in answer.iter_bytes():
             left -= len(chunk)
+            if (now := time.monotonic()) > began + _SLOW_S:
+                if left_then - left < _SLOW_BYTES:
+                    raise ModelError(_TOO_SLOW, "download_failed")
+                began, left_then = now, left
             if left < 0:
                 file.part.unlink()
                 raise ModelError(_TOO_MUCH, "download_failed")
@@ -143,4 +149,8 @@ def _check_hash(file: HubFile) -> None:
 
 _WRONG_HASH = "A downloaded file does not match the hub's hash and was discarded; try again."
 _TOO_MUCH = "A file of the hub is larger than its stated size and was discarded; try again."
+_TOO_SLOW = (
+    f"The hub sent less than {_SLOW_BYTES >> 10} KiB in {_SLOW_S:g} s, so the download was given "
+    "up; what has come is kept: try again later."
+)
 _NOTHING_MORE = "The hub stopped sending a file before its end; try again later."

@@ -4,11 +4,26 @@ What a hub answers is read by libraries that may wait long or take any amount of
 the gateway does not ask a hub itself.
 """
 
+import contextlib
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
-from headrace.checkpoints.fetch import MAX_LINE, Fetched, FetchFailed, IsHere, NotNews, read_line
+from headrace.checkpoints.fetch import (
+    MAX_LINE,
+    MAX_SILENCE_S,
+    SILENT,
+    AnyNews,
+    Fetched,
+    FetchFailed,
+    IsHere,
+    NotNews,
+    read_line,
+)
 from headrace.checkpoints.find import MINI, place_of
 from headrace.checkpoints.hub import OnProgress
 from headrace.config.settings import ModelConfig
@@ -31,14 +46,20 @@ def fetch_apart(config: ModelConfig, on_progress: OnProgress) -> str:
             stdin=subprocess.PIPE,  # the process ends when this is closed
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,
             start_new_session=True,
             env={k: v for k, v in os.environ.items() if k not in SECRETS},
         ) as process:
-            assert process.stdout is not None
-            while line := process.stdout.readline(MAX_LINE):
-                news = read_line(line)
-                if isinstance(news, Fetched):
-                    on_progress(news.done, news.total)
+            try:
+                for news in _heard(process):
+                    if isinstance(news, Fetched):
+                        on_progress(news.done, news.total)
+            except BaseException:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+    except TimeoutError:
+        raise ModelError(SILENT, "download_failed") from None
     except (OSError, NotNews):
         raise _failed("failed") from None
     if isinstance(news, IsHere):
@@ -49,6 +70,26 @@ def fetch_apart(config: ModelConfig, on_progress: OnProgress) -> str:
             failure.add_note(news.details)
         raise failure
     raise _failed(f"ended with the code {process.returncode}")
+
+
+def _heard(process: "subprocess.Popen[bytes]") -> Iterator[AnyNews]:
+    """Yield what the process reports; TimeoutError if nothing new comes for MAX_SILENCE_S."""
+    assert process.stdout is not None
+    waiting, rest, last = select.poll(), b"", None
+    waiting.register(process.stdout, select.POLLIN)
+    deadline = time.monotonic() + MAX_SILENCE_S
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not waiting.poll(1000 * left_s):
+            raise TimeoutError
+        if not (piece := process.stdout.read(MAX_LINE)):
+            return
+        lines, line_break, rest = (rest + piece).rpartition(b"\n")
+        if len(rest) > MAX_LINE:
+            raise NotNews("It wrote a line that is too long.")
+        if line_break and (news := read_line(lines.rpartition(b"\n")[2])) != last:
+            deadline, last = time.monotonic() + MAX_SILENCE_S, news
+            yield news
 
 
 def _failed(how: str) -> ModelError:

@@ -14,7 +14,15 @@ from typing import Literal
 
 import msgspec
 
-from headrace.checkpoints.fetch import Fetched, FetchFailed, IsHere, NotNews, read_news
+from headrace.checkpoints.fetch import (
+    MAX_SILENCE_S,
+    SILENT,
+    Fetched,
+    FetchFailed,
+    IsHere,
+    NotNews,
+    read_news,
+)
 from headrace.checkpoints.find import can_be_fetched
 from headrace.config.sources import SECRETS
 from headrace.core.errors import KINDS, RequestError
@@ -25,9 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 8
 _BEGIN_S = 10.0  # for the hub's first word
-_FIRST_NEWS_S = 600.0  # a hub may answer slowly, for each of hundreds of files
 _PACE_S = 10.0
-_END_S = 5.0
+_END_S = 2.0
 _RETRY_S = 30.0
 _MAX_FILE_BYTES = 64 << 20
 
@@ -250,7 +257,7 @@ async def _fetch(pull: Pull) -> FetchFailed | None:
     except NotNews as error:
         return FetchFailed("download_failed", _NOT_NEWS, str(error))
     except TimeoutError:
-        return FetchFailed("download_failed", _SILENT)
+        return FetchFailed("download_failed", SILENT)
     finally:
         await _end_process(process)
 
@@ -258,9 +265,12 @@ async def _fetch(pull: Pull) -> FetchFailed | None:
 async def _follow(process: asyncio.subprocess.Process, pull: Pull) -> FetchFailed | None:
     """Pass on what the process reports, until it has ended."""
     assert process.stdout is not None
-    async with asyncio.timeout(_FIRST_NEWS_S) as patience:
+    clock, last = asyncio.get_running_loop().time, None
+    async with asyncio.timeout(MAX_SILENCE_S) as patience:
         async for news in read_news(process.stdout):
-            patience.reschedule(None)
+            if news != last:
+                last = news
+                patience.reschedule(clock() + MAX_SILENCE_S)
             match news:
                 case Fetched(done, total):
                     pull.advance(done, total)
@@ -268,7 +278,7 @@ async def _follow(process: asyncio.subprocess.Process, pull: Pull) -> FetchFaile
                     return None
                 case FetchFailed() as failed:
                     return failed
-        patience.reschedule(asyncio.get_running_loop().time() + _END_S)
+        patience.reschedule(clock() + _END_S)
         return FetchFailed("download_failed", _how_it_ended(await process.wait()))
 
 
@@ -290,10 +300,6 @@ async def _end_process(process: asyncio.subprocess.Process) -> None:
 _NOT_NEWS = (
     "The download process sent a report that this server cannot read, and was stopped; the "
     "downloaded part is kept. Try again."
-)
-_SILENT = (
-    "The download process reported nothing for too long and was stopped; the downloaded part is "
-    "kept. Try again."
 )
 
 
