@@ -305,6 +305,42 @@ def test_names_of_properties_are_enforced(
     assert takes(compiler, checked, right) and not takes(compiler, checked, wrong)
 
 
+@pytest.mark.parametrize("value", [{"const": 1}, {"const": 1234567890123456789}])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_names_that_share_a_schema_do_not_multiply_it(
+    jobs: Jobs, compiler: GrammarCompiler, value: Schema, is_first: bool
+) -> None:
+    schema = value
+    for _ in range(22):
+        names = {"propertyNames": {"enum": ["a", "b"]}}
+        below = {"additionalProperties": schema}
+        schema = {"type": "object", **(names | below if is_first else below | names)}
+    checked = read(jobs, by_schema(schema))
+    right = '{"b": ' * 22 + str(value["const"]) + "}" * 22
+    assert takes(compiler, checked, right)
+    assert not takes(compiler, checked, right.replace('"b"', '"c"', 1))
+
+
+def test_required_names_that_are_not_listed_do_not_multiply_a_schema(
+    jobs: Jobs, compiler: GrammarCompiler
+) -> None:
+    schema: Schema = {"const": 1234567890123456789}
+    for _ in range(22):
+        schema = {"type": "object", "required": ["a"], "additionalProperties": schema}
+    checked = read(jobs, by_schema(schema))
+    assert takes(compiler, checked, '{"a": ' * 22 + "1234567890123456789" + "}" * 22)
+
+
+@pytest.mark.parametrize("name", ["const", "default", "enum", "examples", "properties", "$defs"])
+def test_a_property_with_the_name_of_a_keyword_may_have_an_anchor(
+    jobs: Jobs, compiler: GrammarCompiler, name: str
+) -> None:
+    named = {name: {"$anchor": "here", "const": "x"}, "b": {"$ref": "#here"}}
+    schema = {"type": "object", "properties": named, "required": ["b"]}
+    checked = read(jobs, by_schema(schema))
+    assert takes(compiler, checked, '{"b": "x"}') and not takes(compiler, checked, '{"b": "y"}')
+
+
 def test_properties_beside_patterns_hold_both(jobs: Jobs, compiler: GrammarCompiler) -> None:
     patterns = {"^a": {"type": "string", "maxLength": 2}}
     schema = {"properties": {"ab": {"minLength": 2}}, "patternProperties": patterns}

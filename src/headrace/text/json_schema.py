@@ -108,7 +108,8 @@ class _SchemaReader:
             return True
         node: dict[str, Any] = {}
         self.paths[id(node)] = path
-        for name, value in given.items():
+        # `propertyNames` comes first, since it decides where `additionalProperties` is read.
+        for name, value in sorted(given.items(), key=lambda item: item[0] != "propertyNames"):
             place = f"{path}.{name}"
             if name in _KEYWORDS:
                 _KEYWORDS[name](_Keyword(self, node, given, name, value, place))
@@ -147,7 +148,10 @@ class _SchemaReader:
             )
             self.find(at.path, f"{at.path} refers to {where}: {shown(at.value)}.")
             return None
-        target, path = found
+        return self.define(*found)
+
+    def define(self, target: Any, path: str) -> str:
+        """Return the name of the definition with this schema, which is read once."""
         name = self._names.get(id(target))
         if name is None:
             name = self._names[id(target)] = f"d{len(self._names)}"
@@ -349,17 +353,25 @@ def _property_names(at: _Keyword) -> None:
     if {"properties", "patternProperties"} & at.given.keys():
         at.reader.unenforced(at.path, at.name, " beside properties")
         return
-    below = at.given.get("additionalProperties", True)
-    inner = at.reader.node(below, at.path.removesuffix(at.name) + "additionalProperties")
     names = named.get("enum", [named["const"]] if "const" in named else None)
     if isinstance(names, list) and asked <= {"type", "enum", "const"}:
-        at.node["properties"] = {it: inner for it in names if isinstance(it, str)}
+        at.node["properties"] = {it: _other_values(at) for it in names if isinstance(it, str)}
     elif (pattern := _pattern_of_names(named, asked)) and not at.reader.pattern_fault(pattern):
-        at.node["patternProperties"] = {pattern: inner}
+        at.node["patternProperties"] = {pattern: _other_values(at)}
     else:
         at.reader.unenforced(at.path, at.name)
         return
     at.node["additionalProperties"] = False
+
+
+def _other_values(at: _Keyword) -> Node:
+    """Refer to `additionalProperties`: many names share it, and copies would multiply by level."""
+    below, path = at.given.get("additionalProperties", True), at.path.removesuffix(at.name)
+    if not isinstance(below, dict):
+        return at.reader.node(below, f"{path}additionalProperties")
+    node: Node = {"$ref": at.reader.define(below, f"{path}additionalProperties")}
+    at.reader.paths[id(node)] = f"{path}additionalProperties"
+    return node
 
 
 def _pattern_of_names(named: dict[str, Any], asked: set[str]) -> str | None:

@@ -6,6 +6,8 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 _OPAQUE = ("const", "enum", "default", "examples", "example")
 """Keywords whose values are no schemas, though they may look like some."""
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values map names to schemas; a name may be spelled like a keyword."""
 
 
 class SchemaTargets:
@@ -15,11 +17,14 @@ class SchemaTargets:
         self._root, self._root_path = schema, path
         self._bases: dict[int, str] = {}
         self._named: dict[str, tuple[Any, str]] = {"": (schema, path)}
-        level = [(schema, path, "")]
+        level = [(schema, path, "", False)]
         while level:
             level = [below for each in level for below in self._enter(*each)]
 
-    def _enter(self, value: Any, path: str, base: str) -> Iterator[tuple[Any, str, str]]:
+    def _enter(
+        self, value: Any, path: str, base: str, is_map: bool
+    ) -> Iterator[tuple[Any, str, str, bool]]:
+        """Note the names and the base of a schema; yield what is below it."""
         if isinstance(value, dict):
             if isinstance(value.get("$id"), str):
                 base = _joined(base, value["$id"])
@@ -30,12 +35,12 @@ class SchemaTargets:
                     self._named.setdefault(key, (value, path))
             self._bases[id(value)] = base
             for name, item in value.items():
-                if name not in _OPAQUE and isinstance(item, dict | list):
-                    yield item, f"{path}.{name}", base
+                if isinstance(item, dict | list) and (is_map or name not in _OPAQUE):
+                    yield item, f"{path}.{name}", base, not is_map and name in _MAPS
         elif isinstance(value, list):
             for i, item in enumerate(value):
                 if isinstance(item, dict | list):
-                    yield item, f"{path}[{i}]", base
+                    yield item, f"{path}[{i}]", base, False
 
     def find(self, reference: str, schema: dict[str, Any]) -> tuple[Any, str] | None:
         document, fragment = urldefrag(_joined(self._bases.get(id(schema), ""), reference))

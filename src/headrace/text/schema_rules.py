@@ -226,6 +226,7 @@ class RuleWriter:
         self._lines: list[str] = []
         self._parts: Grammars = []
         self._definitions: dict[str, str] = {}
+        self._rules: dict[int, str] = {}
         self.exact_nodes = self._find_exact()
 
     def _find_exact(self) -> set[int]:
@@ -273,7 +274,13 @@ class RuleWriter:
         return [{"name": self._name, "lark_grammar": "\n".join(lines)}, *self._parts]
 
     def _rule(self, node: Node) -> str:
-        """Return the name or the text by which a rule refers to a node."""
+        """Return the name or the text by which a rule refers to a node, which is written once."""
+        rule = self._rules.get(id(node))
+        if rule is None:
+            rule = self._rules[id(node)] = self._written(node)
+        return rule
+
+    def _written(self, node: Node) -> str:
         if isinstance(node, bool) or not self.needs_rules(node):
             return self._part(node)
         if "$ref" in node:
