@@ -73,6 +73,31 @@ def test_custom_calls_of_a_chat_are_streamed_as_they_are_answered_whole(size: in
         assert "".join(it["custom"]["input"] for it in own) == name
 
 
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_calls_are_whole_however_many_pieces_they_have_and_in_any_order(size: int) -> None:
+    pieces = [
+        ChannelPiece('{"q"', TOOL, 0, "look"),
+        ChannelPiece('{"input": "sel', TOOL, 1, "sql"),
+        ChannelPiece(": 1", TOOL, 0),
+        ChannelPiece("none", TOOL, 2, "sql"),
+        ChannelPiece('ect"}', TOOL, 1),
+        ChannelPiece("}", TOOL, 0),
+        ChannelPiece("{}", TOOL, 3, "look"),
+    ]
+    calls = CallDeltas(PLACE, ("sql",))
+    deltas = [it for i in range(0, 7, size) for it in calls.add(pieces[i : i + size])]
+    texts = ["", "", "", ""]
+    for delta in [*deltas, *calls.end()]:
+        texts[delta["index"]] += delta.get("function", {}).get("arguments", "")
+        texts[delta["index"]] += delta.get("custom", {}).get("input", "")
+    assert texts == ['{"q": 1}', "select", "none", "{}"]
+    whole = CallDeltas(PLACE, ("sql",)).whole(pieces)
+    said = [it.get("custom", it.get("function")) for it in whole]
+    assert [it.get("input", it.get("arguments")) for it in said] == texts
+    assert [it["name"] for it in said] == ["look", "sql", "sql", "look"]
+    assert len({it["id"] for it in whole}) == 4
+
+
 def events_of(kind: str, arguments: str) -> list[dict[str, Any]]:
     call = OpenCall("resp_1", Block(0, TOOL, 0, kind), "", kind)
     return [*call.added(), *filter(None, [call.add(arguments, ())]), *call.done("completed")]

@@ -76,30 +76,28 @@ class CallDeltas:
     def __init__(self, place: tuple[str, int], custom: Sequence[str]) -> None:
         self._place = place
         self._custom = custom
-        self._open: tuple[int, InputText] | None = None  # the custom call that goes on
+        self._inputs: dict[int, InputText] = {}  # of custom calls, by the number of the call
 
     def add(self, pieces: Sequence[Said]) -> list[Delta]:
         if not self._custom:
             return call_deltas(self._place, pieces)
         told: list[Delta] = []
         for run in runs(pieces):
-            if self._open is None or self._open[0] != run.call:
-                told += self.end()
             if run.name in self._custom:
-                self._open = run.call, InputText()
+                self._inputs[run.call] = InputText()
                 head = {"index": run.call, "id": call_id(*self._place, run.call), "type": "custom"}
                 told.append(head | {"custom": {"name": run.name, "input": ""}})
-            if self._open is None:
-                told += call_deltas(self._place, [p for p in pieces if p.call == run.call])
-            elif text := self._open[1].feed(run.text):
+            if run.call not in self._inputs:
+                told += call_deltas(self._place, [run])
+            elif text := self._inputs[run.call].feed(run.text):
                 told.append({"index": run.call, "custom": {"input": text}})
         return told
 
     def end(self) -> list[Delta]:
-        """Return what is left of a custom call at its end."""
-        ended, self._open = self._open, None
-        text = ended[1].end() if ended else ""
-        return [{"index": ended[0], "custom": {"input": text}}] if ended and text else []
+        """Return what is left of the custom calls at the end of the choice."""
+        left = {call: text.end() for call, text in self._inputs.items()}
+        self._inputs.clear()
+        return [{"index": call, "custom": {"input": text}} for call, text in left.items() if text]
 
     def whole(self, pieces: Iterable[Said]) -> list[Delta]:
         """The calls of a whole answer."""
@@ -108,8 +106,9 @@ class CallDeltas:
             index = delta.pop("index")
             if index not in calls:
                 calls[index] = delta
-            else:
-                calls[index]["custom"]["input"] += delta["custom"]["input"]
+                continue
+            kind, field = ("custom", "input") if "custom" in delta else ("function", "arguments")
+            calls[index][kind][field] += delta[kind][field]
         return list(calls.values())
 
 
