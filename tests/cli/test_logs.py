@@ -116,6 +116,21 @@ def test_a_log_that_nobody_reads_stops_nothing_and_says_what_was_lost(
     assert "lines of the log are lost" in shown
 
 
+def test_a_name_in_a_line_for_the_terminal_cannot_act_on_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "No model \x1b[2J\r\x07a\nheadrace: forged"
+    logs.say(said)
+    shown = "No model \\x1b[2J\\r\\x07a\n    headrace: forged\n"
+    assert capsys.readouterr().err == shown
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    logs.set_up(ServerConfig())
+    logs.say(said)
+    logging.getLogger().handlers[0].close()
+    assert stderr.getvalue() == shown
+
+
 def test_on_a_terminal_the_next_line_takes_the_place_of_one_that_moves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

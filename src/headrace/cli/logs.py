@@ -31,16 +31,17 @@ def set_up(config: ServerConfig) -> None:
 def say(line: str, moves: bool = False) -> None:
     """A line to whoever started the server: between those of the log, in JSON as one of them.
 
-    On a terminal the next line takes the place of one that `moves`.
+    On a terminal the next line takes the place of one that `moves`. Control characters are escaped
+    as in the log, for a line may have the name of a model or a folder in it.
     """
     outlets = [h for h in logging.getLogger().handlers if isinstance(h, _Outlet)]
     if outlets and isinstance(outlets[0].formatter, JsonLines):
         record = logging.LogRecord("headrace", logging.INFO, "", 0, line, None, None)
         outlets[0].write(outlets[0].format(record))
     elif outlets:
-        outlets[0].write(line, moves)
+        outlets[0].write(_on_its_own(line), moves)
     else:
-        _print(line, moves)
+        _print(_on_its_own(line), moves)
 
 
 def printable(name: str) -> str:
@@ -48,6 +49,10 @@ def printable(name: str) -> str:
     if name.isprintable():  # nearly every line of the log is
         return name
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in name)
+
+
+def _on_its_own(text: str) -> str:
+    return "\n    ".join(map(printable, text.split("\n")))
 
 
 class TextLines(logging.Formatter):
@@ -61,7 +66,7 @@ class TextLines(logging.Formatter):
 
         Texts of clients and files would otherwise forge lines, or act on the reader's terminal.
         """
-        return "\n    ".join(map(printable, super().format(record).split("\n")))
+        return _on_its_own(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         about = {name: value for name, value in _about(record).items() if value is not None}
