@@ -88,6 +88,14 @@ def test_a_refusal_says_whether_and_when_to_try_again() -> None:
     assert response.headers["retry-after-ms"] == "2500"
 
 
+def test_a_query_of_too_many_fields_is_refused_before_it_is_parsed() -> None:
+    client = client_of()
+    assert client.get("/v1/models?" + "&" * 99).status_code == 200
+    refused = client.get("/v1/models?" + "&" * 100)
+    assert error_of(refused) == (400, "invalid_value")
+    assert "101 fields; the limit is 100" in refused.json()["error"]["message"]
+
+
 def test_a_405_names_what_is_allowed() -> None:
     response = client_of().get("/v1/completions")
     assert response.headers["allow"] == "POST"

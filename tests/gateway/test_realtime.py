@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.core.errors import RequestError
 from headrace.gateway.app import create_app
-from headrace.gateway.realtime import _FIELDS, _read, _text
+from headrace.gateway.realtime import _FIELDS, _cursor, _read, _text
 from tests.gateway.builders import FakeGeneration
 
 
@@ -63,6 +63,30 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_decoded(most: int | Non
     with pytest.raises(RequestError) as refused:
         _text({"id": undecodable}, "id", most)
     assert refused.value.code == "invalid_value" and "characters" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sent", "cursor"),
+    [("5", "5"), ('"5"', "5"), ('"a:5"', "a:5"), ('""', ""), ("null", None), ('"\\u0035"', "5")],
+)
+def test_a_cursor_is_a_string_or_a_number(sent: str, cursor: str | None) -> None:
+    assert _cursor({"after": msgspec.Raw(sent.encode())}) == cursor
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b'"' + b"\\q" * 99_999 + b'"', "invalid_value"),
+        (b"9" * 99_999, "invalid_value"),
+        (b"9" * 16, "invalid_type"),
+        (b"{}", "invalid_type"),
+        (b'"\\ud800"', "invalid_type"),
+    ],
+)
+def test_a_cursor_of_another_kind_or_length_is_refused(sent: bytes, code: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        _cursor({"after": msgspec.Raw(sent)})
+    assert (refused.value.code, refused.value.param) == (code, "after")
 
 
 def test_a_text_of_escapes_may_be_as_long_as_another() -> None:

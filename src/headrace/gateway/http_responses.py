@@ -35,6 +35,7 @@ from headrace.workers.job_line import OWNER
 logger = logging.getLogger(__name__)
 
 _MAX_TAKEN, _TAKING_S = 1 << 20, 1.0  # of an upload that was refused
+_MAX_FIELDS = 100  # of a query
 _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
 
 
@@ -228,6 +229,7 @@ class ErrorBoundary:
         scope = {**scope, _ID_KEY: request_id}
         sending = _Sending(scope, send, self._figures, dict.fromkeys(names, request_id))
         try:
+            _check_query(scope["query_string"])
             await self._app(scope, receive, sending)
         except ClientDisconnect:
             pass  # left before the body was whole: there is nobody to answer
@@ -258,6 +260,14 @@ class ErrorBoundary:
             name = f"{scope['method']} {route}"
             attributes = named(route) | told
             self._traces.ended(RequestSpan(name, PARENT.get(), seconds, error.code, attributes))
+
+
+def _check_query(query: bytes) -> None:
+    """Refuse a query with too many fields before the event loop parses it."""
+    num_fields = query.count(b"&") + 1
+    if num_fields > _MAX_FIELDS:
+        message = f"The query has {num_fields:,} fields; the limit is {_MAX_FIELDS}."
+        raise RequestError("invalid_value", message)
 
 
 def _parent(headers: Headers) -> dict[str, str]:

@@ -43,6 +43,7 @@ ENVELOPE_BYTES = 4096  # of a message, beside the body in it
 GOING_AWAY = 1001
 _MAX_ID, _BAD_KEY = 128, 1008
 _MAX_TEXT = 4096  # characters of a field that is checked elsewhere
+_MAX_DIGITS = 15  # of the number of an event
 _MOST_BYTES = 12  # of one character in JSON, as an escaped surrogate pair
 _FAREWELL_S = 4.0
 _WATCH_S = 0.5
@@ -323,11 +324,11 @@ class RealtimeSocket:
         stream_id = _text(fields, "stream", 256)
         if stream_id is None:
             raise RequestError("missing_required_parameter", "stream is required.", "stream")
+        after = _cursor(fields)
         found = await self._generation.streams.find(self._owner, ById(StreamId(stream_id)))
         if found is None:
             raise RequestError("stream_not_found", "There is no such stream, or it has expired.")
-        after = bytes(fields.get("after", b"")).decode().strip('"')
-        cursor = parse(after if after != "null" else None, found.record, found.log.next_seq)
+        cursor = parse(after, found.record, found.log.next_seq)
         return Opening(found, cursor.after)
 
 
@@ -410,6 +411,15 @@ def _read(message: Message) -> dict[str, msgspec.Raw]:
         raise RequestError("invalid_json", "The frame is not one JSON object.") from None
     found = msgspec.structs.asdict(frame)
     return {name: raw for name, raw in found.items() if raw is not _ABSENT}
+
+
+def _cursor(fields: dict[str, msgspec.Raw]) -> str | None:
+    """Return the field `after`, a string or a number."""
+    raw = memoryview(fields.get("after", b"null"))
+    number = bytes(raw[: _MAX_DIGITS + 1])
+    if number.isdigit() and len(number) <= _MAX_DIGITS:
+        return number.decode()
+    return _text(fields, "after", None)
 
 
 def _text(fields: dict[str, msgspec.Raw], name: str, most: int | None) -> str | None:
