@@ -7,7 +7,7 @@ READY_TEST := .venv/ready-test
 READY_BENCH := .venv/ready-bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve looks environments package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-histories test-image test-kernels test-llama-cpp test-models test-open-webui test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt demo roofline peers llama-gap clean kill-adapters test-peft
+.PHONY: serve looks environments package sbom audit test test-all test-agents test-batches test-arm64 test-clients test-cluster test-durable test-gateways kill-replicas test-embed test-gguf test-histories test-image test-kernels test-llama-cpp test-models test-open-webui test-package test-slow test-structure test-trained test-upgrade test-web test-ops check simulate simulate-placements chaos chaos-cluster attack soak corrupt recording demo roofline peers llama-gap clean kill-adapters test-peft
 
 serve: $(READY)
 	@exec $(BIN)/headrace serve $(ARGS)
@@ -325,6 +325,14 @@ SERVERS ?= 30
 corrupt: $(READY_TEST)
 	$(BIN)/python -m stress.attack.corruption -n $(CORRUPTIONS) --servers $(SERVERS) \
 		--seed $(SEED) $(ARGS)
+
+# the answers of CODE to a fixed list of requests, in RECORDING; `python -m stress.recording compare`
+# shows what differs between two of these
+CODE ?= .
+RECORDING ?= build/recording.jsonl
+recording: $(READY_TEST)
+	mkdir -p $(dir $(RECORDING))
+	$(BIN)/python -m stress.recording --code $(CODE) record $(RECORDING)
 
 demo: $(READY)
 	@$(BIN)/python tools/demo.py

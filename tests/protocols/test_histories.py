@@ -27,8 +27,8 @@ from headrace.core.request import Chat
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.prompt_ids import render
 from headrace.protocols.worker import Jobs
-from tests.protocols.histories import History, history
 from tests.text.strict_templates import GEMMA
+from tools.harness.histories import History, history
 from tools.harness.servers import running_server
 
 COUNT, FIRST = int(os.environ.get("HISTORIES", "300")), int(os.environ.get("SEED", "1"))
