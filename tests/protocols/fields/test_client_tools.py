@@ -11,7 +11,8 @@ from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.requests import pack
 from tests.gateway.builders import parsed
 
-LARK = "start: /[a-z]+/"
+LARK = "start: word+\nword: /[a-z]+/"
+RECURSIVE = 'start: "(" start? ")"'
 
 
 def sql(format: Any = None) -> dict[str, Any]:
@@ -41,12 +42,17 @@ def test_a_custom_tool_is_a_function_of_one_string() -> None:
     assert read(sql()).ignored == read(sql({"type": "text"})).ignored == ()
 
 
-def test_a_regular_expression_is_enforced_and_a_lark_grammar_described() -> None:
+def test_regular_expressions_and_lark_grammars_without_recursion_are_enforced() -> None:
     function = function_of(sql(grammar("regex", "^a+$")))
     assert function["parameters"]["properties"]["input"]["pattern"] == "^(?:a+)$"
     assert read(sql(grammar("regex", "a+"))).ignored == ()
-    assert LARK in function_of(sql(grammar("lark", LARK)))["description"]
-    assert read(sql(grammar("lark", LARK))).ignored == ("tools[0].format",)
+    function = function_of(sql(grammar("lark", LARK)))
+    assert (
+        function["parameters"]["properties"]["input"]["pattern"] and LARK in function["description"]
+    )
+    assert read(sql(grammar("lark", LARK))).ignored == ()
+    assert RECURSIVE in function_of(sql(grammar("lark", RECURSIVE)))["description"]
+    assert read(sql(grammar("lark", RECURSIVE))).ignored == ("tools[0].format",)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def chat(**body: Any) -> CheckedBody:
 
 
 def test_chat_takes_custom_tools_and_skips_those_of_other_types() -> None:
-    own = {"name": "sql", "format": {"type": "grammar", "grammar": grammar("lark", LARK)}}
+    own = {"name": "sql", "format": {"type": "grammar", "grammar": grammar("lark", RECURSIVE)}}
     tools = [{"type": "web_search"}, {"type": "custom", "custom": own}]
     checked = chat(tools=tools, tool_choice={"type": "custom", "custom": {"name": "sql"}})
     assert checked.ignored == ("tools[0]", "tools[1].custom.format")

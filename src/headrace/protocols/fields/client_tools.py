@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from headrace.core.errors import RequestError
 from headrace.protocols.fields.kinds import String, check_object, required, wrong_value
+from headrace.text.lark_pattern import lark_pattern
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")  # OpenAI takes 64 characters, Anthropic 128
 CUSTOM = "custom"
@@ -136,21 +137,30 @@ def _read_format(given: Any, path: str) -> tuple[str, str, RequestError | None]:
         return "", "", wrong_value(syntax, f"{path}.syntax", "lark or regex")
     what = "regular expression" if syntax == "regex" else "Lark grammar"
     text = f"The input must match this {what}:\n{definition}"
-    pattern = _anchored(definition) if syntax == "regex" else ""
-    why = _fault(definition, pattern)
+    why, pattern = _checked(syntax, definition)
     if not why:
         return text, pattern, None
     message = f"{path}.definition cannot be enforced: it {why}."
     return text, "", RequestError("invalid_value", message, f"{path}.definition")
 
 
-def _fault(definition: str, pattern: str) -> str:
+def _checked(syntax: str, definition: str) -> tuple[str, str]:
+    """Return why a grammar cannot be enforced, and the pattern that enforces it.
+
+    Both are empty for a Lark grammar that no pattern can express: the model is only shown it.
+    """
     from headrace.text.grammar import GrammarError, lark_fault, pattern_fault
 
     try:
-        return pattern_fault(pattern) if pattern else lark_fault(definition)
+        if syntax == "regex":
+            pattern = _anchored(definition)
+            return pattern_fault(pattern), pattern
+        if fault := lark_fault(definition):
+            return fault, ""
+        pattern = lark_pattern(definition)
+        return "", _anchored(pattern) if pattern and not pattern_fault(pattern) else ""
     except GrammarError as error:
-        return str(error)
+        return str(error), ""
 
 
 def _anchored(pattern: str) -> str:
