@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
-from tools.harness.gguf_files import add_tokenizer, gguf_name
+from tools.harness.gguf_files import add_tokenizer, gguf_name, write_file
 from tools.make_random_model import make_random_model
 
 # torch is what the exporter needs; the version is the one of constraints.txt
@@ -143,10 +143,7 @@ def write_gguf(folder: Path, target: Path, matrices: Kind = Kind.BF16) -> None:
         kind = matrices if tensor.ndim > 1 else Kind.F32
         raw = np.ascontiguousarray(quantize(tensor.float().numpy(), kind))
         writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(writer)
 
 
 def _refuse_cuda(python: Path, packages: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 
 from headrace.checkpoints.spec import read_spec
 from headrace.checkpoints.weights import load_weights
@@ -156,6 +157,50 @@ def assert_greedy(tokens: list[int], num_prompt: int, reference: torch.nn.Module
     print("close calls:", int(is_close.sum()), "of", len(logits))
     assert not (is_wrong & ~is_close).any()
     assert (is_wrong & is_close).sum() <= len(logits) / 100
+
+
+def reference_of(folder: Path, architecture: str) -> torch.nn.Module:
+    """Load the folder by the class of transformers with that name."""
+    model_class = getattr(transformers, architecture)
+    reference: torch.nn.Module = model_class.from_pretrained(folder, attn_implementation="eager")
+    return reference
+
+
+@torch.inference_mode()
+def assert_equals_transformers(
+    folder: Path, architecture: str, prompt: list[int], num_tokens: int, tolerance: float = 1e-4
+) -> None:
+    """Compare logits, of the whole prompt and in chunks, and greedy tokens."""
+    runner = tiny_runner(folder, "native-text")
+    reference = reference_of(folder, architecture)
+    expected = reference(torch.tensor([prompt])).logits[0]
+    assert_close(naive_logits(folder, prompt), expected, tolerance)
+    assert_close(row_logits(runner, prompt), expected, tolerance)
+    assert_close(row_logits(runner, prompt, chunk=33), expected, tolerance)
+    assert_greedy(prompt + generate(runner, prompt, num_tokens), len(prompt), reference)
+
+
+@torch.inference_mode()
+def assert_errs_no_more_than_transformers(
+    folder: Path, architecture: str, prompt: list[int]
+) -> None:
+    """Compare a folder in bfloat16 with the same values computed in float32."""
+    load = getattr(transformers, architecture).from_pretrained
+    tokens = torch.tensor([prompt])
+    exact = load(folder, dtype=torch.float32)(tokens).logits[0]
+    theirs = load(folder, dtype=torch.bfloat16)(tokens).logits[0].float()
+    ours = row_logits(tiny_runner(folder, "native-text"), prompt)
+    assert (ours - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
+
+
+def assert_neighbours_change_nothing(runner: Runner, prompt: list[int], answer: list[int]) -> None:
+    """Generate the same answer in a batch with three other prompts, read in chunks."""
+    drive = Drive(runner, room=256)
+    for number in range(4):
+        drive.begin(number, prompt if number == 2 else random_prompt(20, seed=number))
+        drive.prefill(number, chunk=64)
+    drive.decode(range(4), len(answer) - 1)
+    assert drive.tokens[2][len(prompt) :] == answer
 
 
 def random_prompt(length: int, vocab_size: int = 320, seed: int = 0) -> list[int]:

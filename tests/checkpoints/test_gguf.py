@@ -40,7 +40,7 @@ from headrace.runner.load import load_runner
 from headrace.runner.runner import Runner
 from tests.drive import assert_close, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import needs_own_kernels
-from tools.harness.gguf_files import to_gguf
+from tools.harness.gguf_files import to_gguf, write_file
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
 KINDS = [entry[0] for entry in TYPES.values()]
@@ -277,10 +277,7 @@ def test_a_model_in_parts_is_one_model_and_a_missing_part_is_named(tmp_path: Pat
                     writer.add_key_value(key, value, field.types[0], sub)
         for tensor in tensors:
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_file(writer)
     whole = row_logits(tiny_runner(folder, dtype="float32"), PROMPT)
     found = find_model(str(names[0]))
     assert found.name == "cut"
@@ -297,10 +294,7 @@ def write(path: Path, architecture: str, kind: gguf.GGMLQuantizationType) -> Pat
     writer.add_token_list(["a", "b"])
     raw = np.zeros((2, 54), np.uint8)
     writer.add_tensor("token_embd.weight", raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(writer)
     return path
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.test_full_disk import full_disk
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.sse import data_in, data_of
@@ -283,18 +284,6 @@ def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path
         texts = [choice["text"] for frame in data_in(whole) for choice in frame["choices"]]
         assert "".join(texts) == undisturbed
         assert whole == httpx.get(f"{server.url}/v1/stream", params={"conv_id": "kept"}).content
-
-
-@contextlib.contextmanager
-def full_disk(server: ServerProcess) -> Iterator[None]:
-    """No file of the server's may be written."""
-    pid = server.process.pid
-    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, before[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
 def test_a_stop_on_a_full_disk_is_answered_at_once_and_counts(server: ServerProcess) -> None:

@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.drive import (
-    Drive,
-    assert_close,
-    assert_greedy,
+    assert_equals_transformers,
+    assert_errs_no_more_than_transformers,
+    assert_neighbours_change_nothing,
     generate,
-    naive_logits,
     random_prompt,
     row_logits,
     tiny_runner,
@@ -41,23 +39,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reference_of(folder: Path, architecture: str) -> Any:
-    make = getattr(transformers, architecture)
-    return make.from_pretrained(folder, attn_implementation="eager")
-
-
 @pytest.mark.parametrize("name", OPTIONS)
-@torch.inference_mode()
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     architecture, config = OPTIONS[name]
     folder = make_tiny_model(tmp_path / "tiny", architecture, **config)
-    runner = tiny_runner(folder, "native-text")
-    reference = reference_of(folder, architecture)
-    expected = reference(torch.tensor([PROMPT])).logits[0]
-    assert_close(naive_logits(folder, PROMPT), expected, TOLERANCE)
-    assert_close(row_logits(runner, PROMPT), expected, TOLERANCE)
-    assert_close(row_logits(runner, PROMPT, chunk=33), expected, TOLERANCE)
-    assert_greedy(PROMPT + generate(runner, PROMPT, 32), len(PROMPT), reference)
+    assert_equals_transformers(folder, architecture, PROMPT, 32, TOLERANCE)
 
 
 @pytest.mark.parametrize("architecture", [TEXT, NEXT])
@@ -69,12 +55,7 @@ def test_tokens_are_the_same_at_any_cap_and_beside_any_neighbour(
     whole = generate(runner, PROMPT, 40)
     for cap in (16, 64):
         assert generate(runner, PROMPT, 40, chunk=cap) == whole
-    drive = Drive(runner, room=256)
-    for number in range(4):
-        drive.begin(number, PROMPT if number == 2 else random_prompt(20, seed=number))
-        drive.prefill(number, chunk=64)
-    drive.decode(range(4), 39)
-    assert drive.tokens[2][len(PROMPT) :] == whole
+    assert_neighbours_change_nothing(runner, PROMPT, whole)
 
 
 @pytest.mark.parametrize("architecture", [TEXT, MOE])
@@ -117,12 +98,6 @@ def test_no_cut_and_no_neighbour_changes_a_bit_and_small_steps_are_replayed(
 
 
 @pytest.mark.parametrize("architecture", [TEXT, NEXT])
-@torch.inference_mode()
 def test_bfloat16_errs_no_more_than_that_of_transformers(architecture: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny", architecture, dtype=torch.bfloat16)
-    load = getattr(transformers, architecture).from_pretrained
-    tokens = torch.tensor([PROMPT])
-    exact = load(folder, dtype=torch.float32)(tokens).logits[0]
-    theirs = load(folder, dtype=torch.bfloat16)(tokens).logits[0].float()
-    ours = row_logits(tiny_runner(folder, "native-text"), PROMPT)
-    assert (ours - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
+    assert_errs_no_more_than_transformers(folder, architecture, PROMPT)

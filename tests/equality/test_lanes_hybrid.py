@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from headrace.core.ids import SlotId
 from headrace.core.plan import SlotCopy, StepPlan
 from tests.drive import (
     Drive,
-    assert_close,
+    assert_equals_transformers,
+    assert_errs_no_more_than_transformers,
     assert_greedy,
     generate,
-    naive_logits,
     random_prompt,
+    reference_of,
     row_logits,
     tiny_runner,
 )
@@ -50,11 +50,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reference_of(folder: Path, architecture: str) -> Any:
-    make = getattr(transformers, architecture)
-    return make.from_pretrained(folder, attn_implementation="eager")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("hybrid") / "tiny", TEXT)
@@ -70,17 +65,10 @@ def is_slow(runner: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@torch.inference_mode()
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     architecture, config = OPTIONS[name]
     folder = make_tiny_model(tmp_path / "tiny", architecture, **config)
-    runner = tiny_runner(folder, "native-text")
-    reference = reference_of(folder, architecture)
-    expected = reference(torch.tensor([PROMPT])).logits[0]
-    assert_close(naive_logits(folder, PROMPT), expected, TOLERANCE)
-    assert_close(row_logits(runner, PROMPT), expected, TOLERANCE)
-    assert_close(row_logits(runner, PROMPT, chunk=33), expected, TOLERANCE)
-    assert_greedy(PROMPT + generate(runner, PROMPT, 32), len(PROMPT), reference)
+    assert_equals_transformers(folder, architecture, PROMPT, 32, TOLERANCE)
 
 
 def test_256_greedy_tokens_are_those_of_transformers_however_the_prompt_is_cut(
@@ -135,15 +123,9 @@ def test_a_saved_state_goes_on_in_another_slot(runner: Any) -> None:
     assert drive.tokens[0][len(PROMPT) :] == whole
 
 
-@torch.inference_mode()
 def test_bfloat16_errs_no_more_than_that_of_transformers(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny", TEXT, dtype=torch.bfloat16)
-    load = transformers.Qwen3_5ForCausalLM.from_pretrained
-    tokens = torch.tensor([PROMPT])
-    exact = load(folder, dtype=torch.float32)(tokens).logits[0]
-    theirs = load(folder, dtype=torch.bfloat16)(tokens).logits[0].float()
-    ours = row_logits(tiny_runner(folder, "native-text"), PROMPT)
-    assert (ours - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
+    assert_errs_no_more_than_transformers(folder, TEXT, PROMPT)
 
 
 @needs_own_kernels

@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.drive import (
-    Drive,
-    assert_close,
-    assert_greedy,
+    assert_equals_transformers,
+    assert_errs_no_more_than_transformers,
+    assert_neighbours_change_nothing,
     generate,
-    naive_logits,
     random_prompt,
     row_logits,
     tiny_runner,
@@ -126,19 +124,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@torch.inference_mode()
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path):
     architecture, config = OPTIONS[name]
     folder = make_tiny_model(tmp_path / "tiny", architecture, **dict[str, Any](config))
-    runner = tiny_runner(folder, "native-text")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager"
-    )
-    expected = reference(torch.tensor([PROMPT])).logits[0]
-    assert_close(naive_logits(folder, PROMPT), expected)
-    assert_close(row_logits(runner, PROMPT), expected)
-    assert_close(row_logits(runner, PROMPT, chunk=33), expected)
-    assert_greedy(PROMPT + generate(runner, PROMPT, 64), len(PROMPT), reference)
+    assert_equals_transformers(folder, architecture, PROMPT, 64)
 
 
 @pytest.mark.parametrize("architecture", [MOE, GPT_OSS])
@@ -150,12 +139,7 @@ def test_experts_give_the_same_tokens_at_any_cap_and_beside_any_neighbour(
     whole = generate(runner, PROMPT, 40)
     for cap in (1, 4, 16, 63, 64, 65):
         assert generate(runner, PROMPT, 8, chunk=cap) == whole[:8]
-    drive = Drive(runner, room=256)
-    for number in range(4):
-        drive.begin(number, PROMPT if number == 2 else random_prompt(20, seed=number))
-        drive.prefill(number, chunk=64)
-    drive.decode(range(4), 39)
-    assert drive.tokens[2][len(PROMPT) :] == whole
+    assert_neighbours_change_nothing(runner, PROMPT, whole)
 
 
 @torch.inference_mode()
@@ -172,12 +156,6 @@ def test_each_expert_is_computed_once_for_all_tokens_of_a_step(tmp_path: Path):
 @pytest.mark.parametrize(
     "architecture", [LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GPT_OSS]
 )
-@torch.inference_mode()
 def test_bfloat16_errs_no_more_than_that_of_transformers(architecture: str, tmp_path: Path):
     folder = make_tiny_model(tmp_path / "tiny", architecture, head_dim=None, dtype=torch.bfloat16)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    tokens = torch.tensor([PROMPT])
-    exact = load(folder, dtype=torch.float32)(tokens).logits[0]
-    theirs = load(folder, dtype=torch.bfloat16)(tokens).logits[0].float()
-    ours = row_logits(tiny_runner(folder, "native-text"), PROMPT)
-    assert (ours - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
+    assert_errs_no_more_than_transformers(folder, architecture, PROMPT)

@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 
 from tests.drive import random_prompt
-from tools.harness.gguf_files import add_merge, add_tokenizer, to_gguf
+from tools.harness.gguf_files import add_merge, add_tokenizer, to_gguf, write_file
 from tools.harness.gpt_oss_files import gpt_oss_to_gguf, to_mxfp4
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
@@ -45,10 +45,7 @@ def write_model(path: Path, architecture: str, **fields: Any) -> Path:
         elif name.endswith("ssm_a"):
             values = -np.exp(values)
         writer.add_tensor(name, values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(writer)
     return path
 
 

@@ -18,6 +18,7 @@ from tests.drive import row_logits, tiny_runner
 from tests.trained.conftest import PROMPTS, TEXT
 from tests.trained.llama_cpp import mean_logprob
 from tests.trained.test_perplexity import of_runner
+from tools.harness.gguf_files import write_file
 from tools.harness.llama_server import drawn, greedy, llama_server
 
 pytestmark = pytest.mark.timeout(1500)  # seconds, on cores that others use too
@@ -71,10 +72,7 @@ def unpack(source: Path, target: Path) -> None:
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
         writer.add_tensor(tensor.name, values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(writer)
 
 
 def test_in_float32_a_text_is_as_likely_as_to_llama_cpp(

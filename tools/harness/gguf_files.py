@@ -100,12 +100,17 @@ def to_gguf(
         raw = np.stack([raw for _, raw, _ in parts]) if "_exps." in name else parts[0][1]
         for own, its in _in_parts(name, raw, config):
             writer.add_tensor(own, np.ascontiguousarray(its), raw_dtype=Kind[parts[0][2]])
+    write_file(writer)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def write_file(writer: gguf.GGUFWriter) -> None:
+    """Write all that the writer was given, and close its file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return target
 
 
 def _of_hybrid(

@@ -13,7 +13,7 @@ from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tools.harness.gguf_files import add_tokenizer
+from tools.harness.gguf_files import add_tokenizer, write_file
 
 _NAMES = {
     "embed_tokens": "token_embd",
@@ -84,10 +84,7 @@ def gpt_oss_to_gguf(folder: Path, target: Path, **fields: Any) -> Path:
         if not name.endswith("_scales"):
             scales = weights.get(name.removesuffix("_blocks") + "_scales")
             _add(writer, name.removeprefix("model."), tensor, scales)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(writer)
     return target
 
 
