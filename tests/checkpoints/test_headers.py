@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,21 @@ def test_a_header_longer_than_the_limit_is_refused_by_its_size(tmp_path: Path) -
     file = written(tmp_path / "x.safetensors", json.dumps({"a": FINE}).encode())
     with pytest.raises(ModelError, match=r"has \d+ bytes; the limit is 10\."):
         read_file(file, 10)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape"),
+    [
+        ("Qwen3MoeForCausalLM", "model.layers.0.mlp.experts.gate_up_proj", (1, 2**18, 1)),
+        ("GptOssForCausalLM", "model.layers.0.mlp.experts.gate_up_proj", (1, 1, 2**18)),
+        ("Qwen3NextForCausalLM", "model.layers.0.linear_attn.in_proj_qkvz.weight", (12_288, 1)),
+    ],
+)
+def test_thousands_of_stacked_tensors_take_little_memory(
+    architecture: str, name: str, shape: tuple[int, ...]
+) -> None:
+    tracemalloc.start()
+    kept = [list(parts(name, shape, {"architectures": [architecture]})) for _ in range(1000)]
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert all(len(it) == 2 for it in kept) and size < 10_000_000

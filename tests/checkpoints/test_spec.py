@@ -271,3 +271,18 @@ def test_a_context_that_no_integer_of_ours_holds_is_cut(stretch: float, tmp_path
     rope = ROPE | {"factor": stretch, "original_max_position_embeddings": stretch}
     assert read_spec(folder(tmp_path, rope_scaling=rope)).max_positions == 1 << 53
     assert read_spec(folder(tmp_path, max_position_embeddings=10**300)).max_positions == 1 << 53
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_hidden_layers": 10**7}, "a num_hidden_layers of 10,000,000; the limit is 4,096"),
+        ({"num_experts": 10**6}, "a num_experts of 1,000,000; the limit is 4,096"),
+        ({"vision_config": {"depth": 2**31}}, "a depth of 2,147,483,648; the limit is 4,096"),
+        ({"num_layers": 4000, "num_local_experts": 4000}, "16,000,000 experts in all its layers"),
+    ],
+)
+def test_more_layers_or_experts_than_can_be_built_are_refused_with_the_limit(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    assert words in str(refusal(folder(tmp_path, **config)))

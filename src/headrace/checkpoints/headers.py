@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.checkpoints.gguf_header import read_gguf
 from headrace.checkpoints.gguf_names import is_beyond, original_name
-from headrace.checkpoints.parts import parts
+from headrace.checkpoints.parts import Rows, parts
 from headrace.checkpoints.small_file import open_regular, unreadable_refused
 from headrace.checkpoints.spec import ModelSpec
 from headrace.core.errors import ModelError
@@ -38,7 +38,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]  # with `rows`: from the first row of all, as many bytes as own
     file: str = ""
     stored_as: str = ""  # its name in the file, if it has another here
-    rows: tuple[int, ...] = ()  # of what is stored; none: all
+    rows: Rows = ()  # of what is stored; none: all
     expert: int | None = None  # the matrix of a stack
     is_transposed: bool = False  # as stored, of an expert's matrix
     scales: tuple[str, str] = ("", "")  # of MXFP4: the file and the name of their tensor

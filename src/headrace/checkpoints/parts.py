@@ -1,11 +1,13 @@
 """Tensors that files hold as one and models take apart: stacks of experts, and projections whose
 rows lie head by head. Each part is known by the name that it has where files hold it alone."""
 
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-Rows = tuple[int, ...]
+Rows = Sequence[int]
+"""Numbers of rows: a range wherever it can be one, since a file may have 100,000 such tensors."""
 
 
 class TensorPart(NamedTuple):
@@ -48,7 +50,7 @@ def _of_experts(path: str, kind: str, shape: tuple[int, ...]) -> Iterator[Tensor
     num, rows, _ = shape
     cuts: dict[str, Rows] = {kind: ()}
     if kind == "gate_up_proj":
-        cuts = {"gate_proj": tuple(range(rows // 2)), "up_proj": tuple(range(rows // 2, rows))}
+        cuts = {"gate_proj": range(rows // 2), "up_proj": range(rows // 2, rows)}
     for expert in range(num):
         for own, its_rows in cuts.items():
             yield TensorPart(f"{path}.{expert}.{own}.weight", its_rows, expert)
@@ -61,7 +63,7 @@ def _of_gpt_oss(path: str, kind: str, suffix: str, shape: tuple[int, ...]) -> It
     rows = shape[1] if suffix else shape[2]
     cuts: dict[str, Rows] = {kind: ()}
     if kind == "gate_up_proj":
-        cuts = {"gate_proj": tuple(range(0, rows, 2)), "up_proj": tuple(range(1, rows, 2))}
+        cuts = {"gate_proj": range(0, rows, 2), "up_proj": range(1, rows, 2)}
     own = "bias" if suffix == "_bias" else "weight"
     for expert in range(shape[0]):
         for name, its_rows in cuts.items():
@@ -73,22 +75,29 @@ def _of_heads(path: str, kind: str, size: int, config: Mapping[str, Any]) -> Ite
     stated = [config.get(field, default) for field, default in _HEADS.items()]
     if not all(isinstance(number, int) and 0 < number <= _MAX_SIZE for number in stated):
         return
-    heads, key, value_heads, value = stated
+    rows = _head_rows(kind, *stated)
+    if sum(map(len, rows)) != size:
+        return  # nobody knows it then, which an error says
+    names = ("qkv", "z") if kind == "qkvz" else ("b", "a")
+    for own, its_rows in zip(names, rows, strict=True):
+        yield TensorPart(f"{path}.in_proj_{own}.weight", its_rows)
+
+
+@functools.lru_cache(maxsize=4)
+def _head_rows(kind: str, heads: int, key: int, value_heads: int, value: int) -> tuple[Rows, Rows]:
+    """Return the rows of both parts, computed once for all layers; empty if there are too many."""
     share = value_heads // heads
     values = share * value
     sizes = (key, key, values, values) if kind == "qkvz" else (share, share)
     each = sum(sizes)
-    if heads * each != size:
-        return  # nobody knows it then, which an error says
+    if heads * each > _MAX_SIZE:
+        return (), ()
 
-    def rows(number: int) -> Rows:
+    def rows(number: int) -> tuple[int, ...]:
         first = sum(sizes[:number])
         begins = (head * each + first for head in range(heads))
         return tuple(row for begin in begins for row in range(begin, begin + sizes[number]))
 
     if kind == "qkvz":
-        yield TensorPart(f"{path}.in_proj_qkv.weight", rows(0) + rows(1) + rows(2))
-        yield TensorPart(f"{path}.in_proj_z.weight", rows(3))
-    else:
-        yield TensorPart(f"{path}.in_proj_b.weight", rows(0))
-        yield TensorPart(f"{path}.in_proj_a.weight", rows(1))
+        return rows(0) + rows(1) + rows(2), rows(3)
+    return rows(0), rows(1)

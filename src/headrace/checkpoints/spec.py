@@ -28,6 +28,13 @@ _OTHERS = {
 _MAX_POSITIONS = 1 << 53
 _UNBOUNDED = ("time_step_limit",)
 """Fields that may be infinite: Mamba's makers write it where a step has no upper bound."""
+_LAYERS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "num_decoder_layers"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers"),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MAX_COUNT = 4096  # layers, and experts of a layer; the largest known models have 128 and 512
+_MAX_EXPERTS = 1 << 16  # of all layers; the largest known models have about 25,000
 _SHOWN_CHARS = 100  # of a name in a message
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -130,6 +137,7 @@ def read_spec(folder: Path) -> ModelSpec:
     _check_types(folder, "generation_config.json", {"eos_token_id": generation.get("eos_token_id")})
     text = config.get("text_config") or config
     _check_types(folder, "config.json", text)
+    _check_counts(folder, config)
     _refuse_quantized(folder, config)
     return ModelSpec(
         folder=folder,
@@ -226,6 +234,34 @@ def _check_finite(folder: Path, name: str, content: dict[str, Any]) -> None:
                 "again.",
                 "model_corrupt",
             )
+
+
+def _check_counts(folder: Path, config: dict[str, Any]) -> None:
+    """ModelError for more layers or experts than memory can hold, even without their weights.
+
+    Models are built from these numbers before any weight is looked at.
+    """
+    layers, experts = _largest(config, _LAYERS), _largest(config, _EXPERTS)
+    for key, most in (layers, experts):
+        if most > _MAX_COUNT:
+            raise ModelError(
+                f"config.json of {folder.name} has a {key} of {most:,}; the limit is "
+                f"{_MAX_COUNT:,}. Download it again.",
+                "model_corrupt",
+            )
+    if (product := layers[1] * experts[1]) > _MAX_EXPERTS:
+        raise ModelError(
+            f"config.json of {folder.name} has {product:,} experts in all its layers; the limit is "
+            f"{_MAX_EXPERTS:,}. Download it again.",
+            "model_corrupt",
+        )
+
+
+def _largest(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, int]:
+    """Return the largest number under one of the keys, in a config or those within it."""
+    configs = [config, *(it for it in config.values() if isinstance(it, dict))]
+    found = [(key, it[key]) for it in configs for key in keys if isinstance(it.get(key), int)]
+    return max(found, key=lambda one: one[1], default=("", 0))
 
 
 def _is_finite(number: float) -> bool:

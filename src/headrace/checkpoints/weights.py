@@ -237,7 +237,7 @@ class Checkpoint:
         if not header.rows:
             return tensor
         first, last = header.rows[0], header.rows[-1]
-        is_run = header.rows == tuple(range(first, last + 1))
+        is_run = tuple(header.rows) == tuple(range(first, last + 1))
         return tensor[first : last + 1] if is_run else tensor[list(header.rows)]
 
     def _header(self, name: str) -> TensorHeader:
