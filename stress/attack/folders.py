@@ -17,6 +17,7 @@ from stress.attack.hostile_weights import spoil_gguf, spoil_index, spoil_safeten
 GOOD = "good"
 """The name of a folder that is left as it is."""
 
+_GGUF = Path(__file__).parents[2] / "tests" / "checkpoints" / "data" / "llama-Q4_K_M.gguf"
 _SPARSE = 1 << 36
 _ROPES: tuple[Any, ...] = (
     {"rope_type": "yarn", "factor": 0},
@@ -83,6 +84,12 @@ CANNOT = (
 def copy_of_mini(folder: Path) -> Path:
     """headrace-mini's folder, to be changed."""
     return Path(shutil.copytree(find_model(MINI), folder))
+
+
+def copy_of_gguf(folder: Path) -> Path:
+    """A folder that holds only a small GGUF file, to be changed."""
+    folder.mkdir()
+    return Path(shutil.copy(_GGUF, folder / "model.gguf")).parent
 
 
 def _spoil_config(folder: Path, rng: random.Random) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from stress.attack.folders import GOOD, copy_of_mini, make_hostile_folder
+from stress.attack.folders import GOOD, copy_of_gguf, copy_of_mini, make_hostile_folder
 from stress.attack.hostile_adapters import bad_requests, make_hostile_adapter, make_valid_adapter
 from stress.attack.hostile_forms import drawn_form, head
 from stress.attack.hostile_hub import escaped, hostile_hub
@@ -42,17 +42,23 @@ _NUM_STARTS = 2
 _NUM_CLIENTS = 32
 _FORM_BYTES = 2 << 20
 _PULL_S = 1.0
+_EVERY_GGUF = 4  # of so many models, one is a GGUF file
 
 
 class Folders:
-    """A folder of models, which are valid until they are spoiled."""
+    """A folder of models, which are valid until they are spoiled: folders and GGUF files."""
 
     def __init__(self, root: Path, label: str, number: int) -> None:
         self.root = root / "models"
         self._base = copy_of_mini(root / "base")
+        self._gguf = copy_of_gguf(root / "GGUF base")
         self._labels = {f"hostile-{n}": f"{label}/{n}" for n in range(number)}
+        self._files = [*self._labels][_EVERY_GGUF - 1 :: _EVERY_GGUF]
         for name in (GOOD, *self._labels):
-            shutil.copytree(self._base, self.root / name, copy_function=os.link)
+            if name in self._files:
+                shutil.copy(self._gguf / "model.gguf", self.root / f"{name}.gguf")
+            else:
+                shutil.copytree(self._base, self.root / name, copy_function=os.link)
 
     @property
     def flags(self) -> tuple[str, str]:
@@ -60,12 +66,20 @@ class Folders:
 
     def spoil(self) -> dict[str, str]:
         """Makes all but the good one hostile; says of each what is wrong with it now."""
-        wrong = {}
-        for name, label in self._labels.items():
-            shutil.rmtree(self.root / name)
-            what = make_hostile_folder(self.root / name, self._base, label)
-            wrong[name] = f"folder {label} ({what})"
-        return wrong
+        return {name: f"{label} ({self._spoil(name)})" for name, label in self._labels.items()}
+
+    def _spoil(self, name: str) -> str:
+        label, model = self._labels[name], self.root / name
+        if name not in self._files:
+            shutil.rmtree(model)
+            return make_hostile_folder(model, self._base, label)
+        made = self.root.parent / f"GGUF {name}"
+        what = make_hostile_folder(made, self._gguf, label)
+        file = model.with_name(f"{name}.gguf")
+        file.unlink()
+        if os.path.lexists(made / "model.gguf"):
+            (made / "model.gguf").rename(file)
+        return what
 
 
 async def read_folders(watched: Watched, spoiled: dict[str, str]) -> int:

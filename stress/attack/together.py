@@ -7,6 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from headrace.fleet.model_check import MAX_BYTES
 from stress.attack.honest import Quantiles, Samples
 from stress.attack.hostile import Folders, load_adapter, send_form
 from stress.attack.hostile_adapters import make_hostile_adapter, make_valid_adapter
@@ -92,7 +93,7 @@ def _table(watched: Watched, target: Target) -> str:
             _row("/health/live, ms", health, f"{1000 * MAX_HEALTH_S:.0f}"),
             _row("another key's token gaps, ms", gaps, f"{1000 * STALL_TARGET_S:.0f}"),
             _sizes("gateway, MB over time", watched.gateway, f"{most:.0f}"),
-            _sizes("largest worker, MB", watched.workers, "-"),
+            _sizes("largest worker, MB", watched.workers, f"{MAX_BYTES / 1e6:.0f}"),
             _sizes("engines, MB", watched.engines, "-"),
             f"{'SIGTERM to the end, s':34}{watched.stop_s:>24.1f}{MAX_STOP_S:>8.0f}",
             f"answers: {shown}",
