@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +36,18 @@ def test_a_vocabulary_with_merges_is_converted(tmp_path):
     converted = convert(tmp_path)
     for text in CORPUS:
         assert list(converted.encode(text, True)) == library("gpt2").encode(text).ids
+
+
+@pytest.mark.parametrize(("limit", "is_converted"), [(", 64 << 20", False), ("", True)])
+def test_a_conversion_ends_at_its_limit_on_memory(tmp_path, limit, is_converted):
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nfox\n##es")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    code = (
+        "import sys; from pathlib import Path; "
+        "from headrace.checkpoints.convert_tokenizer import run; "
+        f"run(Path(sys.argv[1]), Path(sys.argv[2]){limit})"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "out.json")]
+    ended = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=100)
+    assert (ended.returncode == 0) == is_converted
+    assert (tmp_path / "out.json").exists() == is_converted

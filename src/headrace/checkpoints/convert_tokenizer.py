@@ -21,6 +21,11 @@ def main(folder: Path, out: Path) -> None:
     loaded.backend_tokenizer.save(str(out))
 
 
+def run(folder: Path, out: Path, max_bytes: int = _MAX_BYTES) -> None:
+    """Convert within a limit on the memory of this process."""
+    resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
+    main(folder, out)
+
+
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    run(Path(sys.argv[1]), Path(sys.argv[2]))
