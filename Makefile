@@ -174,7 +174,7 @@ $(CLUSTER)/ready: constraints.txt
 	touch $@
 
 # a wheel and a source archive, in build/dist
-VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/headrace/__init__.py)
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/headrace_common/version.py)
 WHEEL := build/dist/headrace-$(VERSION)-py3-none-any.whl
 package: $(WHEEL)
 $(WHEEL): build/dist-venv/ready MANIFEST.in LICENSE $(shell git ls-files pyproject.toml README.md src)

@@ -33,16 +33,16 @@ from typing import NamedTuple
 
 import httpx
 
-from headrace.config.settings import SchedulerConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Message, NewSequence, Submit
-from headrace.core.plan import ChunkResult, Drawn, StepPlan, StepResult
-from headrace.core.sampling import Sampling
-from headrace.engine import wire
-from headrace.engine.engine import Engine
-from headrace.scheduler.budget import Limits
-from headrace.scheduler.scheduler import Scheduler
+from headrace_common import wire
+from headrace_common.config.settings import SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import Message, NewSequence, Submit
+from headrace_common.plan import ChunkResult, Drawn, StepPlan, StepResult
+from headrace_common.sampling import Sampling
+from headrace_engine.engine import Engine
+from headrace_engine.scheduler.budget import Limits
+from headrace_engine.scheduler.scheduler import Scheduler
 from tools.harness.servers import running_server
 from tools.harness.tiny_models import make_tiny_model
 

@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from headrace.scheduler.budget import MAX_STALL_MS
+from headrace_engine.scheduler.budget import MAX_STALL_MS
 
 NAMES = {"headrace": "Headrace", "openvino": "OpenVINO GenAI", "llama.cpp": "llama.cpp"}
 _COLORS = {"headrace": "#0b6fa4", "openvino": "#d9822b", "llama.cpp": "#6b7785"}

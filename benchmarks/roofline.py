@@ -13,7 +13,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from headrace.engine.child import ENVIRONMENT
+from headrace.engines.child import ENVIRONMENT
 
 os.environ |= ENVIRONMENT | os.environ  # before torch is loaded
 

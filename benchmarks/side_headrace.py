@@ -5,7 +5,7 @@ python -m benchmarks.side_headrace MODEL THREADS [--quantize int8]
 
 import os
 
-from headrace.engine.child import ENVIRONMENT
+from headrace.engines.child import ENVIRONMENT
 
 os.environ |= ENVIRONMENT | os.environ  # before torch is loaded
 
@@ -16,14 +16,14 @@ from collections.abc import Collection
 from itertools import count
 
 from benchmarks.side import serve
-from headrace.checkpoints.find import find_model
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Cancel, Message, NewSequence, Outputs, Submit
-from headrace.core.sampling import Sampling
-from headrace.engine.engine import Engine
-from headrace.engine.load import schedule
-from headrace.runner.load import load_runner
+from headrace_common.checkpoints.find import find_model
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import Cancel, Message, NewSequence, Outputs, Submit
+from headrace_common.sampling import Sampling
+from headrace_engine.engine import Engine
+from headrace_engine.load import schedule
+from headrace_engine.runner.load import load_runner
 
 CACHE_BYTES = 2 << 30
 _ENDLESS = Sampling(temperature=0.0, ignore_eos=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from headrace.checkpoints.spec import read_spec
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.ids import BlockId, SequenceId
-from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
-from headrace.core.sampling import Sampling
-from headrace.runner.load import load_runner
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.ids import BlockId, SequenceId
+from headrace_common.plan import Begin, BlockCopy, Chunk, StepPlan
+from headrace_common.sampling import Sampling
+from headrace_engine.runner.load import load_runner
 
 _GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 _BLOCK = 32

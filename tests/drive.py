@@ -8,19 +8,19 @@ import numpy as np
 import torch
 import transformers
 
-from headrace.checkpoints.spec import read_spec
-from headrace.checkpoints.weights import load_weights
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.ids import SequenceId, SlotId
-from headrace.core.layout import MemoryLayout
-from headrace.core.plan import Begin, Chunk, Drawn, StepPlan
-from headrace.core.sampling import Sampling
-from headrace.models.registry import family
-from headrace.runner.attention import NaiveAttention
-from headrace.runner.inputs import pack
-from headrace.runner.load import load_runner
-from headrace.runner.runner import Runner
-from headrace.runner.storage import CacheStorage
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.ids import SequenceId, SlotId
+from headrace_common.layout import MemoryLayout
+from headrace_common.plan import Begin, Chunk, Drawn, StepPlan
+from headrace_common.sampling import Sampling
+from headrace_engine.models.registry import family
+from headrace_engine.runner.attention import NaiveAttention
+from headrace_engine.runner.inputs import pack
+from headrace_engine.runner.load import load_runner
+from headrace_engine.runner.runner import Runner
+from headrace_engine.runner.storage import CacheStorage
+from headrace_engine.weights.weights import load_weights
 
 GREEDY = Sampling(temperature=0)
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from headrace import awake
-from headrace.awake import Countdown, ProcessStops, within
+from headrace_common.system import awake
+from headrace_common.system.awake import Countdown, ProcessStops, within
 
 
 class Loop:
@@ -88,7 +88,7 @@ async def test_a_body_that_takes_longer_than_its_limit_is_cut() -> None:
 
 STOPPED = """
 import os, signal, time
-from headrace.awake import ProcessStops
+from headrace_common.system.awake import ProcessStops
 with ProcessStops() as stops:
     print(stops.take(), flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)

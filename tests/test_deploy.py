@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from headrace.config.sources import settings
 from headrace.metrics.metrics import Metrics
+from headrace_common.config.sources import settings
 from tools.make_grafana_dashboard import OUT, dashboard
 from tools.run_dockerfile import START, read_steps
 

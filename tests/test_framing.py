@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from headrace import framing
+from headrace_common.system import framing
 
 LARGE = bytes(range(256)) * 40_000
 

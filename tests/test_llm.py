@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from headrace import LLM, ConfigError, LoadProgress, ModelError, RequestFailed
-from headrace.core.loading import CHECKING, COMPILING, ENGINE, READING, WARMING
-from headrace.core.messages import WEIGHTS
+from headrace_common.loading import CHECKING, COMPILING, ENGINE, READING, WARMING
+from headrace_common.messages import WEIGHTS
 from tools.harness.eventually import eventually
 from tools.harness.servers import running_server
 from tools.harness.tiny_adapters import ATTENTION, make_adapter

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace import memory_file
-from headrace.core.ids import SequenceId
-from headrace.engine.core_lock import open_core_lock
-from headrace.engine.step_record import StepRecord
-from headrace.memory_file import open_memory_file
 from headrace.workers import image_file
 from headrace.workers.image_file import PixelFile
+from headrace_common.ids import SequenceId
+from headrace_common.system import memory_file
+from headrace_common.system.core_lock import open_core_lock
+from headrace_common.system.memory_file import open_memory_file
+from headrace_common.system.step_record import StepRecord
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system with neither memfd_create nor /proc."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr(image_file, "can_open_anew", lambda: False)
-    monkeypatch.setattr("headrace.engine.core_lock.can_open_anew", lambda: False)
+    monkeypatch.setattr("headrace_common.system.core_lock.can_open_anew", lambda: False)
 
 
 def test_a_file_without_a_name_keeps_what_is_written(elsewhere: None) -> None:

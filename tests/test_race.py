@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headrace.race import race, uncut
+from headrace_common.system.race import race, uncut
 
 
 def test_what_is_slower_is_cancelled_and_what_was_given_goes_on() -> None:

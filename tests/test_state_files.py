@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.state_files import MARK, make_folder, read_kept
+from headrace_common.system.state_files import MARK, make_folder, read_kept
 
 
 def make_link(path: Path, to: str) -> None:

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from headrace.models.registry import FAMILIES
-from headrace.runner.lanes.choose import LANES
+from headrace_engine.models.registry import FAMILIES
+from headrace_engine.runner.lanes.choose import LANES
 
 TESTS = Path(__file__).parent
 TEXT = (TESTS.parent / "docs" / "models.md").read_text()

@@ -11,9 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headrace import LLM
-from headrace.core.errors import ModelError
-from headrace.errors import RequestFailed
-from headrace.runner.pooling import to_unit
+from headrace_common.errors import ModelError, RequestFailed
+from headrace_engine.runner.pooling import to_unit
 from tools.harness.tiny_models import (
     POOLING_MODES,
     make_tiny_encoder,

@@ -33,7 +33,7 @@ class Server:
         return next(
             int(pid)
             for pid in children.read_text().split()
-            if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"headrace_engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
 
 

@@ -3,17 +3,23 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from headrace_common.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from headrace.answer import Answer, Choice, Piece, Ranked
     from headrace.client.async_client import AsyncClient, AsyncStream
     from headrace.client.client import Client, Stream
     from headrace.client.errors import Refused, Unreachable
-    from headrace.core.errors import ModelError
-    from headrace.core.loading import LoadProgress
-    from headrace.errors import ConfigError, HeadraceError, RequestFailed, StreamFailed
     from headrace.llm import LLM
+    from headrace_common.answer import Answer, Choice, Piece, Ranked
+    from headrace_common.errors import (
+        ConfigError,
+        HeadraceError,
+        ModelError,
+        RequestFailed,
+        StreamFailed,
+    )
+    from headrace_common.loading import LoadProgress
 
-__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "Answer",
@@ -35,13 +41,18 @@ __all__ = [
 ]
 
 _PLACES = {
-    "headrace.answer": ("Answer", "Choice", "Piece", "Ranked"),
+    "headrace_common.answer": ("Answer", "Choice", "Piece", "Ranked"),
     "headrace.client.async_client": ("AsyncClient", "AsyncStream"),
     "headrace.client.client": ("Client", "Stream"),
     "headrace.client.errors": ("Refused", "Unreachable"),
-    "headrace.core.errors": ("ModelError",),
-    "headrace.core.loading": ("LoadProgress",),
-    "headrace.errors": ("ConfigError", "HeadraceError", "RequestFailed", "StreamFailed"),
+    "headrace_common.loading": ("LoadProgress",),
+    "headrace_common.errors": (
+        "ConfigError",
+        "HeadraceError",
+        "ModelError",
+        "RequestFailed",
+        "StreamFailed",
+    ),
     "headrace.llm": ("LLM",),
 }
 

@@ -13,16 +13,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
 
-from headrace.answer import Answer, Messages, Piece, Ranked, asked_for
-from headrace.config import sources
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import ConfigError, RequestError, StreamFailed
-from headrace.core.ids import StreamId
-from headrace.core.jobs import CheckedBody, RankDocuments
-from headrace.core.loading import ENGINE, ON_LOADING, READING
-from headrace.core.messages import Ready
-from headrace.core.request import Request, ResponseOptions
-from headrace.engine.local import LocalEngine
+from headrace.engines.local import LocalEngine
 from headrace.fleet.load_watch import LoadTeller, LoadWatch, OnLoading
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import Aliases, settled_aliases, told_apart
@@ -41,6 +32,15 @@ from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
+from headrace_common.answer import Answer, Messages, Piece, Ranked, asked_for
+from headrace_common.config import sources
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import ConfigError, RequestError, StreamFailed
+from headrace_common.ids import StreamId
+from headrace_common.jobs import CheckedBody, RankDocuments
+from headrace_common.loading import ENGINE, ON_LOADING, READING
+from headrace_common.messages import Ready
+from headrace_common.request import Request, ResponseOptions
 
 T = TypeVar("T")
 Prompt = str | list[int]

@@ -20,13 +20,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogUnsound
 from headrace.streams.record import Record
 from headrace.streams.store import ByConversation, ById, ByKey
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace.streams.stores.sqlite_schema import NAME
+from headrace_common.ids import StreamId
 from tools.harness.stream_events import finish, make_record, some
 
 LIMIT_S = 30.0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoints.find import MINI, find_model
+from headrace_common.checkpoints.find import MINI, find_model
 from stress.attack.hostile_json import dumped, hostile_value, replace, rewrite, spoil
 from stress.attack.hostile_texts import raw_documents, spoil_template, spoil_tokenizer
 from stress.attack.hostile_weights import spoil_gguf, spoil_index, spoil_safetensors

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoints.find import MINI, find_model
+from headrace_common.checkpoints.find import MINI, find_model
 from stress.attack.folders import CANNOT, ODD_FILES
 from stress.attack.hostile_json import REGEXES, hostile_value, replace, rewrite, spoil
 from stress.attack.hostile_texts import raw_documents

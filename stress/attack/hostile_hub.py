@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from headrace.checkpoints.find import MINI, find_model
+from headrace_common.checkpoints.find import MINI, find_model
 from stress.attack.hostile_json import dumped, hostile_value, spoil
 from stress.attack.hostile_texts import raw_documents
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-import headrace.checkpoints
+import headrace_common.checkpoints
 from stress.attack.accidents import ACCIDENTS, DRAIN_S, NUM_DESCRIPTORS, small_disk
 from stress.attack.bodies import BODIES, TEMPLATE_HEAD, WORST
 from stress.attack.honest import HEARTBEAT_S, Quantiles, Stage, as_seen, quantiles, within
@@ -105,7 +105,7 @@ class Run:
         self._num_tokens = 0
         self._bout = Bout("start", 0)
         plan.folder.mkdir(parents=True, exist_ok=True)
-        own = Path(headrace.checkpoints.__file__).parent / "mini" / "chat_template.jinja"
+        own = Path(headrace_common.checkpoints.__file__).parent / "mini" / "chat_template.jinja"
         self._template = plan.folder / "template.jinja"
         self._template.write_text(TEMPLATE_HEAD + own.read_text())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.core.errors import KINDS
+from headrace_common.errors import KINDS
 from stress.http import CHUNK, KEPT, Call, Reply, Talk
 from stress.site import Site
 

@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 
-from headrace.core.messages import Finished, FinishReason, NewSequence, Outputs, Submit
+from headrace_common.messages import Finished, FinishReason, NewSequence, Outputs, Submit
 from stress.simulator.fake_runner import token_at
 
 

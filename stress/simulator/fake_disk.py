@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from headrace.core.layout import MemoryLayout
-from headrace.core.prefix import DiskNews, PrefixRun, ReadRun, RunRead, RunsOnDisk
-from headrace.memory.disk import DiskPrefixes
-from headrace.memory.memory import Memory
-from headrace.prefixes.assembly import Assembly, RunToKeep
+from headrace_common.layout import MemoryLayout
+from headrace_common.prefix import DiskNews, PrefixRun, ReadRun, RunRead, RunsOnDisk
+from headrace_engine.memory.disk import DiskPrefixes
+from headrace_engine.memory.memory import Memory
+from headrace_engine.prefixes.assembly import Assembly, RunToKeep
 
 BLOCK_BYTES = 100
 Block = tuple["array[int]", str]

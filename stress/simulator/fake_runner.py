@@ -7,8 +7,8 @@ which finds stale blocks, missing copies and credit for tokens that were never c
 from array import array
 from typing import cast
 
-from headrace.core.layout import MemoryLayout
-from headrace.core.plan import (
+from headrace_common.layout import MemoryLayout
+from headrace_common.plan import (
     NO_SLOT,
     Begin,
     Chunk,
@@ -19,8 +19,8 @@ from headrace.core.plan import (
     StepPlan,
     StepResult,
 )
-from headrace.core.sampling import Logprobs, Sampling
-from headrace.prefixes.assembly import RunToKeep
+from headrace_common.sampling import Logprobs, Sampling
+from headrace_engine.prefixes.assembly import RunToKeep
 from stress.simulator.fake_disk import FakeNumbers
 
 LOAD_S = 1e-4

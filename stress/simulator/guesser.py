@@ -3,8 +3,8 @@
 from array import array
 from random import Random
 
-from headrace.scheduler.guess import Guess
-from headrace.scheduler.sequence import Sequence
+from headrace_engine.scheduler.guess import Guess
+from headrace_engine.scheduler.sequence import Sequence
 from stress.simulator.fake_runner import VOCABULARY, token_at
 from stress.simulator.scenario import Scenario
 

@@ -3,13 +3,13 @@
 import dataclasses
 from dataclasses import dataclass
 
-from headrace.core.ids import SequenceId
-from headrace.core.plan import NO_SLOT, Chunk, StepPlan
-from headrace.scheduler.cost import StepShape
-from headrace.scheduler.restores import MAX_RESTORES
-from headrace.scheduler.scheduler import Scheduler
-from headrace.scheduler.sequence import Sequence, SequenceStatus, by_key
-from headrace.scheduler.table import turn
+from headrace_common.ids import SequenceId
+from headrace_common.plan import NO_SLOT, Chunk, StepPlan
+from headrace_engine.scheduler.cost import StepShape
+from headrace_engine.scheduler.restores import MAX_RESTORES
+from headrace_engine.scheduler.scheduler import Scheduler
+from headrace_engine.scheduler.sequence import Sequence, SequenceStatus, by_key
+from headrace_engine.scheduler.table import turn
 from stress.simulator.scenario import Scenario
 
 

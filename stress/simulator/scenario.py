@@ -6,16 +6,16 @@ from random import Random
 
 import msgspec
 
-from headrace.config.settings import SchedulerConfig
-from headrace.core.adapter import Adapter
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Cancel, FinishReason, NewSequence, Submit
-from headrace.core.plan import EncodeWork, PromptInputs
-from headrace.core.request import BACKGROUND
-from headrace.core.sampling import Sampling
 from headrace.generation.submission import salt_of
-from headrace.scheduler.budget import Limits
+from headrace_common.adapter import Adapter
+from headrace_common.config.settings import SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import Cancel, FinishReason, NewSequence, Submit
+from headrace_common.plan import EncodeWork, PromptInputs
+from headrace_common.request import BACKGROUND
+from headrace_common.sampling import Sampling
+from headrace_engine.scheduler.budget import Limits
 from stress.simulator.fake_disk import DiskFaults
 
 END_TOKEN = 2

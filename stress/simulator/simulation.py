@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.core.messages import Cancel, FinishReason, Submit
-from headrace.core.plan import StepPlan
-from headrace.scheduler.scheduler import Scheduler
+from headrace_common.messages import Cancel, FinishReason, Submit
+from headrace_common.plan import StepPlan
+from headrace_engine.scheduler.scheduler import Scheduler
 from stress.simulator.clients import Clients, Heard
 from stress.simulator.fake_disk import FakeDisk
 from stress.simulator.fake_runner import FakeRunner

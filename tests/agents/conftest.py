@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.checkpoints.find import find_model
+from headrace_common.checkpoints.find import find_model
 from tests.agents.agents import BUILD, MODEL, Desk, install
 from tests.agents.cutter import Cutter
 from tools.harness.eventually import eventually

@@ -4,9 +4,9 @@ import asyncio
 
 from headrace.batches.answers import LineAnswer, LineAsked
 from headrace.batches.shelf import NOBODY, Blobs
-from headrace.core.errors import RequestError
 from headrace.protocols.batch_lines import custom_id_of
 from headrace.streams.store import StoreStalled
+from headrace_common.errors import RequestError
 
 
 class FakeAnswers:

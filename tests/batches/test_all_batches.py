@@ -14,8 +14,8 @@ from headrace.batches.batches import Batches, BatchWish
 from headrace.batches.folder import folder_shelf
 from headrace.batches.records import BATCH, OPEN, STOP, BatchRecord, encode_record, now_s
 from headrace.batches.shelf import Shelf
-from headrace.config.settings import BatchConfig, ServerConfig
-from headrace.core.errors import RequestError
+from headrace_common.config.settings import BatchConfig, ServerConfig
+from headrace_common.errors import RequestError
 from tests.batches.fakes import FakeAnswers
 from tests.batches.test_run import until
 

@@ -10,11 +10,11 @@ from headrace.batches import answers, lines
 from headrace.batches.answers import LineCheck, Verdict
 from headrace.batches.folder import folder_shelf
 from headrace.batches.records import BatchRecord
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedLines, CheckLines
 from headrace.protocols import batch_lines
 from headrace.protocols.body_names import model_names
 from headrace.workers.job_line import Body
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedLines, CheckLines
 from tests.batches.fakes import FakeAnswers
 
 ROUTE = "/v1/completions"

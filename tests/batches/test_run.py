@@ -26,8 +26,8 @@ from headrace.batches.records import (
 )
 from headrace.batches.run import BatchRun, Bench
 from headrace.batches.shelf import ClaimLost, Shelf
-from headrace.config.settings import BatchConfig
-from headrace.core.errors import RequestError
+from headrace_common.config.settings import BatchConfig
+from headrace_common.errors import RequestError
 from tests.batches.fakes import FakeAnswers, FullBlobs
 from tests.batches.test_shelves import lapse, opened_in_redis
 from tools.harness.redis_servers import needs_redis

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.checkpoints.adapter_weights import AdapterTensors
-from headrace.checkpoints.adapters import fingerprint_of, name_adapter, read_adapter
-from headrace.checkpoints.merge import merge
-from headrace.checkpoints.spec import ModelSpec, read_spec
-from headrace.core.errors import ModelError
+from headrace_common.checkpoints.adapters import fingerprint_of, name_adapter, read_adapter
+from headrace_common.checkpoints.spec import ModelSpec, read_spec
+from headrace_common.errors import ModelError
+from headrace_engine.weights.adapter_weights import AdapterTensors
+from headrace_engine.weights.merge import merge
 from tests.drive import tiny_runner
 from tools.harness.gguf_files import write_file
 from tools.harness.tiny_adapters import ATTENTION, MLP, make_adapter
@@ -169,7 +169,7 @@ def test_a_merge_that_was_stopped_leaves_nothing_in_the_way_of_the_next(
 
     adapter, out = make_adapter(tmp_path / "a", base.folder, 4, ("q_proj",)), tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr("headrace.checkpoints.merge.save_file", stopped)
+        patched.setattr("headrace_engine.weights.merge.save_file", stopped)
         with pytest.raises(KeyboardInterrupt):
             merge(base, adapter, out)
     assert not out.exists()

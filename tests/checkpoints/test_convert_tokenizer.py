@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from headrace.checkpoints.convert_tokenizer import main
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.checkpoints.convert_tokenizer import main
 from tools.harness.small_tokenizers import CORPUS, library
 
 
@@ -44,7 +44,7 @@ def test_a_conversion_ends_at_its_limit_on_memory(tmp_path, limit, is_converted)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     code = (
         "import sys; from pathlib import Path; "
-        "from headrace.checkpoints.convert_tokenizer import run; "
+        "from headrace_common.checkpoints.convert_tokenizer import run; "
         f"run(Path(sys.argv[1]), Path(sys.argv[2]){limit})"
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "out.json")]

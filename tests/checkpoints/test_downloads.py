@@ -6,9 +6,9 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import constants
 
-from headrace.checkpoints.packaged import PACKAGED
 from headrace.cli.models import models
-from headrace.core.errors import ModelError
+from headrace_common.checkpoints.packaged import PACKAGED
+from headrace_common.errors import ModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoints.find import find_model
-from headrace.core.errors import ModelError
+from headrace_common.checkpoints.find import find_model
+from headrace_common.errors import ModelError
 from tests.checkpoints.small_hub import COMMIT, SmallHub, small_hub
 from tools.harness.eventually import eventually
 from tools.harness.gguf_files import to_gguf
@@ -21,8 +21,8 @@ from tools.harness.tiny_models import make_tiny_model
 
 LOOK_UP = """
 import json, sys
-from headrace.core.errors import ModelError
-from headrace.checkpoints.find import find_model
+from headrace_common.errors import ModelError
+from headrace_common.checkpoints.find import find_model
 told = []
 try:
     folder = find_model(sys.argv[1], sys.argv[2] or None, lambda *p: told.append(p))

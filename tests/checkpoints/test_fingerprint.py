@@ -2,8 +2,8 @@ import json
 import re
 from pathlib import Path
 
-from headrace.checkpoints.fingerprint import fingerprint
-from headrace.checkpoints.spec import read_spec
+from headrace_common.checkpoints.spec import read_spec
+from headrace_engine.weights.fingerprint import fingerprint
 from tools.harness.tiny_models import make_tiny_model
 
 

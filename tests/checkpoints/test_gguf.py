@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.gguf_folder import (
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.gguf_folder import (
     _EXPERTS,
     _SIZES,
     _STATES,
@@ -24,20 +24,20 @@ from headrace.checkpoints.gguf_folder import (
     gguf_folder,
     quantization_of,
 )
-from headrace.checkpoints.gguf_groups import GROUP_SCHEMES, GroupScheme
-from headrace.checkpoints.gguf_header import TYPES, read_gguf
-from headrace.checkpoints.gguf_names import HYBRIDS
-from headrace.checkpoints.spec import Defaults, read_spec
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
-from headrace.models.rope import frequencies
-from headrace.models.text_config import Rope
-from headrace.runner.footprint import footprint
-from headrace.runner.lanes import choose
-from headrace.runner.lanes.lane import LaneOptions
-from headrace.runner.lanes.native_text import NativeText
-from headrace.runner.load import load_runner
-from headrace.runner.runner import Runner
+from headrace_common.checkpoints.gguf_header import TYPES, read_gguf
+from headrace_common.checkpoints.gguf_names import HYBRIDS
+from headrace_common.checkpoints.spec import Defaults, read_spec
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
+from headrace_engine.models.rope import frequencies
+from headrace_engine.models.text_config import Rope
+from headrace_engine.runner.footprint import footprint
+from headrace_engine.runner.lanes import choose
+from headrace_engine.runner.lanes.lane import LaneOptions
+from headrace_engine.runner.lanes.native_text import NativeText
+from headrace_engine.runner.load import load_runner
+from headrace_engine.runner.runner import Runner
+from headrace_engine.weights.gguf_groups import GROUP_SCHEMES, GroupScheme
 from tests.drive import assert_close, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.gguf_files import to_gguf, write_file
@@ -388,7 +388,7 @@ def opened_with(fields: Mapping[str, Any], cache: Path) -> None:
     header.fields.update(fields)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir=cache) as own:
         patch.setenv("XDG_CACHE_HOME", own)
-        patch.setattr("headrace.checkpoints.gguf_folder.read_gguf", lambda _: header)
+        patch.setattr("headrace_common.checkpoints.gguf_folder.read_gguf", lambda _: header)
         read_spec(gguf_folder(file))
 
 

@@ -6,7 +6,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from headrace.checkpoints.gguf_groups import (
+from headrace_engine.weights.gguf_groups import (
     GROUP_SCHEMES,
     GroupScheme,
     common_scheme,

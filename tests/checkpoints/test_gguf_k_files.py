@@ -11,12 +11,12 @@ import torch
 import transformers
 from gguf.quants import dequantize
 
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.gguf_names import original_name
-from headrace.checkpoints.gguf_weights import GgufFile
-from headrace.checkpoints.headers import read_headers
-from headrace.checkpoints.spec import read_spec
-from headrace.runner.footprint import footprint
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.gguf_names import original_name
+from headrace_common.checkpoints.headers import read_headers
+from headrace_common.checkpoints.spec import read_spec
+from headrace_engine.runner.footprint import footprint
+from headrace_engine.weights.gguf_weights import GgufFile
 from tests.drive import (
     assert_close,
     assert_greedy,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from headrace.checkpoints.gguf_header import read_gguf
-from headrace.checkpoints.gguf_tokenizer import build_tokenizer
-from headrace.core.errors import ModelError
+from headrace_common.checkpoints.gguf_header import read_gguf
+from headrace_common.checkpoints.gguf_tokenizer import build_tokenizer
+from headrace_common.errors import ModelError
 from tools.harness.gguf_files import add_tokenizer
 from tools.harness.small_tokenizers import CORPUS, library
 

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.mxfp4 import values_of
-from headrace.checkpoints.spec import read_spec
-from headrace.config.settings import SchedulerConfig
-from headrace.core.errors import ModelError
-from headrace.runner import mapped_file
-from headrace.runner.footprint import footprint
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import SchedulerConfig
+from headrace_common.errors import ModelError
+from headrace_engine.runner import mapped_file
+from headrace_engine.runner.footprint import footprint
+from headrace_engine.weights.mxfp4 import values_of
 from tests.drive import assert_close, naive_logits, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import OWN_SETS, needs_own_kernels
 from tools.harness.gpt_oss_files import gpt_oss_to_gguf, to_mxfp4
@@ -104,7 +104,7 @@ def test_experts_that_do_not_fit_memory_lie_in_a_mapped_file_as_they_are(
         tiny_runner(folder),
         footprint(read_spec(folder), torch.bfloat16, OWN_SETS[0], "own"),
     )
-    monkeypatch.setattr("headrace.runner.load.free_bytes", lambda device: needed.peak - 1)
+    monkeypatch.setattr("headrace_engine.runner.load.free_bytes", lambda device: needed.peak - 1)
     scheduler = SchedulerConfig(max_num_seqs=1)
     mapped = tiny_runner(folder, max_model_len=64, scheduler=scheduler)
     assert mapped.lane.weight_bytes < needed.held // 2

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoints import packaged
-from headrace.checkpoints.find import find_here, find_model, place_of
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
 from headrace.fleet.model_names import names_of
+from headrace_common.checkpoints import packaged
+from headrace_common.checkpoints.find import find_here, find_model, place_of
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
 from tools.harness.gguf_files import to_gguf
 from tools.harness.tiny_models import make_tiny_model
 

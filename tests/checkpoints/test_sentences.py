@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoints.find import MINI, find_model
-from headrace.checkpoints.sentences import read_sentences
-from headrace.checkpoints.spec import read_spec
-from headrace.core.errors import ModelError
+from headrace_common.checkpoints.find import MINI, find_model
+from headrace_common.checkpoints.sentences import read_sentences
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.errors import ModelError
 
 
 def write_modules(folder: Path, path: str) -> Path:

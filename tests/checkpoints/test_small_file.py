@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoints.find import may_have_images, place_of
-from headrace.checkpoints.small_file import read_small
-from headrace.checkpoints.spec import read_spec
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.metrics.metrics import Metrics
+from headrace_common.checkpoints.find import may_have_images, place_of
+from headrace_common.checkpoints.small_file import read_small
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8}
 

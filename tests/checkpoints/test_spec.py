@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.spec import Defaults, read_spec
-from headrace.core.errors import ModelError
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.spec import Defaults, read_spec
+from headrace_common.errors import ModelError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

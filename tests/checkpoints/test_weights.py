@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.checkpoints.spec import read_spec
-from headrace.checkpoints.weights import load_weights
-from headrace.core.errors import ModelError
-from headrace.core.loading import ON_LOADING
-from headrace.core.messages import Loading
-from headrace.models.registry import family
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.errors import ModelError
+from headrace_common.loading import ON_LOADING
+from headrace_common.messages import Loading
+from headrace_engine.models.registry import family
+from headrace_engine.weights.weights import load_weights
 from tools.harness.tiny_models import make_tiny_model
 
 QWEN2 = {"architecture": "Qwen2ForCausalLM", "head_dim": None}

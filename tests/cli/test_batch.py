@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.batch import _written, check_output
-from headrace.core.errors import ConfigError
+from headrace_common.errors import ConfigError
 
 
 def test_results_that_could_not_be_written_are_told_before_a_line_is_answered(

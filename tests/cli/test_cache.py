@@ -5,7 +5,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from headrace.cli.cache import cache
-from headrace.core.errors import ConfigError
+from headrace_common.errors import ConfigError
 from tests.prefixes.builders import make_folder, make_run, numbers_of
 
 

@@ -16,7 +16,7 @@ from headrace.cli.chat_files import message_of, read_attachment
 from headrace.cli.chat_screen import place, recovery, told
 from headrace.cli.chat_store import Conversation, Transcripts, words_of
 from headrace.client.events import Heartbeat, Progress, Queued
-from headrace.core.errors import ConfigError
+from headrace_common.errors import ConfigError
 from tests.cli.terminal import terminal
 from tests.client.builders import cutting_proxy
 from tools.harness import processes, servers

@@ -13,9 +13,9 @@ import transformers
 
 from headrace.cli.capacity import cache_bytes
 from headrace.cli.doctor import doctor
-from headrace.config.sources import load
-from headrace.core.layout import MemoryLayout
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.config.sources import load
+from headrace_common.layout import MemoryLayout
 from tests.kernels.own_kernels import HAS_OWN, needs_own_kernels
 from tools.harness.gguf_files import to_gguf
 from tools.harness.tiny_models import (
@@ -214,7 +214,7 @@ def test_of_several_gguf_files_each_is_told_its_lane_and_the_largest_that_fits_i
         assert found[kind]["detail"].endswith(told) and found[kind]["verdict"] == "ok"
     assert found["F16"]["verdict"] == "warn" and "truncated" in found["F16"]["detail"]
     assert found["model"]["detail"].startswith(f"{folder}:Q4_0 is the largest that fits")
-    monkeypatch.setattr("headrace.runner.probe.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("headrace_engine.runner.probe.free_bytes", lambda device: 1 << 20)
     code, found = examine(capsys, str(folder), **flags)
     assert code == 1 and "none of them fits" in found["model"]["detail"]
     for file in folder.iterdir():

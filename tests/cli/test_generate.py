@@ -10,7 +10,6 @@ from typing import cast
 
 import pytest
 
-from headrace.answer import Piece
 from headrace.cli import exits
 from headrace.cli.generate import (
     _printed,
@@ -24,10 +23,11 @@ from headrace.cli.generate import (
     split_words,
 )
 from headrace.cli.main import read_fields
-from headrace.config.settings import ServerConfig
-from headrace.config.sources import load
-from headrace.core.errors import ConfigError, RequestError
 from headrace.llm import LLM
+from headrace_common.answer import Piece
+from headrace_common.config.settings import ServerConfig
+from headrace_common.config.sources import load
+from headrace_common.errors import ConfigError, RequestError
 from tools.harness.servers import said
 from tools.harness.tiny_models import make_tiny_model
 

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from headrace.cli.listener import listen
-from headrace.config.settings import HttpConfig
+from headrace_common.config.settings import HttpConfig
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the system has no IPv6")

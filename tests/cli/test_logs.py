@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from headrace.cli import logs
-from headrace.config.settings import ServerConfig
-from headrace.core.log_context import KEY_NAME, REQUEST_ID, log_request
+from headrace_common.config.settings import ServerConfig
+from headrace_common.log_context import KEY_NAME, REQUEST_ID, log_request
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.models import models
-from headrace.core.errors import HeadraceError
+from headrace_common.errors import HeadraceError
 from tools.harness.servers import running_server
 
 

@@ -4,7 +4,7 @@ import socket
 
 from headrace.cli.listener import address_of
 from headrace.cli.private_server import own_environment
-from headrace.config.sources import load
+from headrace_common.config.sources import load
 
 
 def test_settings_of_other_servers_do_not_reach_a_private_one() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.stdio import make_usable, read_stdin
-from headrace.core.errors import ConfigError
+from headrace_common.errors import ConfigError
 from tests.client.builders import STREAM, Given, accepted, finish, listed_server, tokens
 
 ANSWER = (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import piped_text
-from headrace.config.sources import load
-from headrace.core.errors import ConfigError
 from headrace.text.template import ChatTemplate
+from headrace_common.config import piped_text
+from headrace_common.config.sources import load
+from headrace_common.errors import ConfigError
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

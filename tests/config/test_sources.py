@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.settings import ServerConfig
-from headrace.config.sources import load, read_keys
-from headrace.core.errors import ConfigError
+from headrace_common.config.settings import ServerConfig
+from headrace_common.config.sources import load, read_keys
+from headrace_common.errors import ConfigError
 
 
 def keys_of(path: Path | None = None, **environment: str) -> tuple[str, ...]:

@@ -22,8 +22,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from headrace.core.errors import RequestError
-from headrace.core.pieces import ChannelPiece
 from headrace.gateway import durable_routes
 from headrace.gateway.durable_routes import DurableRead, answer_read, written
 from headrace.gateway.http_responses import ErrorBoundary
@@ -34,6 +32,8 @@ from headrace.metrics.traces import NoTraces
 from headrace.streams.events import AnyEvent, Tokens
 from headrace.streams.log import Log
 from headrace.streams.stores.sqlite import SqliteStore
+from headrace_common.errors import RequestError
+from headrace_common.pieces import ChannelPiece
 from tools.harness.stream_events import finish, make_record
 
 _SEQ = "stream-seq"

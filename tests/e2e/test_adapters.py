@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.checkpoints.find import find_model
+from headrace_common.checkpoints.find import find_model
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.tiny_adapters import ATTENTION, MLP, make_adapter

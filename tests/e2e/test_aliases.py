@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.checkpoints.find import find_model
+from headrace_common.checkpoints.find import find_model
 from tests.e2e.batch_lines import in_lines, line, results
 from tests.e2e.test_every_route import DRAWING, EMBEDDING, LIMIT_S, RANKING, READING, ask
 from tests.e2e.test_realtime import open_socket

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from headrace import AsyncClient, Client
-from headrace.errors import RequestFailed
+from headrace_common.errors import RequestFailed
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess
 

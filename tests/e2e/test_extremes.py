@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from headrace import LLM
-from headrace.core.errors import RequestError
 from headrace.protocols.fields.kinds import Flag, Integer, Kind, Number, Object, String
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import completions as openai_completions
 from headrace.protocols.requests import decode
+from headrace_common.errors import RequestError
 from tools.harness.tiny_models import END, VOCAB_SIZE, make_tiny_model
 
 TEMPLATE = (

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.spec import read_spec
-from headrace.core.cache import bytes_per_position, bytes_per_slot
-from headrace.runner.lanes.native_text import NativeText
+from headrace_common.cache import bytes_per_position, bytes_per_slot
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.spec import read_spec
+from headrace_engine.runner.lanes.native_text import NativeText
 from tests.e2e.made_requests import answer_all, first_difference, made_requests
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.servers import ServerProcess, running_server

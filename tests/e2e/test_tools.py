@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from headrace import LLM, AsyncClient, Client
-from headrace.answer import Answer, Piece
+from headrace_common.answer import Answer, Piece
 from tests.cli.terminal import terminal
 from tests.cli.test_chat import piped
 from tools.harness.servers import ServerProcess

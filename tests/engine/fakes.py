@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import FinishReason, Message, Outputs, Status
-from headrace.core.plan import StepPlan, StepResult
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import FinishReason, Message, Outputs, Status
+from headrace_common.plan import StepPlan, StepResult
 from stress.simulator.fake_runner import FakeRunner
 
 

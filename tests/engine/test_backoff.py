@@ -1,6 +1,6 @@
 """The pauses before an engine is started again."""
 
-from headrace.engine.backoff import Backoff
+from headrace.engines.backoff import Backoff
 
 
 def test_pauses_grow_with_deaths_in_a_row_and_begin_again_after_a_long_life() -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.engine.core_lock import CoreLock, open_core_lock
-from headrace.scheduler.budget import Elsewhere
+from headrace_common.plan import Elsewhere
+from headrace_common.system.core_lock import CoreLock, open_core_lock
 
 HOLDER = """
 import sys, time
-from headrace.engine.core_lock import CoreLock
+from headrace_common.system.core_lock import CoreLock
 core_lock = CoreLock((int(sys.argv[1]), int(sys.argv[2])), 1)
 with core_lock.held():
     print("mine", flush=True)

@@ -4,8 +4,8 @@ import queue
 
 import pytest
 
-from headrace.core.messages import FinishReason, Shutdown
-from headrace.engine.engine import MAX_UNSENT, Engine, Inbox
+from headrace_common.messages import FinishReason, Shutdown
+from headrace_engine.engine import MAX_UNSENT, Engine, Inbox
 from tests.engine.fakes import Runner, Sent
 from tests.scheduler.builders import make_scheduler, make_submit
 

@@ -4,12 +4,12 @@ import queue
 import threading
 from typing import Any
 
-from headrace.core.ids import SequenceId
-from headrace.core.messages import FinishReason, Outputs, Shutdown
-from headrace.core.sampling import Sampling
-from headrace.engine.engine import Engine, Inbox
-from headrace.engine.grammars import Compiled, Grammars
-from headrace.text.grammar import GrammarError
+from headrace_common.grammar import GrammarError
+from headrace_common.ids import SequenceId
+from headrace_common.messages import FinishReason, Outputs, Shutdown
+from headrace_common.sampling import Sampling
+from headrace_engine.engine import Engine, Inbox
+from headrace_engine.grammars import Compiled, Grammars
 from tests.engine.fakes import Runner, Sent
 from tests.scheduler.builders import cancel, make_scheduler, make_submit
 

@@ -4,11 +4,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.errors import ModelError
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Ready
-from headrace.engine.load import load, max_guess
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.errors import ModelError
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import Ready
+from headrace_engine.load import load, max_guess
 from tools.harness.tiny_models import make_tiny_model
 
 

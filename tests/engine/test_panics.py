@@ -9,11 +9,11 @@ import pytest
 
 from headrace.cli import exits
 from headrace.cli import main as command
-from headrace.core.messages import FinishReason, Shutdown
-from headrace.engine.adapters import AdapterShelf, Reading
-from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
-from headrace.engine.engine import Engine, Inbox
-from headrace.engine.local import LocalEngine
+from headrace.engines.client import EngineDown, EngineNews, EngineUp, NewsQueue
+from headrace.engines.local import LocalEngine
+from headrace_common.messages import FinishReason, Shutdown
+from headrace_engine.adapters import AdapterShelf, Reading
+from headrace_engine.engine import Engine, Inbox
 from tests.engine.fakes import Runner, Sent
 from tests.fleet.fakes import READY
 from tests.scheduler.builders import make_scheduler, make_submit

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from headrace.core.ids import SequenceId
-from headrace.engine.step_record import StepRecord
+from headrace_common.ids import SequenceId
+from headrace_common.system.step_record import StepRecord
 
 IDS = (SequenceId(3), SequenceId(2**40))
 

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from headrace import awake
-from headrace.config.settings import ModelConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.loading import CHECKING, COMPILING, READING, WARMING
-from headrace.core.messages import (
+from headrace.engines import backoff
+from headrace.engines import child as child_module
+from headrace.engines import supervisor as module
+from headrace.engines.child import Child
+from headrace.engines.client import EngineDown, EngineNews, EngineUp
+from headrace.engines.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, Pulse, Supervisor
+from headrace_common.config.settings import ModelConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.loading import CHECKING, COMPILING, READING, WARMING
+from headrace_common.messages import (
     WEIGHTS,
     FinishReason,
     Loading,
@@ -25,14 +30,9 @@ from headrace.core.messages import (
     Outputs,
     Submit,
 )
-from headrace.core.sampling import Sampling
-from headrace.engine import backoff
-from headrace.engine import child as child_module
-from headrace.engine import supervisor as module
-from headrace.engine.child import Child
-from headrace.engine.client import EngineDown, EngineNews, EngineUp
-from headrace.engine.step_record import StepRecord
-from headrace.engine.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, Pulse, Supervisor
+from headrace_common.sampling import Sampling
+from headrace_common.system import awake
+from headrace_common.system.step_record import StepRecord
 from tools.harness.eventually import eventually
 
 LIMIT_S = 240
@@ -99,7 +99,7 @@ async def tokens(news: AsyncIterator[EngineNews]) -> list[int]:
 async def test_a_killed_engine_is_started_again_and_names_who_was_at_work(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "headrace.engine.supervisor")
+    caplog.set_level("INFO", "headrace.engines.supervisor")
 
     async with started(folder) as (supervisor, news):
         await of_kind(news, EngineUp)

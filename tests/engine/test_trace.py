@@ -1,11 +1,11 @@
 import queue
 import time
 
-from headrace.core.ids import SequenceId
-from headrace.core.messages import NUM_TRACED_STEPS, Shutdown, Status, StepTrace
-from headrace.engine import wire
-from headrace.engine.engine import Engine, Inbox
-from headrace.scheduler.scheduler import Scheduler
+from headrace_common import wire
+from headrace_common.ids import SequenceId
+from headrace_common.messages import NUM_TRACED_STEPS, Shutdown, Status, StepTrace
+from headrace_engine.engine import Engine, Inbox
+from headrace_engine.scheduler.scheduler import Scheduler
 from tests.engine.fakes import Runner, Sent
 from tests.scheduler.builders import make_scheduler, make_submit
 

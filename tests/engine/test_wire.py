@@ -6,9 +6,10 @@ import struct
 
 import pytest
 
-from headrace.config.settings import ModelConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import (
+from headrace_common import wire
+from headrace_common.config.settings import ModelConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import (
     Cancel,
     Finished,
     FinishReason,
@@ -19,9 +20,8 @@ from headrace.core.messages import (
     Ping,
     Submit,
 )
-from headrace.core.sampling import Logprobs, Sampling
-from headrace.engine import wire
-from headrace.engine.wire import Start
+from headrace_common.sampling import Logprobs, Sampling
+from headrace_common.wire import Start
 
 SEQUENCE = SequenceId(7)
 MESSAGES: list[Message] = [

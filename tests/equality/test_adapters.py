@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.checkpoints.adapters import name_adapter
-from headrace.checkpoints.merge import merge
-from headrace.checkpoints.spec import read_spec
-from headrace.core.adapter import Adapter
-from headrace.runner.runner import Runner
+from headrace_common.adapter import Adapter
+from headrace_common.checkpoints.adapters import name_adapter
+from headrace_common.checkpoints.spec import read_spec
+from headrace_engine.runner.runner import Runner
+from headrace_engine.weights.merge import merge
 from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_adapters import ATTENTION, MLP, make_adapter

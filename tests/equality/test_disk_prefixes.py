@@ -15,16 +15,16 @@ from zlib import crc32
 import pytest
 import torch
 
-from headrace.config.settings import ModelConfig, PrefixCacheConfig, SchedulerConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Message, NewSequence, Outputs, Shutdown, Status, Submit
-from headrace.core.plan import PromptInputs
-from headrace.core.sampling import Sampling
-from headrace.engine.engine import Engine
-from headrace.engine.load import load
-from headrace.prefixes import keeper as keepers
-from headrace.prefixes.folder import PrefixFolder
-from headrace.runner.images import ImageProcessor, Prepared
+from headrace_common.config.settings import ModelConfig, PrefixCacheConfig, SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import Message, NewSequence, Outputs, Shutdown, Status, Submit
+from headrace_common.plan import PromptInputs
+from headrace_common.sampling import Sampling
+from headrace_engine.engine import Engine
+from headrace_engine.load import load
+from headrace_engine.prefixes import keeper as keepers
+from headrace_engine.prefixes.folder import PrefixFolder
+from headrace_engine.runner.images import ImageProcessor, Prepared
 from tests.drive import random_prompt
 from tests.equality.test_lanes_images import picture
 from tests.kernels.own_kernels import needs_own_kernels

@@ -12,19 +12,19 @@ import msgspec
 import pytest
 import torch
 
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.spec import read_spec
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.cache import bytes_per_position
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Message, NewSequence, Outputs, Status, Submit
-from headrace.core.sampling import LLAMA_CPP_ORDER, Logprobs, Sampling
-from headrace.engine.engine import Engine, Inbox
-from headrace.engine.load import load
-from headrace.runner.lanes.native_text import NativeText
-from headrace.scheduler.guess import Guess, Guesser, OwnGuesser
-from headrace.scheduler.sequence import Sequence
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.cache import bytes_per_position
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import Message, NewSequence, Outputs, Status, Submit
+from headrace_common.sampling import LLAMA_CPP_ORDER, Logprobs, Sampling
+from headrace_engine.engine import Engine, Inbox
+from headrace_engine.load import load
+from headrace_engine.runner.lanes.native_text import NativeText
+from headrace_engine.scheduler.guess import Guess, Guesser, OwnGuesser
+from headrace_engine.scheduler.sequence import Sequence
 from tests.drive import random_prompt
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.core.messages import InstructionSet
-from headrace.runner.runner import Runner
+from headrace_common.messages import InstructionSet
+from headrace_engine.runner.runner import Runner
 from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import ALL_SETS, HAS_OWN, OWN_SETS, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from headrace.core.sampling import Sampling
+from headrace_common.sampling import Sampling
 from tests.drive import (
     Drive,
     assert_close,

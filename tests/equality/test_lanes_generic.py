@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from headrace.core.ids import BlockId, SlotId
-from headrace.core.plan import BlockCopy, SlotCopy, StepPlan
+from headrace_common.ids import BlockId, SlotId
+from headrace_common.plan import BlockCopy, SlotCopy, StepPlan
 from tests.drive import (
     Drive,
     assert_close,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.core.ids import SlotId
-from headrace.core.plan import SlotCopy, StepPlan
+from headrace_common.ids import SlotId
+from headrace_common.plan import SlotCopy, StepPlan
 from tests.drive import (
     Drive,
     assert_equals_transformers,

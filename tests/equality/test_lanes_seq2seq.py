@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from headrace.core.ids import SequenceId, SlotId
-from headrace.core.plan import (
+from headrace_common.ids import SequenceId, SlotId
+from headrace_common.plan import (
     Begin,
     Chunk,
     EncodeChunk,
@@ -18,7 +18,7 @@ from headrace.core.plan import (
     SlotCopy,
     StepPlan,
 )
-from headrace.runner.runner import Runner
+from headrace_engine.runner.runner import Runner
 from tests.drive import GREEDY, assert_close, random_prompt, tiny_runner
 from tools.harness.tiny_models import make_tiny_seq2seq
 

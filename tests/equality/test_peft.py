@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from headrace.checkpoints.adapters import name_adapter
-from headrace.checkpoints.merge import merge
-from headrace.checkpoints.spec import read_spec
-from headrace.core.sampling import Sampling
+from headrace_common.checkpoints.adapters import name_adapter
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.sampling import Sampling
+from headrace_engine.weights.merge import merge
 from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
 from tools.harness.tiny_models import make_tiny_model
 

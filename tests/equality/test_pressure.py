@@ -8,14 +8,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import NewSequence, Submit
-from headrace.core.plan import Chunk, StepPlan
-from headrace.core.sampling import Sampling
-from headrace.engine.load import load
-from headrace.runner.runner import Runner
-from headrace.scheduler.scheduler import Scheduler
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import NewSequence, Submit
+from headrace_common.plan import Chunk, StepPlan
+from headrace_common.sampling import Sampling
+from headrace_engine.load import load
+from headrace_engine.runner.runner import Runner
+from headrace_engine.scheduler.scheduler import Scheduler
 from tests.kernels.own_kernels import needs_own_kernels
 from tests.scheduler.builders import Engine
 from tools.harness.tiny_models import make_tiny_model

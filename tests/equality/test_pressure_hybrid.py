@@ -5,14 +5,14 @@ from array import array
 import msgspec
 import pytest
 
-from headrace.config.settings import SchedulerConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import NewSequence, Submit
-from headrace.core.sampling import Sampling
-from headrace.runner.runner import Runner
-from headrace.scheduler.budget import resolve
-from headrace.scheduler.scheduler import Scheduler
+from headrace_common.config.settings import SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import NewSequence, Submit
+from headrace_common.sampling import Sampling
+from headrace_engine.runner.runner import Runner
+from headrace_engine.scheduler.budget import resolve
+from headrace_engine.scheduler.scheduler import Scheduler
 from tests.drive import random_prompt, tiny_runner
 from tests.equality.test_pressure import RealEngine
 from tests.scheduler.builders import cancel

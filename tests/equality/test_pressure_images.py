@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import NewSequence, Submit
-from headrace.core.sampling import Sampling
-from headrace.runner.images import ImageProcessor, Prepared
-from headrace.runner.runner import Runner
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import NewSequence, Submit
+from headrace_common.sampling import Sampling
+from headrace_engine.runner.images import ImageProcessor, Prepared
+from headrace_engine.runner.runner import Runner
 from tests.drive import random_prompt, tiny_runner
 from tests.equality.test_lanes_images import picture
 from tests.equality.test_pressure import RealEngine

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.settings import ModelConfig, SchedulerConfig, ServerConfig
-from headrace.core.request import Request, Text
-from headrace.core.sampling import Sampling
-from headrace.engine.local import LocalEngine
+from headrace.engines.local import LocalEngine
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
@@ -19,6 +16,9 @@ from headrace.protocols.worker import Jobs
 from headrace.streams.events import Finish, Progress, Tokens
 from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
+from headrace_common.config.settings import ModelConfig, SchedulerConfig, ServerConfig
+from headrace_common.request import Request, Text
+from headrace_common.sampling import Sampling
 
 PROMPTS = [f"{number}: " + "water over the wheel " * (number % 7) for number in range(64)]
 GREEDY = Sampling(temperature=0, max_tokens=24, ignore_eos=True)

@@ -1,9 +1,13 @@
 """An engine that says what a test tells it to, its figures and death, and a tenant of it."""
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import SequenceId
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import (
+from headrace.engines.client import EngineDown, EngineNews, EngineUp, NewsQueue
+from headrace.fleet.queue_eta import TokensAsked
+from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import InQueue, TenantNews, Tenants
+from headrace_common.errors import RequestError
+from headrace_common.ids import SequenceId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import (
     Cancel,
     DropAdapter,
     Finished,
@@ -17,10 +21,6 @@ from headrace.core.messages import (
     Status,
     Submit,
 )
-from headrace.engine.client import EngineDown, EngineNews, EngineUp, NewsQueue
-from headrace.fleet.queue_eta import TokensAsked
-from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import InQueue, TenantNews, Tenants
 from tools.harness.eventually import settle
 
 READY = Ready(

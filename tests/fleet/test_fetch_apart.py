@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from headrace.checkpoints import hub_files
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
 from headrace.fleet.fetch_apart import fetch_apart
+from headrace_common.checkpoints import hub_files
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
 from tests.checkpoints.small_hub import SmallHub, small_hub
 
 REPO = "someone/tiny"
@@ -97,7 +97,7 @@ def test_a_download_of_which_nothing_new_comes_is_given_up(
 def test_a_download_ends_soon_after_sigterm_while_a_thread_waits_for_the_hub() -> None:
     code = (
         "import signal, threading, time\n"
-        "from headrace.checkpoints import fetch\n"
+        "from headrace_common.checkpoints import fetch\n"
         "threading.Thread(target=time.sleep, args=(100,)).start()\n"
         "signal.signal(signal.SIGTERM, fetch._end)\n"
         "print('begun', flush=True)\n"

@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
-from headrace.core.errors import RequestError
-from headrace.engine.client import EngineDown, EngineUp
+from headrace.engines.client import EngineDown, EngineUp
 from headrace.fleet import model_host
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.metrics.metrics import Metrics
+from headrace_common.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
+from headrace_common.errors import RequestError
 from tests.fleet.fakes import READY, FakeEngine
 from tools.harness.eventually import settle
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from headrace.core.loading import COMPILING, READING, LoadProgress
-from headrace.core.messages import Loading
 from headrace.fleet import load_watch
 from headrace.fleet.load_watch import LoadTeller, LoadWatch
+from headrace_common.loading import COMPILING, READING, LoadProgress
+from headrace_common.messages import Loading
 from tools.harness.eventually import eventually
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoints.find import MINI, find_model
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
 from headrace.fleet import model_check
 from headrace.fleet.model_check import Checked, NotChecked, check_model
 from headrace.fleet.model_host import ModelHost
 from headrace.metrics.metrics import Metrics
+from headrace_common.checkpoints.find import MINI, find_model
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
 
 Spoil = Callable[[Path], None]
 

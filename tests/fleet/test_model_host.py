@@ -11,10 +11,15 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError, RequestError
-from headrace.core.ids import SequenceId
-from headrace.core.messages import (
+from headrace.engines.client import EngineDown, EngineResized, EngineUp
+from headrace.fleet.engine_life import EngineClosed
+from headrace.fleet.model_host import ModelHost
+from headrace.fleet.served_model import ServedModel
+from headrace.metrics.metrics import Metrics
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError, RequestError
+from headrace_common.ids import SequenceId
+from headrace_common.messages import (
     Finished,
     FinishReason,
     Loading,
@@ -23,11 +28,6 @@ from headrace.core.messages import (
     PromptAdvance,
     Started,
 )
-from headrace.engine.client import EngineDown, EngineResized, EngineUp
-from headrace.fleet.engine_life import EngineClosed
-from headrace.fleet.model_host import ModelHost
-from headrace.fleet.served_model import ServedModel
-from headrace.metrics.metrics import Metrics
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant
 from tools.harness.eventually import settle
 

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config.settings import ModelConfig
 from headrace.fleet import model_list
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired, ModelSources, kept
 from headrace.fleet.pulls import KeptPull, Pulls
 from headrace.fleet.served_model import Models
+from headrace_common.config.settings import ModelConfig
 
 
 class NoFleet:

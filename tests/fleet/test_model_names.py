@@ -4,9 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.settings import ModelConfig
-from headrace.config.sources import check_names
-from headrace.core.errors import ConfigError, RequestError
 from headrace.fleet.model_names import (
     Aliases,
     called,
@@ -18,6 +15,9 @@ from headrace.fleet.model_names import (
 )
 from headrace.fleet.served_model import Models
 from headrace.protocols.model_text import ModelText
+from headrace_common.config.settings import ModelConfig
+from headrace_common.config.sources import check_names
+from headrace_common.errors import ConfigError, RequestError
 
 
 def gguf(*place: str | Path) -> str:

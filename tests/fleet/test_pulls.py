@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoints.fetch import FetchFailed
 from headrace.fleet import kept_file, pulls
 from headrace.fleet.kept_file import keep_file
 from headrace.fleet.pulls import Pull, Pulls
+from headrace_common.checkpoints.fetch import FetchFailed
 from tools.harness.eventually import settle
 
 
@@ -112,7 +112,7 @@ GARBAGE = {
 
 
 def child(code: str) -> str:
-    """A module for `python -m headrace.checkpoints.fetch` that writes what it likes."""
+    """A module for `python -m headrace_common.checkpoints.fetch` that writes what it likes."""
     return f"import os, sys\nout = sys.stdout.buffer\n{code}\nout.flush()\n"
 
 

@@ -8,9 +8,16 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from headrace.core.ids import SequenceId
-from headrace.core.messages import Finished, FinishReason, NewToken, Outputs, PromptAdvance, Started
 from headrace.fleet.queue_eta import QueueEta, TokensAsked, Waiting, starts
+from headrace_common.ids import SequenceId
+from headrace_common.messages import (
+    Finished,
+    FinishReason,
+    NewToken,
+    Outputs,
+    PromptAdvance,
+    Started,
+)
 from tests.fleet.fakes import STATUS
 
 NUM_PLACES, NUM_CLIENTS, NUM_PROMPT = 4, 10, 60

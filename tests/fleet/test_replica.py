@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from headrace.core.messages import Status
-from headrace.engine.client import EngineUp
+from headrace.engines.client import EngineUp
 from headrace.fleet.replica import Replica, ReplicaCount, counts_of, ready_of, total
+from headrace_common.messages import Status
 from tests.fleet.fakes import READY, STATUS, FakeEngine
 
 

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from headrace.config.settings import ModelConfig, ServerConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Cancel, FinishReason, NewSequence, Outputs, Status, Submit
-from headrace.core.sampling import Sampling
-from headrace.engine.client import EngineDown, EngineNews, EngineResized, EngineUp
+from headrace.engines.client import EngineDown, EngineNews, EngineResized, EngineUp
 from headrace.fleet import replica
 from headrace.fleet import replicas as module
 from headrace.fleet.model_host import ModelHost
@@ -25,6 +21,10 @@ from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens
 from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
+from headrace_common.config.settings import ModelConfig, ServerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import Cancel, FinishReason, NewSequence, Outputs, Status, Submit
+from headrace_common.sampling import Sampling
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, read
 from tools.harness.eventually import settle

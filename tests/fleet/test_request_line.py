@@ -2,11 +2,11 @@
 
 from array import array
 
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Cancel, NewSequence, Submit
-from headrace.core.sampling import Sampling
 from headrace.fleet.request_line import RequestLine
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import Cancel, NewSequence, Submit
+from headrace_common.sampling import Sampling
 
 LAYOUT = MemoryLayout(num_blocks=32, max_positions=256)
 

@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import Encoded
-from headrace.core.request import Chat, Prompt, Request, Text
-from headrace.core.sampling import Sampling
 from headrace.generation.model_checks import admit
+from headrace_common.errors import RequestError
+from headrace_common.jobs import Encoded
+from headrace_common.request import Chat, Prompt, Request, Text
+from headrace_common.sampling import Sampling
 from tests.gateway.builders import FakeModel
 
 

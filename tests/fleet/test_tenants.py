@@ -5,10 +5,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from headrace.core.adapter import Adapter
-from headrace.core.errors import RequestError
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import (
+from headrace.engines.client import EngineUp
+from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.tenants import Tenants
+from headrace_common.adapter import Adapter
+from headrace_common.errors import RequestError
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import (
     Cancel,
     Finished,
     FinishReason,
@@ -18,10 +21,7 @@ from headrace.core.messages import (
     Started,
     Submit,
 )
-from headrace.core.sampling import Sampling
-from headrace.engine.client import EngineUp
-from headrace.fleet.load_watch import LoadWatch
-from headrace.fleet.tenants import Tenants
+from headrace_common.sampling import Sampling
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant
 from tools.harness.eventually import settle
 

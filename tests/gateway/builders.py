@@ -12,19 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 from hypothesis import strategies as st
 
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.sentences import SentenceSpec
-from headrace.checkpoints.spec import Defaults
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
-from headrace.core.jobs import CheckedBody, EncodePairs, EncodePrompts
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Ready
-from headrace.core.pieces import REASONING, ChannelPiece
-from headrace.core.request import Chat, Prompt, Request, ResponseOptions, Text
-from headrace.core.sampling import Sampling
-from headrace.engine.client import EngineUp
+from headrace.engines.client import EngineUp
 from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.model_list import Desired, ModelSources
@@ -57,6 +45,18 @@ from headrace.streams.tally import Tally
 from headrace.text.encoder import Encoder
 from headrace.text.infill import InfillMarks
 from headrace.workers.pool import ThreadWork
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.sentences import SentenceSpec
+from headrace_common.checkpoints.spec import Defaults
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.jobs import CheckedBody, EncodePairs, EncodePrompts
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import Ready
+from headrace_common.pieces import REASONING, ChannelPiece
+from headrace_common.request import Chat, Prompt, Request, ResponseOptions, Text
+from headrace_common.sampling import Sampling
 
 _NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats(-1e308, 1e308)
 JSON = st.recursive(

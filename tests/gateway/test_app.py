@@ -5,12 +5,12 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig
-from headrace.core.errors import RequestError
-from headrace.core.messages import Loading
 from headrace.gateway.app import create_app
 from headrace.streams.events import Finish, Timings, Usage
 from headrace.streams.log import LogGone
+from headrace_common.config.settings import HttpConfig, ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.messages import Loading
 from tests.gateway.builders import FakeGeneration, FakeModel, ended, tokens
 
 FINISH = Finish(seq=0, at_ms=0, ends=(ended().end,), usage=Usage(2, 1), timings=Timings())

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from headrace.config.settings import HttpConfig
-from headrace.core.errors import ConfigError, RequestError
-from headrace.core.log_context import KEY_NAME
 from headrace.gateway.auth import Auth
 from headrace.workers.job_line import OWNER
+from headrace_common.config.settings import HttpConfig
+from headrace_common.errors import ConfigError, RequestError
+from headrace_common.log_context import KEY_NAME
 
 KEYS = HttpConfig(api_key=("one", "two"))
 

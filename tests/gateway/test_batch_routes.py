@@ -11,12 +11,12 @@ from headrace.batches.answers import LineAsked
 from headrace.batches.folder import folder_shelf
 from headrace.batches.lines import PIECE
 from headrace.batches.records import FileRecord
-from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.batch_answers import BatchAnswers
 from headrace.gateway.file_routes import content_of
 from headrace.gateway.vector_routes import VectorRoutes
+from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import FakeGeneration
 from tests.gateway.test_http_server import served
 

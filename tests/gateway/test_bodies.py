@@ -7,10 +7,10 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from headrace.core.errors import RequestError
 from headrace.gateway import bodies
 from headrace.gateway.content_coding import BodyDecoder
 from headrace.workers.job_line import OWNER
+from headrace_common.errors import RequestError
 from tools.harness.eventually import settle
 
 

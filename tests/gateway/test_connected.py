@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from headrace.core.errors import RequestError
 from headrace.gateway.delivery import unless_left, while_connected
+from headrace_common.errors import RequestError
 
 
 async def stays() -> dict[str, Any]:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway.app import create_app
+from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import FakeGeneration
 
 PAGE = {"origin": "https://app.example"}

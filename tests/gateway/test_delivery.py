@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config.settings import StreamConfig
-from headrace.core.errors import RequestError
 from headrace.gateway.delivery import LiveAnswer, deliver, while_connected
 from headrace.protocols.openai.chunks import ChunkBody
 from headrace.streams.events import Finish, Heartbeat, Timings, Usage
 from headrace.streams.log import MemoryLog
 from headrace.streams.record import Names
 from headrace.streams.store import StoreStalled
+from headrace_common.config.settings import StreamConfig
+from headrace_common.errors import RequestError
 from tests.gateway.builders import (
     FakeStream,
     accepted,

@@ -1,7 +1,7 @@
-from headrace.core.messages import Status, StepTrace
 from headrace.gateway.figure_routes import about
 from headrace.streams.store import SeenGateway
 from headrace.streams.stores.memory import MemoryStore
+from headrace_common.messages import Status, StepTrace
 from tests.gateway.builders import READY, FakeGeneration
 from tests.gateway.test_state_routes import client_of
 

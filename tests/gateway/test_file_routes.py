@@ -8,10 +8,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace.batches.folder import folder_shelf
-from headrace.config.settings import BatchConfig, HttpConfig, ServerConfig
 from headrace.gateway import file_routes
 from headrace.gateway.app import create_app
 from headrace.gateway.multipart import STEP_BYTES
+from headrace_common.config.settings import BatchConfig, HttpConfig, ServerConfig
 from tests.gateway.builders import FakeGeneration
 
 CONFIG = ServerConfig(

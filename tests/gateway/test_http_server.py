@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway import http_server
 from headrace.gateway.app import create_app
 from headrace.gateway.delivery import while_connected
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE, Bounds, HttpServer
+from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import FakeGeneration, FakeStream, tokens
 
 POST = b"POST /wait HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n{}"

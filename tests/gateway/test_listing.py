@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from starlette.datastructures import QueryParams
 
-from headrace.core.errors import RequestError
 from headrace.gateway.listing import Paging, page
+from headrace_common.errors import RequestError
 
 ENTRIES = [SimpleNamespace(id=f"e{number}") for number in range(7)]
 BOTH = Paging(most=5, usual=3, after="after_id", before="before_id")

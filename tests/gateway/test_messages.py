@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig, StreamConfig
-from headrace.core.errors import RequestError
-from headrace.core.pieces import REASONING, TOOL
 from headrace.gateway.app import create_app
 from headrace.streams.record import Names, Record
+from headrace_common.config.settings import HttpConfig, ServerConfig, StreamConfig
+from headrace_common.errors import RequestError
+from headrace_common.pieces import REASONING, TOOL
 from tests.gateway.builders import (
     FakeGeneration,
     OneStream,

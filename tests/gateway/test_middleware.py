@@ -3,9 +3,9 @@
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway.app import create_app
 from headrace.gateway.middleware import canonical
+from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import FakeGeneration
 
 

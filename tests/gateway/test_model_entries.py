@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway.app import create_app
+from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import READY, FakeGeneration, FakeModel
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from headrace.core.errors import RequestError
 from headrace.gateway.multipart import STEP_BYTES, FormParser, PartHead, boundary_of
+from headrace_common.errors import RequestError
 
 FILE = b"--b\r\n--\r\n\r\nline\r\n--bo\nend"
 FORM = (

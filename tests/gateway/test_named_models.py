@@ -10,9 +10,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace.batches.folder import folder_shelf
-from headrace.config.settings import HttpConfig, ServerConfig
-from headrace.core.errors import RequestError
-from headrace.core.jobs import Job, NameModels, ReadBatch, ReadModelName, ReadNames
 from headrace.fleet.served_model import Models
 from headrace.gateway.app import create_app
 from headrace.gateway.named_models import read_named_models
@@ -20,6 +17,9 @@ from headrace.gateway.routes import ROUTES
 from headrace.protocols.model_text import ModelText
 from headrace.protocols.worker import Jobs
 from headrace.workers.job_line import Body
+from headrace_common.config.settings import HttpConfig, ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.jobs import Job, NameModels, ReadBatch, ReadModelName, ReadNames
 from tests.gateway.builders import FakeGeneration
 
 CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway import native_routes
 from headrace.gateway.app import create_app
+from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import (
     FakeGeneration,
     OneStream,

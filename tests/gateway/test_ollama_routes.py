@@ -4,8 +4,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace import __version__
-from headrace.config.settings import HttpConfig, ServerConfig
 from headrace.gateway.app import create_app
+from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import FakeGeneration
 
 CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))

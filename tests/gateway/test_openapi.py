@@ -14,12 +14,12 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
-from headrace.config.settings import HttpConfig, ServerConfig
-from headrace.core.errors import KINDS
 from headrace.gateway.app import create_app
 from headrace.gateway.openapi import document
 from headrace.gateway.routes import ROUTES
 from headrace.streams.events import Finish, Timings, Usage
+from headrace_common.config.settings import HttpConfig, ServerConfig
+from headrace_common.errors import KINDS
 from tests.gateway.builders import FakeGeneration, ended, tokens
 
 FINISH = Finish(seq=0, at_ms=0, ends=(ended().end,), usage=Usage(2, 1), timings=Timings())

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig, StreamConfig
-from headrace.config.sources import load
-from headrace.core.errors import ConfigError
 from headrace.gateway.app import create_app
+from headrace_common.config.settings import HttpConfig, ServerConfig, StreamConfig
+from headrace_common.config.sources import load
+from headrace_common.errors import ConfigError
 from tests.gateway.builders import FakeGeneration, ended
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}

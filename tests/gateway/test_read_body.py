@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody, EncodePrompts, Job, ReadBody
 from headrace.gateway.generation_routes import read_body
 from headrace.protocols.openai import completions as openai_completions
 from headrace.protocols.requests import to_request
 from headrace.workers.job_line import LARGE
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedBody, EncodePrompts, Job, ReadBody
 from tests.generation.fakes import running
 
 ROUTE = "/v1/completions"

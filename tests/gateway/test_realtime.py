@@ -4,10 +4,10 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig
-from headrace.core.errors import RequestError
 from headrace.gateway.app import create_app
 from headrace.gateway.realtime import _FIELDS, _cursor, _read, _text
+from headrace_common.config.settings import HttpConfig, ServerConfig
+from headrace_common.errors import RequestError
 from tests.gateway.builders import FakeGeneration
 
 

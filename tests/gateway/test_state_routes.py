@@ -8,9 +8,6 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
-from headrace.config.settings import HttpConfig, ServerConfig
-from headrace.core.messages import LaneFacts, Status, StepTrace
-from headrace.core.plan import SourceSpec
 from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.model_entries import _kind
@@ -18,6 +15,9 @@ from headrace.gateway.state_routes import Snapshot, Watch
 from headrace.generation.event_builder import Standing
 from headrace.streams.events import Finish, Timings, Usage
 from headrace.streams.record import Names
+from headrace_common.config.settings import HttpConfig, ServerConfig
+from headrace_common.messages import LaneFacts, Status, StepTrace
+from headrace_common.plan import SourceSpec
 from tests.gateway.builders import READY, FakeGeneration, NoStreams, ended
 
 STEPS = [StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, ""), StepTrace(4, 0, 0, 0.03, 0.03, None, "")]

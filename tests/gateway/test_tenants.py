@@ -8,8 +8,7 @@ from pathlib import Path
 import httpx
 from starlette.datastructures import Headers
 
-from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
-from headrace.engine.local import LocalEngine
+from headrace.engines.local import LocalEngine
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.app import create_app
@@ -19,6 +18,7 @@ from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
+from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
 
 PROMPT = "The figures of the third quarter are not to be known before Monday. " * 4
 Cached = Callable[..., Awaitable[int]]

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
-from headrace.core.jobs import CheckedBody
-from headrace.core.request import Text
 from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
 from headrace.streams.log import LogGone
 from headrace.streams.record import Names
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.jobs import CheckedBody
+from headrace_common.request import Text
 
 
 def wait_for(names: Names | None = None, **fields: object) -> Wait:

@@ -8,10 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
-from headrace.core.request import Request, Text
-from headrace.core.sampling import Sampling
-from headrace.engine.client import EngineUp
+from headrace.engines.client import EngineUp
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import PLAIN, Generation
@@ -24,6 +21,9 @@ from headrace.streams.record import Names
 from headrace.streams.store import Store
 from headrace.streams.stores.memory import MemoryStore
 from headrace.workers.pool import ThreadWork
+from headrace_common.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
+from headrace_common.request import Request, Text
+from headrace_common.sampling import Sampling
 from tests.fleet.fakes import READY, FakeEngine
 from tools.harness.eventually import settle
 

@@ -9,11 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.config.settings import StreamConfig
-from headrace.core.errors import RequestError
-from headrace.core.ids import SequenceId
-from headrace.core.messages import FinishReason
-from headrace.engine.client import EngineUp
+from headrace.engines.client import EngineUp
 from headrace.fleet.queue_eta import NextStart, Schedule, Waiting, starts
 from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
 from headrace.generation.generation import Generation
@@ -21,6 +17,10 @@ from headrace.generation.registry import Found
 from headrace.streams.events import Error, Queued
 from headrace.streams.record import Names
 from headrace.streams.stores.sqlite import SqliteStore
+from headrace_common.config.settings import StreamConfig
+from headrace_common.errors import RequestError
+from headrace_common.ids import SequenceId
+from headrace_common.messages import FinishReason
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle

@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from headrace.core.ids import SequenceId
 from headrace.generation.crash_blame import CrashBlame
+from headrace_common.ids import SequenceId
 from tests.fleet.fakes import DOWN
 
 MINE, OTHER = (SequenceId(1), SequenceId(2)), SequenceId(3)

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from headrace.config.settings import ModelConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Finished, FinishReason, NewToken, PromptAdvance, Started
-from headrace.core.pieces import ChannelPiece
-from headrace.core.request import Request, Text
-from headrace.core.sampling import Sampling
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.choice import ChoiceWriter
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.waits import Beat, Heartbeats, PromptProgress
 from headrace.streams.events import Served, Tokens
 from headrace.streams.record import Record
+from headrace_common.config.settings import ModelConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import Finished, FinishReason, NewToken, PromptAdvance, Started
+from headrace_common.pieces import ChannelPiece
+from headrace_common.request import Request, Text
+from headrace_common.sampling import Sampling
 from tests.fleet.fakes import READY
 
 ID = SequenceId(0)

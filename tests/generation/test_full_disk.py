@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.streams.events import Error
@@ -18,6 +17,7 @@ from headrace.streams.store import ByConversation, Stored, StoreStalled
 from headrace.streams.stores import sqlite_writer
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace.streams.stores.sqlite_schema import NAME
+from headrace_common.errors import RequestError
 from tests.fleet.fakes import FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle

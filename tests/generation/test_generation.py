@@ -7,11 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
-from headrace.core.messages import FinishReason
-from headrace.core.sampling import Sampling
-from headrace.engine.client import EngineUp
+from headrace.engines.client import EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.streams.events import AnyEvent, Error, Heartbeat, Progress, Queued, Tokens
@@ -19,6 +15,10 @@ from headrace.streams.events import Finish as FinishEvent
 from headrace.streams.record import Names, Record
 from headrace.streams.store import Stored
 from headrace.streams.stores.memory import MemoryStore
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.messages import FinishReason
+from headrace_common.sampling import Sampling
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running, text_of
 from tools.harness.eventually import settle

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from headrace.core.request import Ids, Prompt, Request, ResponseOptions, Text
-from headrace.core.sampling import Sampling
 from headrace.generation.prompt_report import NO_CHUNKS, describe
 from headrace.streams.events import AnyEvent, Finish, Ingestion, Progress, Usage
+from headrace_common.request import Ids, Prompt, Request, ResponseOptions, Text
+from headrace_common.sampling import Sampling
 from tests.equality.test_together import asking
 from tests.gateway.builders import make_record, make_request
 from tests.kernels.own_kernels import HAS_OWN

@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
-from headrace.core.messages import FinishReason
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.generation.stream import LiveStream
 from headrace.streams.record import Names, Record
 from headrace.streams.store import ByConversation, ById, Stored
 from headrace.streams.stores.memory import MemoryStore
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.messages import FinishReason
 from tests.fleet.fakes import DOWN, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle

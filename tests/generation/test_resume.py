@@ -7,10 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import RequestError
-from headrace.core.messages import FinishReason
-from headrace.engine.client import EngineUp
+from headrace.engines.client import EngineUp
 from headrace.fleet import model_check
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
@@ -20,6 +17,9 @@ from headrace.streams.events import Error, Finish
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation
 from headrace.streams.stores.memory import MemoryStore
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import RequestError
+from headrace_common.messages import FinishReason
 from tests.fleet.fakes import DOWN, READY, FakeEngine
 from tests.generation.fakes import ask, models_of, read
 from tests.generation.test_full_disk import full

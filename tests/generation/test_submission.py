@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from headrace.core.messages import Cancel, FinishReason, NewToken, Outputs
-from headrace.engine.client import EngineUp
+from headrace.engines.client import EngineUp
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.tenants import Tenants
 from headrace.generation.submission import Submission
+from headrace_common.messages import Cancel, FinishReason, NewToken, Outputs
 from tests.fleet.fakes import READY, FakeEngine, FakeTenant
 
 MODEL: Any = object()  # only handed on

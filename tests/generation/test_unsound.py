@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.messages import FinishReason
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.generation import Generation
 from headrace.streams.events import Error
@@ -17,6 +16,7 @@ from headrace.streams.log import LogUnsound
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation, ById
 from headrace.streams.stores.sqlite_schema import NAME
+from headrace_common.messages import FinishReason
 from tests.fleet.fakes import FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.stream_events import opened_sqlite

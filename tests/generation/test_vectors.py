@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import SequenceId
-from headrace.core.messages import Finished, FinishReason, Outputs
-from headrace.core.request import Ids
-from headrace.engine.client import EngineUp
+from headrace.engines.client import EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import VectorRequest, Vectors
+from headrace_common.errors import RequestError
+from headrace_common.ids import SequenceId
+from headrace_common.messages import Finished, FinishReason, Outputs
+from headrace_common.request import Ids
 from tests.fleet.fakes import DOWN, READY, FakeEngine
 from tests.generation.fakes import running
 from tools.harness.eventually import settle

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.messages import FinishReason, Loading
-from headrace.engine.client import EngineDown, EngineUp
+from headrace.engines.client import EngineDown, EngineUp
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.streams.events import Error, Heartbeat, Served
+from headrace_common.errors import RequestError
+from headrace_common.messages import FinishReason, Loading
 from tests.fleet.fakes import READY, FakeEngine
 from tests.generation.fakes import Engines, ask, make_request, models_of, read
 from tools.harness.eventually import settle

@@ -5,14 +5,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.checkpoints.find import find_model
 from headrace.cli.capacity import cache_bytes
-from headrace.config.settings import SchedulerConfig
-from headrace.core.errors import ModelError
-from headrace.core.ids import BlockId, SlotId
-from headrace.core.plan import BlockCopy, SlotCopy, StepPlan
-from headrace.core.sampling import Sampling
-from headrace.runner.runner import Runner
+from headrace_common.checkpoints.find import find_model
+from headrace_common.config.settings import SchedulerConfig
+from headrace_common.errors import ModelError
+from headrace_common.ids import BlockId, SlotId
+from headrace_common.plan import BlockCopy, SlotCopy, StepPlan
+from headrace_common.sampling import Sampling
+from headrace_engine.runner.runner import Runner
 from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
 from tests.llama.models import (
     ARCHITECTURES,

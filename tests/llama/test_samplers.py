@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.core.sampling import Sampling
-from headrace.runner.sampling.chain import candidates
-from headrace.runner.sampling.state import SequenceState
+from headrace_common.sampling import Sampling
+from headrace_engine.runner.sampling.chain import candidates
+from headrace_engine.runner.sampling.state import SequenceState
 from tests.runner.sampling.test_chain import left, softmax
 
 api: Any = pytest.importorskip("llama_cpp")

@@ -11,12 +11,12 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.checkpoints.find import find_model
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import NewSequence, Submit
-from headrace.core.sampling import Sampling
-from headrace.engine.load import load
+from headrace_common.checkpoints.find import find_model
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import NewSequence, Submit
+from headrace_common.sampling import Sampling
+from headrace_engine.load import load
 from tests.drive import random_prompt
 from tests.equality.test_pressure import RealEngine
 from tests.llama.models import ARCHITECTURES, VOCAB, Alone, write_model

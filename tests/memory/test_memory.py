@@ -4,11 +4,11 @@ from array import array
 
 import pytest
 
-from headrace.core.layout import MemoryLayout
-from headrace.core.plan import BlockCopy, SlotCopy
-from headrace.memory.blocks import BlockPool
-from headrace.memory.memory import NO_MATCH, Memory
-from headrace.memory.prefix import NameChain, PrefixIndex
+from headrace_common.layout import MemoryLayout
+from headrace_common.plan import BlockCopy, SlotCopy
+from headrace_engine.memory.blocks import BlockPool
+from headrace_engine.memory.memory import NO_MATCH, Memory
+from headrace_engine.memory.prefix import NameChain, PrefixIndex
 
 SIZE = 4
 

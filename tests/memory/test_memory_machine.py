@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from headrace.core.layout import MemoryLayout
-from headrace.memory.memory import Memory
+from headrace_common.layout import MemoryLayout
+from headrace_engine.memory.memory import Memory
 
 SIZE = 2
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # few tokens: many shared prefixes

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.core.errors import OVERRAN, RequestError
-from headrace.core.messages import Status, StepTrace
-from headrace.engine.client import EngineDown
+from headrace.engines.client import EngineDown
 from headrace.metrics.metrics import LiveFigures, Metrics
 from headrace.streams.events import AnyEvent
 from headrace.streams.tally import Tally
+from headrace_common.errors import OVERRAN, RequestError
+from headrace_common.messages import Status, StepTrace
 from tests.gateway.builders import READY, ended, log_of, make_record, make_request, tokens
 
 

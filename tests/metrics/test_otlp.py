@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from headrace.core.errors import ConfigError
 from headrace.metrics.otlp import open_traces
 from headrace.metrics.traces import NoTraces, RequestSpan
+from headrace_common.errors import ConfigError
 from tools.harness.collectors import Collector, collector, values
 from tools.harness.eventually import eventually
 

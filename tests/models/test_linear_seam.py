@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.checkpoints.spec import read_spec
-from headrace.models.registry import FAMILIES, SEEING, family
-from headrace.runner.adapters import ADAPTABLE
+from headrace_common.checkpoints.spec import SEEING, read_spec
+from headrace_engine.models.registry import FAMILIES, family
+from headrace_engine.runner.adapters import ADAPTABLE
 from tools.harness.tiny_models import make_tiny_model
 
 

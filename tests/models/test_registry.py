@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from headrace.models.registry import FAMILIES, family
+from headrace_engine.models.registry import FAMILIES, family
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -13,8 +13,8 @@ def test_every_entry_names_a_model(architecture: str) -> None:
 
 
 def test_looking_a_model_up_loads_no_tensor_library() -> None:
-    code = "import sys, headrace.models.registry;"
-    code += "import headrace.checkpoints.spec, headrace.checkpoints.headers;"
+    code = "import sys, headrace_engine.models.registry;"
+    code += "import headrace_common.checkpoints.spec, headrace_common.checkpoints.headers;"
     code += "print([m for m in ('torch', 'transformers', 'numba') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import ModelError
-from headrace.models.registry import FAMILIES, family
-from headrace.models.text_config import layer_windows, read_text_config
+from headrace_common.errors import ModelError
+from headrace_engine.models.registry import FAMILIES, family
+from headrace_engine.models.text_config import layer_windows, read_text_config
 
 CONFIG = {
     "hidden_size": 64,

@@ -3,8 +3,8 @@
 from array import array
 from pathlib import Path
 
-from headrace.core.prefix import PrefixRun
-from headrace.prefixes.folder import About, PrefixFolder
+from headrace_common.prefix import PrefixRun
+from headrace_engine.prefixes.folder import About, PrefixFolder
 
 BLOCK = 4  # tokens
 ABOUT = About("tiny", "0123456789ab", "native-text", "bfloat16", "avx2", BLOCK, "layers", "torch")

@@ -2,10 +2,10 @@
 
 from array import array
 
-from headrace.core.layout import MemoryLayout
-from headrace.memory.disk import DiskPrefixes
-from headrace.memory.memory import Memory
-from headrace.prefixes.assembly import Assembly
+from headrace_common.layout import MemoryLayout
+from headrace_engine.memory.disk import DiskPrefixes
+from headrace_engine.memory.memory import Memory
+from headrace_engine.prefixes.assembly import Assembly
 from tests.prefixes.builders import BLOCK
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.config.settings import PrefixCacheConfig
-from headrace.core.prefix import DiskNews, PrefixRun, ReadRun, RunRead
-from headrace.memory.disk import DiskPrefixes
-from headrace.prefixes import format
-from headrace.prefixes.folder import file_name
-from headrace.prefixes.keeper import DiskSite, RunReader, Warnings
+from headrace_common.config.settings import PrefixCacheConfig
+from headrace_common.prefix import DiskNews, PrefixRun, ReadRun, RunRead
+from headrace_engine.memory.disk import DiskPrefixes
+from headrace_engine.prefixes import format
+from headrace_engine.prefixes.folder import file_name
+from headrace_engine.prefixes.keeper import DiskSite, RunReader, Warnings
 from tests.prefixes.builders import ABOUT, BLOCK, make_folder, make_run, numbers_of
 from tools.harness.eventually import eventually
 

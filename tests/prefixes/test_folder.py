@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.prefixes import folder as folders
-from headrace.prefixes.folder import DAY_S, PrefixFolder, StoredFile, leaving, sweep
+from headrace_engine.prefixes import folder as folders
+from headrace_engine.prefixes.folder import DAY_S, PrefixFolder, StoredFile, leaving, sweep
 from tests.prefixes.builders import file_of, make_folder, make_run, numbers_of
 
 

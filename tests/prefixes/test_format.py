@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.core.prefix import PrefixRun
-from headrace.prefixes import format
-from headrace.prefixes.folder import PrefixFolder
+from headrace_common.prefix import PrefixRun
+from headrace_engine.prefixes import format
+from headrace_engine.prefixes.folder import PrefixFolder
 from tests.prefixes.builders import ABOUT, file_of, make_folder, make_run, numbers_of
 
 SIZE = 1000

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.settings import PrefixCacheConfig
-from headrace.core.layout import MemoryLayout
-from headrace.core.prefix import DiskNews, PrefixRun, ReadRun, RunRead, RunsOnDisk
-from headrace.memory.disk import DiskPrefixes
-from headrace.memory.memory import Lease, Memory
-from headrace.memory.prefix import NameChain
-from headrace.prefixes import keeper as keepers
-from headrace.prefixes.folder import PrefixFolder, StoredRun
-from headrace.prefixes.keeper import DiskSite, PrefixKeeper
+from headrace_common.config.settings import PrefixCacheConfig
+from headrace_common.layout import MemoryLayout
+from headrace_common.prefix import DiskNews, PrefixRun, ReadRun, RunRead, RunsOnDisk
+from headrace_engine.memory.disk import DiskPrefixes
+from headrace_engine.memory.memory import Lease, Memory
+from headrace_engine.memory.prefix import NameChain
+from headrace_engine.prefixes import keeper as keepers
+from headrace_engine.prefixes.folder import PrefixFolder, StoredRun
+from headrace_engine.prefixes.keeper import DiskSite, PrefixKeeper
 from tests.prefixes.builders import BLOCK, make_folder
 from tools.harness.eventually import eventually
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Ids, Prompt
 from headrace.gateway import openapi, routes
 from headrace.protocols.dialect import spoken_at
 from headrace.protocols.fields.common import COMMON, TokenIds
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
+from headrace_common.errors import RequestError
+from headrace_common.request import Ids, Prompt
 from tests.gateway.builders import parsed
 
 ERRORS = SimpleNamespace(SCHEMA={"title": "ToyError"}, status=lambda error: error.kind.status)

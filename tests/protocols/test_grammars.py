@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody
-from headrace.core.request import Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.worker import Jobs
-from headrace.text.grammar import Grammar, GrammarCompiler
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import RequestError
+from headrace_common.grammar import Grammar, GrammarCompiler
+from headrace_common.jobs import CheckedBody
+from headrace_common.request import Route
 from tests.schemas import ZOD_EMAIL, Schema
 
 MINI = ServedModel(ModelConfig())

@@ -13,8 +13,11 @@ import httpx
 import msgspec
 import pytest
 
-from headrace.config.settings import ModelConfig
-from headrace.core.jobs import (
+from headrace.fleet.served_model import ServedModel
+from headrace.protocols.prompt_ids import render
+from headrace.protocols.worker import Jobs
+from headrace_common.config.settings import ModelConfig
+from headrace_common.jobs import (
     CheckedBody,
     CountTokens,
     EncodePrompts,
@@ -23,10 +26,7 @@ from headrace.core.jobs import (
     ReadBody,
     TokenCount,
 )
-from headrace.core.request import Chat
-from headrace.fleet.served_model import ServedModel
-from headrace.protocols.prompt_ids import render
-from headrace.protocols.worker import Jobs
+from headrace_common.request import Chat
 from tests.text.strict_templates import GEMMA
 from tools.harness.histories import History, history
 from tools.harness.servers import running_server

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from headrace.core.jobs import CheckedBody, CountTokens, ReadBody
 from headrace.protocols.inserted_texts import client_of, take_out
 from headrace.protocols.worker import Jobs
+from headrace_common.jobs import CheckedBody, CountTokens, ReadBody
 from tests.gateway.builders import FakeModel
 
 ROUTE = "/v1/messages"

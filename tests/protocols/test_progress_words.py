@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.request import Chat
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.progress_words import ProgressWords, without_progress
+from headrace_common.request import Chat
 from tests.gateway.builders import make_record, make_request, parsed, progress
 
 LINE = "\u2063Reading the prompt: 43 %, 80 s left\n"

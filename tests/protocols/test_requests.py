@@ -1,7 +1,7 @@
 import pytest
 
-from headrace.core.errors import RequestError
 from headrace.protocols.requests import MAX_CONTAINERS, MAX_VALUES, decode
+from headrace_common.errors import RequestError
 
 
 def nested(depth: int) -> bytes:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import (
+from headrace.protocols.worker import Jobs
+from headrace_common.errors import RequestError
+from headrace_common.jobs import (
     CheckedBody,
     Encoded,
     EncodePairs,
@@ -17,7 +18,6 @@ from headrace.core.jobs import (
     ReadJob,
     ReadPairs,
 )
-from headrace.protocols.worker import Jobs
 from tests.gateway.builders import FakeModel, Lines
 
 KNOWN = {"headrace-mini": KnownModel(3, 128)}

@@ -5,13 +5,13 @@ from array import array
 import pytest
 import torch
 
-from headrace.core.cache import LayerCache
-from headrace.core.ids import SequenceId
-from headrace.core.layout import MemoryLayout
-from headrace.core.plan import Chunk
-from headrace.runner.attention import NaiveAttention
-from headrace.runner.inputs import pack
-from headrace.runner.storage import CacheStorage
+from headrace_common.cache import LayerCache
+from headrace_common.ids import SequenceId
+from headrace_common.layout import MemoryLayout
+from headrace_common.plan import Chunk
+from headrace_engine.runner.attention import NaiveAttention
+from headrace_engine.runner.inputs import pack
+from headrace_engine.runner.storage import CacheStorage
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
-from headrace.runner.load import load_runner
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
+from headrace_engine.runner.load import load_runner
 from tools.harness.tiny_models import make_tiny_model
 
 NORM = "model.norm.weight"

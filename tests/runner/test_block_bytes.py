@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from headrace.core.cache import LayerCache
-from headrace.core.layout import MemoryLayout
-from headrace.runner.block_bytes import BlockBytes
-from headrace.runner.storage import CacheStorage
+from headrace_common.cache import LayerCache
+from headrace_common.layout import MemoryLayout
+from headrace_engine.runner.block_bytes import BlockBytes
+from headrace_engine.runner.storage import CacheStorage
 
 HYBRID = (
     LayerCache(2, 4, 6),

@@ -5,13 +5,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.spec import read_spec
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
-from headrace.runner.lanes.lane import LaneOptions
-from headrace.runner.lanes.native_text import NativeText
-from headrace.runner.load import load_runner
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
+from headrace_engine.runner.lanes.lane import LaneOptions
+from headrace_engine.runner.lanes.native_text import NativeText
+from headrace_engine.runner.load import load_runner
 from tests.drive import assert_close, generate, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import ALL_SETS, needs_own_kernels, rounded
 from tools.harness.tiny_models import make_tiny_model

@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.checkpoints.spec import read_spec
-from headrace.core.messages import Quantize
-from headrace.models.registry import FAMILIES
-from headrace.runner.footprint import Footprint, footprint
-from headrace.runner.lanes.lane import LaneOptions
-from headrace.runner.lanes.native_text import NativeText
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.messages import Quantize
+from headrace_engine.models.registry import FAMILIES
+from headrace_engine.runner.footprint import Footprint, footprint
+from headrace_engine.runner.lanes.lane import LaneOptions
+from headrace_engine.runner.lanes.native_text import NativeText
 from tests.kernels.own_kernels import ALL_SETS, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 

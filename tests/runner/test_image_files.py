@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.errors import ModelError
-from headrace.runner.images import ImageProcessor
+from headrace_common.errors import ModelError
+from headrace_engine.runner.images import ImageProcessor
 
 ODD: dict[str, Callable[[Path], object]] = {
     "endless zeros": lambda file: file.symlink_to("/dev/zero"),

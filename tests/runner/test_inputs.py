@@ -2,9 +2,9 @@ from array import array
 
 import torch
 
-from headrace.core.ids import SequenceId
-from headrace.core.plan import Chunk
-from headrace.runner.inputs import pack
+from headrace_common.ids import SequenceId
+from headrace_common.plan import Chunk
+from headrace_engine.runner.inputs import pack
 
 CPU = torch.device("cpu")
 

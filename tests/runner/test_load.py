@@ -7,14 +7,14 @@ import pytest
 import torch
 import transformers
 
-from headrace.checkpoints.spec import read_spec
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.errors import ModelError
-from headrace.core.loading import CHECKING, COMPILING, ON_LOADING
-from headrace.core.messages import Loading, Ready
-from headrace.runner import load, room
-from headrace.runner.footprint import footprint
-from headrace.runner.load import load_runner
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.errors import ModelError
+from headrace_common.loading import CHECKING, COMPILING, ON_LOADING
+from headrace_common.messages import Loading, Ready
+from headrace_engine.runner import load, room
+from headrace_engine.runner.footprint import footprint
+from headrace_engine.runner.load import load_runner
 from headrace_kernels import ON_COMPILE
 from tests.drive import generate, random_prompt
 from tests.kernels.own_kernels import compiled_kernels, forbid_kernels, needs_own_kernels
@@ -229,8 +229,8 @@ _LOAD = """
 import gc, sys
 from pathlib import Path
 from numba.core.dispatcher import Dispatcher
-from headrace.config.settings import ModelConfig
-from headrace.runner.load import load_runner
+from headrace_common.config.settings import ModelConfig
+from headrace_engine.runner.load import load_runner
 config = ModelConfig(device="cpu", threads=1, max_model_len=64, dtype="bfloat16")
 load_runner(config, Path(sys.argv[1]))
 """

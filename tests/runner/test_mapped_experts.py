@@ -6,12 +6,12 @@ import msgspec
 import pytest
 import torch
 
-from headrace.checkpoints.spec import read_spec
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.errors import ModelError
-from headrace.runner import mapped_file
-from headrace.runner.footprint import footprint
-from headrace.runner.load import load_runner
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.errors import ModelError
+from headrace_engine.runner import mapped_file
+from headrace_engine.runner.footprint import footprint
+from headrace_engine.runner.load import load_runner
 from tests.drive import random_prompt, row_logits
 from tests.kernels.own_kernels import OWN_SETS, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def have(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr("headrace.runner.load.free_bytes", lambda device: num_bytes)
+    monkeypatch.setattr("headrace_engine.runner.load.free_bytes", lambda device: num_bytes)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int4"])

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.runner import probe
-from headrace.runner.probe import _container_bytes, is_portable, num_threads
+from headrace_engine.runner import probe
+from headrace_engine.runner.probe import _container_bytes, is_portable, num_threads
 
 
 def group(folder: Path, **files: str) -> Path:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.core.ids import BlockId, SequenceId, SlotId
-from headrace.core.layout import MemoryLayout
-from headrace.core.plan import (
+from headrace_common.ids import BlockId, SequenceId, SlotId
+from headrace_common.layout import MemoryLayout
+from headrace_common.plan import (
     Begin,
     BlockCopy,
     Chunk,
@@ -19,9 +19,9 @@ from headrace.core.plan import (
     SlotCopy,
     StepPlan,
 )
-from headrace.core.sampling import Sampling
-from headrace.runner.lanes.lane import LaneTraits
-from headrace.runner.runner import Runner
+from headrace_common.sampling import Sampling
+from headrace_engine.runner.lanes.lane import LaneTraits
+from headrace_engine.runner.runner import Runner
 
 VOCAB = 500
 A, B, C = SequenceId(1), SequenceId(2), SequenceId(3)

@@ -1,8 +1,8 @@
 import torch
 
-from headrace.core.cache import LayerCache, bytes_per_position, bytes_per_slot
-from headrace.core.layout import MemoryLayout
-from headrace.runner.storage import CacheStorage
+from headrace_common.cache import LayerCache, bytes_per_position, bytes_per_slot
+from headrace_common.layout import MemoryLayout
+from headrace_engine.runner.storage import CacheStorage
 
 # attention to all, a window over values of another size than keys, and a state instead of both
 CACHE = (

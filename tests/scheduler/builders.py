@@ -4,15 +4,15 @@ from array import array
 
 import msgspec
 
-from headrace.config.settings import SchedulerConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Cancel, FinishReason, NewSequence, Outputs, Submit
-from headrace.core.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
-from headrace.core.sampling import Sampling
-from headrace.scheduler.budget import Limits
-from headrace.scheduler.cost import StepShape
-from headrace.scheduler.scheduler import Scheduler
+from headrace_common.config.settings import SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import Cancel, FinishReason, NewSequence, Outputs, Submit
+from headrace_common.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace_common.sampling import Sampling
+from headrace_engine.scheduler.budget import Limits
+from headrace_engine.scheduler.cost import StepShape
+from headrace_engine.scheduler.scheduler import Scheduler
 
 END_TOKEN = 2
 

@@ -5,9 +5,9 @@ from collections import deque
 
 import pytest
 
-from headrace.core.plan import StepPlan
-from headrace.core.request import BACKGROUND
-from headrace.scheduler.plan import BACKGROUND_SHARE
+from headrace_common.plan import StepPlan
+from headrace_common.request import BACKGROUND
+from headrace_engine.scheduler.plan import BACKGROUND_SHARE
 from tests.scheduler.builders import Engine, make_scheduler, make_submit
 from tests.scheduler.builders import sequence_ids as ids
 

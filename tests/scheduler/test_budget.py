@@ -2,10 +2,11 @@
 
 import pytest
 
-from headrace.config.settings import SchedulerConfig
-from headrace.core.layout import MemoryLayout
-from headrace.scheduler.budget import Elsewhere, Limits, StepTimes, TimeBudget, resolve
-from headrace.scheduler.cost import Coefficients, CostModel, StepShape
+from headrace_common.config.settings import SchedulerConfig
+from headrace_common.layout import MemoryLayout
+from headrace_common.plan import Elsewhere
+from headrace_engine.scheduler.budget import Limits, StepTimes, TimeBudget, resolve
+from headrace_engine.scheduler.cost import Coefficients, CostModel, StepShape
 from tests.scheduler.builders import (
     Engine,
     lengths,

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from headrace.scheduler.cost import Coefficients, CostModel, LeastSquares, StepShape
+from headrace_engine.scheduler.cost import Coefficients, CostModel, LeastSquares, StepShape
 from tests.scheduler.builders import shape_of
 
 TRUTH = Coefficients(c_decode=0.021, c_prompt=0.024, g=5e-6, b=1.9e-3, a=4.5e-7)

@@ -6,10 +6,10 @@ from random import Random
 import msgspec
 import pytest
 
-from headrace.core.messages import Submit
-from headrace.memory import prefix
-from headrace.scheduler.budget import StepTimes, TimeBudget
-from headrace.scheduler.cost import Coefficients, StepShape
+from headrace_common.messages import Submit
+from headrace_engine.memory import prefix
+from headrace_engine.scheduler.budget import StepTimes, TimeBudget
+from headrace_engine.scheduler.cost import Coefficients, StepShape
 from tests.scheduler.builders import Engine, make_limits, make_scheduler, make_submit, shape_of
 
 DEPTH, TURN, BLOCK = 100_000, 500, 16

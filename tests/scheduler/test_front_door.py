@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace.core.plan import ChunkResult, Drawn, StepResult
-from headrace.core.sampling import Logprobs, Sampling
+from headrace_common.plan import ChunkResult, Drawn, StepResult
+from headrace_common.sampling import Logprobs, Sampling
 from tests.scheduler.builders import Engine, cancel, make_scheduler, make_submit
 from tests.scheduler.builders import sequence_ids as ids
 

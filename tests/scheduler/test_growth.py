@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.core.messages import FinishReason
+from headrace_common.messages import FinishReason
 from tests.scheduler.builders import (
     Engine,
     cancel,

@@ -4,10 +4,10 @@ from array import array
 
 import pytest
 
-from headrace.core.messages import FinishReason
-from headrace.core.plan import ChunkResult, Drawn, SlotCopy, StepPlan, StepResult
-from headrace.core.sampling import Logprobs, Sampling
-from headrace.scheduler.guess import ForcedTokens, Guess, PastTokens
+from headrace_common.messages import FinishReason
+from headrace_common.plan import ChunkResult, Drawn, SlotCopy, StepPlan, StepResult
+from headrace_common.sampling import Logprobs, Sampling
+from headrace_engine.scheduler.guess import ForcedTokens, Guess, PastTokens
 from tests.scheduler.builders import END_TOKEN, Engine, cancel, make_scheduler, make_submit
 
 

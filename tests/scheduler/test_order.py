@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.scheduler.sequence import due_time
+from headrace_engine.scheduler.sequence import due_time
 from tests.scheduler.builders import Engine, cancel, lengths, make_scheduler, make_submit
 from tests.scheduler.builders import sequence_ids as ids
 

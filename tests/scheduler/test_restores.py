@@ -2,12 +2,12 @@
 
 from array import array
 
-from headrace.config.settings import SchedulerConfig
-from headrace.core.layout import MemoryLayout
-from headrace.core.prefix import ReadRun, RunRead
-from headrace.memory.disk import DiskPrefixes
-from headrace.scheduler.restores import LONGEST_WAIT_S, MAX_RESTORES, PATIENCE_S
-from headrace.scheduler.scheduler import Scheduler
+from headrace_common.config.settings import SchedulerConfig
+from headrace_common.layout import MemoryLayout
+from headrace_common.prefix import ReadRun, RunRead
+from headrace_engine.memory.disk import DiskPrefixes
+from headrace_engine.scheduler.restores import LONGEST_WAIT_S, MAX_RESTORES, PATIENCE_S
+from headrace_engine.scheduler.scheduler import Scheduler
 from tests.scheduler.builders import Engine, cancel, lengths, make_limits, make_submit, sequence_ids
 
 BLOCK, PER_RUN, BLOCK_BYTES = 16, 4, 100

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.scheduler.row_times import RowTimes
+from headrace_engine.scheduler.row_times import RowTimes
 
 
 def timed(*seen: tuple[int, float], times: int = 3) -> RowTimes:

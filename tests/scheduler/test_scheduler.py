@@ -1,7 +1,7 @@
 """The life of sequences in the scheduler, one behaviour at a time."""
 
-from headrace.core.messages import FinishReason
-from headrace.core.sampling import Sampling
+from headrace_common.messages import FinishReason
+from headrace_common.sampling import Sampling
 from tests.scheduler.builders import (
     END_TOKEN,
     Engine,

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from headrace.core.ids import SequenceId
-from headrace.core.messages import FinishReason, NewSequence
-from headrace.core.sampling import Sampling
+from headrace_common.ids import SequenceId
+from headrace_common.messages import FinishReason, NewSequence
+from headrace_common.sampling import Sampling
 from tests.scheduler.builders import (
     Engine,
     cancel,

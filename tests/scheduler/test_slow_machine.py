@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from headrace.scheduler.budget import StepTimes, TimeBudget
-from headrace.scheduler.cost import Coefficients, CostModel, StepShape
+from headrace_engine.scheduler.budget import StepTimes, TimeBudget
+from headrace_engine.scheduler.cost import Coefficients, CostModel, StepShape
 from tests.scheduler.builders import make_limits, shape_of
 
 TRUTH = Coefficients(c_decode=0.062, c_prompt=0.066, g=1e-5, b=1.5e-3, a=1.5e-7)

@@ -3,9 +3,9 @@
 from random import Random
 from typing import NamedTuple
 
-from headrace.core.plan import StepPlan
-from headrace.scheduler.budget import DEFAULT_SHARE
-from headrace.scheduler.cost import Coefficients, StepShape
+from headrace_common.plan import StepPlan
+from headrace_engine.scheduler.budget import DEFAULT_SHARE
+from headrace_engine.scheduler.cost import Coefficients, StepShape
 from tests.scheduler.builders import Engine, make_scheduler, make_submit
 
 # at 60 ms one token of the prompt still fits beside four streams, wherever in the prompt it is

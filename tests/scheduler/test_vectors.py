@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace.core.plan import StepPlan
-from headrace.core.sampling import Pooling, PoolingMode, Sampling
+from headrace_common.plan import StepPlan
+from headrace_common.sampling import Pooling, PoolingMode, Sampling
 from tests.scheduler.builders import Engine, lengths, make_scheduler, make_submit
 
 

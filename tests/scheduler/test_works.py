@@ -1,8 +1,8 @@
 """Work that is due before tokens: pieces, spans, and encoders that have a step to themselves."""
 
-from headrace.core.plan import EncodeWork, PromptInputs
-from headrace.scheduler.budget import StepTimes, TimeBudget
-from headrace.scheduler.cost import StepShape
+from headrace_common.plan import EncodeWork, PromptInputs
+from headrace_engine.scheduler.budget import StepTimes, TimeBudget
+from headrace_engine.scheduler.cost import StepShape
 from tests.scheduler.builders import (
     Engine,
     lengths,

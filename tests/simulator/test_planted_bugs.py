@@ -6,17 +6,17 @@ import msgspec
 import pytest
 
 from headrace.generation.submission import salt_of
-from headrace.memory.blocks import BlockPool
-from headrace.memory.disk import DiskPrefixes
-from headrace.memory.memory import NO_MATCH, Match, Memory
-from headrace.memory.prefix import NameChain
-from headrace.memory.slots import SlotPool
-from headrace.scheduler.commit import InFlight
-from headrace.scheduler.plan import Planner
-from headrace.scheduler.restores import Read, Restores
-from headrace.scheduler.sequence import Sequence, by_key
-from headrace.scheduler.step import PlannedStep
-from headrace.scheduler.table import Quarantine, SequenceTable, WaitingLines
+from headrace_engine.memory.blocks import BlockPool
+from headrace_engine.memory.disk import DiskPrefixes
+from headrace_engine.memory.memory import NO_MATCH, Match, Memory
+from headrace_engine.memory.prefix import NameChain
+from headrace_engine.memory.slots import SlotPool
+from headrace_engine.scheduler.commit import InFlight
+from headrace_engine.scheduler.plan import Planner
+from headrace_engine.scheduler.restores import Read, Restores
+from headrace_engine.scheduler.sequence import Sequence, by_key
+from headrace_engine.scheduler.step import PlannedStep
+from headrace_engine.scheduler.table import Quarantine, SequenceTable, WaitingLines
 from stress.simulator.fake_disk import FakeDisk
 from stress.simulator.simulation import Violation, run_seed
 

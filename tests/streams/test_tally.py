@@ -1,6 +1,6 @@
-from headrace.core.ids import StreamId
 from headrace.streams.events import Accepted, AnyEvent, Progress, Timings, Tokens, Usage
 from headrace.streams.tally import Tally
+from headrace_common.ids import StreamId
 
 
 def accepted(prompt_tokens: int) -> Accepted:

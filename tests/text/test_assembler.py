@@ -3,11 +3,11 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.pieces import ChannelPiece
-from headrace.core.sampling import Sampling
 from headrace.text.assembler import TextAssembler
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.stops import StopMatcher
+from headrace_common.pieces import ChannelPiece
+from headrace_common.sampling import Sampling
 from tools.harness.small_tokenizers import library, ours
 
 END = library("gpt2").token_to_id("</s>")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from headrace.config.settings import ModelConfig
-from headrace.core.request import Chat
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.worker import Jobs
 from headrace.text.broken_tokens import break_tokens
+from headrace_common.config.settings import ModelConfig
+from headrace_common.request import Chat
 
 END = "<|im_end|>"
 PARTS = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]

@@ -3,9 +3,9 @@ import subprocess
 
 import pytest
 
-from headrace.core.errors import ModelError
-from headrace.text.conversion import tokenizer_file
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.checkpoints.tokenizer_file import tokenizer_file
+from headrace_common.errors import ModelError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox", "##es", ",", "jump"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoints.find import find_model
-from headrace.core.sampling import Sampling
-from headrace.text.grammar import Allowed, GrammarCompiler, GrammarError
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.checkpoints.find import find_model
+from headrace_common.grammar import Allowed, GrammarCompiler, GrammarError
+from headrace_common.sampling import Sampling
 
 ENDS = (2, 0)
 WIDTH = 1600  # more than the tokenizer has: logits may be wider

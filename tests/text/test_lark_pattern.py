@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from headrace.text.grammar import lark_fault, pattern_fault
 from headrace.text.lark_pattern import lark_pattern
+from headrace_common.grammar import lark_fault, pattern_fault
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch

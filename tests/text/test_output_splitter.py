@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.pieces import CONTENT, ChannelPiece
 from headrace.text.harmony import HarmonySplitter
 from headrace.text.output_splitter import Splitter, TagSplitter
 from headrace.text.tool_formats.table import format_of
+from headrace_common.pieces import CONTENT, ChannelPiece
 
 TAGS = ("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "</tool_call>"}]}}\n</tool_call>'

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Chat
 from headrace.text.rendering import Rendered, render
 from headrace.text.template import ChatTemplate
+from headrace_common.errors import RequestError
+from headrace_common.request import Chat
 from tests.text.strict_templates import (
     FIRST_SYSTEM,
     GEMMA,

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from headrace.core.errors import ModelError, RequestError
-from headrace.core.request import Chat
 from headrace.text import sandbox
 from headrace.text.template import ChatTemplate
+from headrace_common.errors import ModelError, RequestError
+from headrace_common.request import Chat
 
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] | trim) + '<|im_end|>' }}

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tokenizers import decoders
 
-from headrace.checkpoints.find import MINI, find_model
-from headrace.core.errors import ModelError
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.checkpoints.find import MINI, find_model
+from headrace_common.errors import ModelError
 from tools.harness.small_tokenizers import CORPUS, KINDS, library, ours
 
 

@@ -15,6 +15,6 @@ def half():
 
 
 def test_docstrings_and_comments_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [("src/headrace/core/x.py", SOURCE), ("tools/x.py", b"pass\n")]
+    found = [("src/headrace_common/x.py", SOURCE), ("tools/x.py", b"pass\n")]
     monkeypatch.setattr(statements, "files", lambda revision: found)
-    assert statements.count(None) == {"src/headrace/core": 3, "tools": 1, "all": 4}
+    assert statements.count(None) == {"src/headrace_common": 3, "tools": 1, "all": 4}

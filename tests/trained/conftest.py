@@ -11,8 +11,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from headrace.checkpoints.find import find_model
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.checkpoints.find import find_model
 
 ROOT = Path(__file__).parents[2]
 TEXT = Path(__file__).parent / "prose.md"

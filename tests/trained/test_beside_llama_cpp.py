@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize
 
-from headrace.checkpoints.find import find_model
-from headrace.runner.runner import Runner
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.checkpoints.find import find_model
+from headrace_engine.runner.runner import Runner
 from tests.drive import row_logits, tiny_runner
 from tests.trained.conftest import PROMPTS, TEXT
 from tests.trained.llama_cpp import mean_logprob

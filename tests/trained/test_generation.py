@@ -8,14 +8,14 @@ import httpx
 import pytest
 import torch
 
-from headrace.checkpoints.find import find_model
-from headrace.config.settings import ModelConfig, SchedulerConfig
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import NewSequence, Submit
-from headrace.core.sampling import Sampling
-from headrace.engine.load import load
-from headrace.runner.runner import Runner
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.checkpoints.find import find_model
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import NewSequence, Submit
+from headrace_common.sampling import Sampling
+from headrace_engine.load import load
+from headrace_engine.runner.runner import Runner
 from tests.drive import Drive, assert_greedy, generate, tiny_runner
 from tests.equality.test_pressure import RealEngine
 from tests.trained.conftest import ROOT, TEXT

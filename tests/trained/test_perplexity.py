@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from headrace.runner.runner import Runner
+from headrace_engine.runner.runner import Runner
 from tests.drive import row_logits, tiny_runner
 
 

@@ -19,7 +19,7 @@ ROW = "#pulled .soft"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
-    with small_hub({NAME: ROOT / "src/headrace/checkpoints/mini"}) as hub:
+    with small_hub({NAME: ROOT / "src/headrace_common/checkpoints/mini"}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         yield hub

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Chat
 from headrace.protocols.worker import Jobs
 from headrace.workers import image_fetch
 from headrace.workers.image_fetch import ImageFetcher, is_public
 from headrace.workers.job_line import OWNER
 from headrace.workers.pool import ThreadWork
+from headrace_common.errors import RequestError
+from headrace_common.request import Chat
 
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
 PUBLIC = [

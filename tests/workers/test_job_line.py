@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from headrace.core.errors import RequestError
 from headrace.workers.job_line import LARGE, MAX_LARGE_OF_KEY, OWNER, JobLine, QueuedJob
+from headrace_common.errors import RequestError
 from tools.harness.eventually import settle
 
 SMALL = 100

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace import framing
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import RequestError
-from headrace.core.jobs import EncodePrompts, ReadBody, encode_job
-from headrace.core.request import Chat, Text
 from headrace.workers import process
 from headrace.workers.pool import WorkerPool
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import RequestError
+from headrace_common.jobs import EncodePrompts, ReadBody, encode_job
+from headrace_common.request import Chat, Text
+from headrace_common.system import framing
 from tools.harness import processes
 from tools.harness.eventually import settle
 

@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
-from headrace.checkpoints.gguf_header import TYPES
-from headrace.checkpoints.gguf_names import EXPERTS, GATES, HYBRIDS, NORMED_TWICE, names_of
+from headrace_common.checkpoints.gguf_header import TYPES
+from headrace_common.checkpoints.gguf_names import EXPERTS, GATES, HYBRIDS, NORMED_TWICE, names_of
 from tools.harness.gguf_hybrids import IN_FULL, add_hybrid, file_columns, file_rows
 
 NONE: Mapping[str, str] = MappingProxyType({})

@@ -27,7 +27,7 @@ def command(pid: int) -> bytes:
 
 
 def is_engine(pid: int) -> bool:
-    return b"headrace.engine.process" in command(pid)
+    return b"headrace_engine.process" in command(pid)
 
 
 def engines(pid: int) -> list[int]:

@@ -21,7 +21,7 @@ def slow(seconds: float, sign_s: str = "20") -> tuple[str, ...]:
 
 
 def _serve() -> None:
-    from headrace.engine import child
+    from headrace.engines import child
     from headrace.protocols import dialect
 
     os.environ[_VARIABLE] = sys.argv[1]
@@ -35,8 +35,8 @@ def _serve() -> None:
 
 
 def _compute() -> None:
-    from headrace.engine import process
-    from headrace.runner.runner import Runner
+    from headrace_engine import process
+    from headrace_engine.runner.runner import Runner
 
     per_token_s = float(os.environ[_VARIABLE]) / 1000
     launch: Any = Runner.launch

@@ -8,10 +8,6 @@ from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from headrace.core.ids import StreamId
-from headrace.core.pieces import ChannelPiece
-from headrace.core.request import Chat, Request
-from headrace.core.sampling import Sampling
 from headrace.streams.events import (
     AnyEvent,
     ChoiceEnd,
@@ -26,6 +22,10 @@ from headrace.streams.record import Names, Record
 from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.sqlite import SqliteStore
+from headrace_common.ids import StreamId
+from headrace_common.pieces import ChannelPiece
+from headrace_common.request import Chat, Request
+from headrace_common.sampling import Sampling
 from tools.harness.redis_servers import RedisServer
 
 A, B, C = StreamId("a"), StreamId("b"), StreamId("c")

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol, TypeVar
 from headrace.batches.lines import chunks_of
 from headrace.batches.records import BatchRecord
 from headrace.batches.shelf import Blobs
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedLines, CheckLines, LineFault
-from headrace.core.request import Route
 from headrace.protocols.batch_lines import MAX_FAULTS
 from headrace.workers.pool import Work
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedLines, CheckLines, LineFault
+from headrace_common.request import Route
 
 T = TypeVar("T")
 

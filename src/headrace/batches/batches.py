@@ -22,10 +22,10 @@ from headrace.batches.records import (
 )
 from headrace.batches.run import BatchRun, Bench
 from headrace.batches.shelf import ClaimLost, Shelf
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import RequestError
 from headrace.streams.store import StoreStalled
 from headrace.workers.pool import Work
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
 
 logger = logging.getLogger(__name__)
 

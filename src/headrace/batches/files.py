@@ -15,8 +15,8 @@ from headrace.batches.records import (
     read_record,
 )
 from headrace.batches.shelf import Shelf
-from headrace.config.settings import BatchConfig
-from headrace.core.errors import RequestError
+from headrace_common.config.settings import BatchConfig
+from headrace_common.errors import RequestError
 
 MAX_FILES = 1000
 """Files that one key may have."""

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from headrace.batches.records import BATCH, FILE, OPEN, STOP
 from headrace.batches.shelf import NOBODY, Shelf
-from headrace.race import uncut
-from headrace.state_files import MARK, drop_partial, make_folder, make_way, read_kept
 from headrace.streams.store import StoreStalled
+from headrace_common.system.race import uncut
+from headrace_common.system.state_files import MARK, drop_partial, make_folder, make_way, read_kept
 
 T = TypeVar("T")
 

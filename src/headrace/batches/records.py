@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.core.jobs import LineFault
+from headrace_common.jobs import LineFault
 
 logger = logging.getLogger(__name__)
 

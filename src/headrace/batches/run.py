@@ -26,10 +26,10 @@ from headrace.batches.records import (
     now_s,
 )
 from headrace.batches.shelf import ClaimLost, Shelf
-from headrace.core.errors import RequestError
 from headrace.protocols.batch_lines import FORMS, custom_id_of
 from headrace.streams.store import StoreStalled
 from headrace.workers.job_line import LARGE, OWNER
+from headrace_common.errors import RequestError
 
 TICK_S = 1.0
 _MANY, _MANY_BYTES = 1000, 4 << 20  # results that are written at once

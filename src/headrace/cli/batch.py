@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from headrace.cli import exits
-from headrace.core.errors import ConfigError
+from headrace_common.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.client.batches import BatchClient

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace_common.errors import ConfigError, HeadraceError
 
 
 @click.group()

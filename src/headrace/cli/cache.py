@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from headrace.config.sources import PREFIX
-from headrace.core.errors import ConfigError
-from headrace.prefixes import folder
+from headrace_common.config.sources import PREFIX
+from headrace_common.errors import ConfigError
+from headrace_engine.prefixes import folder
 
 _COLUMNS = ("model", "lane", "dtype", "kernels", "files", "size", "last used")
 _FOLDER = click.option(

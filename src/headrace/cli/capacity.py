@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.checkpoints.spec import read_spec
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Ready
-from headrace.runner.lanes.lane import Lane
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import Ready
+from headrace_engine.runner.lanes.lane import Lane
 
 
 def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def weights(folder: Path, ready: Ready) -> str:
     """The memory that the weights take, and in which format."""
     import torch
 
-    from headrace.runner.footprint import footprint
+    from headrace_engine.runner.footprint import footprint
 
     dtype = getattr(torch, ready.dtype)
     spec, is_mapped = read_spec(folder), ready.mapped_bytes > 0
@@ -76,7 +76,7 @@ def smaller(folder: Path, ready: Ready) -> Iterator[str]:
     """The memory that the weights would take in formats of fewer bits."""
     import torch
 
-    from headrace.runner.footprint import footprint
+    from headrace_engine.runner.footprint import footprint
 
     if ready.kernels == "plain":
         return

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.answer import Piece
 from headrace.cli.chat_files import Attachment, message_of
 from headrace.cli.chat_keyboard import Keyboard
 from headrace.cli.chat_screen import Screen
@@ -16,7 +15,8 @@ from headrace.client.client import Client, Stream
 from headrace.client.errors import Refused, Unreachable
 from headrace.client.events import Accepted, Tokens
 from headrace.client.http import to_piece
-from headrace.core.errors import StreamFailed
+from headrace_common.answer import Piece
+from headrace_common.errors import StreamFailed
 
 _GONE = (404, 410)  # statuses of a stream that the server has forgotten
 

@@ -14,7 +14,7 @@ from headrace.cli.private_server import ServerEnded, end_on_hangup, private_serv
 from headrace.client.client import Client
 from headrace.client.errors import Refused
 from headrace.client.http import URL
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace_common.errors import ConfigError, HeadraceError
 
 
 def run_chat(

@@ -7,7 +7,7 @@ from headrace.cli.chat import ChatLoop
 from headrace.cli.chat_files import read_attachment
 from headrace.cli.chat_screen import Screen
 from headrace.cli.chat_store import Transcripts, table
-from headrace.core.errors import ConfigError
+from headrace_common.errors import ConfigError
 
 HELP = """\
 /new        begins a new conversation

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.core.errors import ConfigError
+from headrace_common.errors import ConfigError
 
 MAX_TEXT_BYTES = 1 << 20
 MAX_IMAGE_BYTES = 8 << 20

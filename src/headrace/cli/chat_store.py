@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.cli.state import state_home
-from headrace.core.errors import ConfigError
+from headrace_common.errors import ConfigError
 
 Message = dict[str, Any]
 

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.checkpoints.find import can_be_fetched, find_here, find_model
-from headrace.checkpoints.headers import read_headers, text_side
-from headrace.checkpoints.spec import read_spec
 from headrace.cli import exits
 from headrace.cli.capacity import cache_bytes, fit, on_disk, slots, smaller, weights
 from headrace.cli.doctor_files import advice, choices, several
@@ -22,11 +19,6 @@ from headrace.cli.doctor_loss import loss
 from headrace.cli.doctor_machine import Finding, Verdict, machine
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.state import is_redis, streams_folder
-from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
-from headrace.core.errors import HeadraceError, ModelError
-from headrace.core.loading import READING
-from headrace.core.messages import Ready
-from headrace.core.request import Chat
 from headrace.fleet.model_names import told_apart
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE
@@ -37,6 +29,14 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats.generic import GENERIC
 from headrace.text.tool_formats.table import tool_format
+from headrace_common.checkpoints.find import can_be_fetched, find_here, find_model
+from headrace_common.checkpoints.headers import read_headers, text_side
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
+from headrace_common.errors import HeadraceError, ModelError
+from headrace_common.loading import READING
+from headrace_common.messages import Ready
+from headrace_common.request import Chat
 
 _WIDTH = 12
 _SLOW_SYNC_MS = 50.0
@@ -252,8 +252,8 @@ def _template(folder: Path, config: ModelConfig) -> Finding:
 
 
 def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
-    from headrace.runner.lanes.choose import choose_lane
-    from headrace.runner.load import load_runner
+    from headrace_engine.runner.lanes.choose import choose_lane
+    from headrace_engine.runner.load import load_runner
 
     reason = "it has its own implementation"
     try:

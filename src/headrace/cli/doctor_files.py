@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.gguf_folder import labels
-from headrace.checkpoints.gguf_header import is_later_part
-from headrace.checkpoints.spec import ModelSpec, read_spec
-from headrace.config.settings import ModelConfig
-from headrace.core.cache import bytes_per_position
-from headrace.core.errors import ModelError
+from headrace_common.cache import bytes_per_position
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.gguf_folder import labels
+from headrace_common.checkpoints.gguf_header import is_later_part
+from headrace_common.checkpoints.spec import ModelSpec, read_spec
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
 
 
 class GgufChoice(NamedTuple):
@@ -56,10 +56,10 @@ def advice(found: list[GgufChoice], folder: str) -> str:
 def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
     import torch
 
-    from headrace.runner.footprint import footprint
-    from headrace.runner.lanes.choose import choose_lane, why_not_native
-    from headrace.runner.load import CACHE_SHARE, dtype_of, how_computed
-    from headrace.runner.probe import free_bytes
+    from headrace_engine.runner.footprint import footprint
+    from headrace_engine.runner.lanes.choose import choose_lane, why_not_native
+    from headrace_engine.runner.load import CACHE_SHARE, dtype_of, how_computed
+    from headrace_engine.runner.probe import free_bytes
 
     lane = choose_lane(spec, config.lane)
     cpu = torch.device("cpu")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.checkpoints.spec import is_mxfp4, read_spec
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
-from headrace.core.ids import SequenceId, SlotId
-from headrace.core.loading import tell
-from headrace.core.plan import NO_SLOT, Begin, Chunk, StepPlan
-from headrace.core.sampling import Sampling
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.checkpoints.spec import is_mxfp4, read_spec
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
+from headrace_common.ids import SequenceId, SlotId
+from headrace_common.loading import tell
+from headrace_common.plan import NO_SLOT, Begin, Chunk, StepPlan
+from headrace_common.sampling import Sampling
 
 MAX_TOKENS = 1024
 _CHUNK = 256
@@ -50,7 +50,7 @@ def loss(folder: Path, config: ModelConfig, text: Path) -> str:
 
 def _mean_logprob(folder: Path, config: ModelConfig, kind: str, ids: "array[int]") -> float:
     """The mean log probability of every token but the first."""
-    from headrace.runner.load import load_runner
+    from headrace_engine.runner.load import load_runner
 
     wanted = msgspec.structs.replace(
         config, quantize=kind, model=str(folder), max_model_len=len(ids)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.config.settings import ServerConfig
+from headrace_common.config.settings import ServerConfig
 
 _LIBRARIES = ("headrace", "torch", "transformers", "tokenizers", "numba")
 _SETS = {
@@ -58,7 +58,7 @@ def _processor() -> Finding:
 
 
 def _threads(wanted: int | Literal["auto"]) -> Finding:
-    from headrace.runner.probe import is_portable, num_threads
+    from headrace_engine.runner.probe import is_portable, num_threads
 
     cores = _num_cores()
     if wanted != "auto" and wanted > cores:
@@ -84,7 +84,7 @@ def _kernels() -> Finding:
 def _device(wanted: str) -> Iterator[Finding]:
     import torch
 
-    from headrace.runner.probe import free_bytes
+    from headrace_engine.runner.probe import free_bytes
 
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from headrace.core.loading import download_words
+from headrace_common.loading import download_words
 
 
 class DownloadLine:

@@ -7,20 +7,20 @@ from typing import Any
 
 import msgspec
 
-from headrace.checkpoints.find import MINI, can_be_fetched, find_here, is_hub_id, place_of
-from headrace.checkpoints.packaged import PACKAGED
 from headrace.cli import exits
 from headrace.cli.load_lines import show
 from headrace.cli.logs import clear, say
 from headrace.cli.stdio import printed, read_stdin
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import ConfigError
 from headrace.llm import LLM
 from headrace.protocols.fields import structure
 from headrace.protocols.fields.common import max_tokens
 from headrace.protocols.openai import completions as openai_completions
 from headrace.protocols.openai.completions import DEFAULT_MAX_TOKENS
 from headrace.protocols.vectors import embeddings
+from headrace_common.checkpoints.find import MINI, can_be_fetched, find_here, is_hub_id, place_of
+from headrace_common.checkpoints.packaged import PACKAGED
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import ConfigError
 
 _PATHS, _FILES = ("./", "../", "~", "/"), (".gguf", ".safetensors")
 _LIMITS = {"max_tokens", "max_completion_tokens"}

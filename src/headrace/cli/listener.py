@@ -4,8 +4,8 @@ import errno
 import os
 import socket
 
-from headrace.config.settings import HttpConfig
-from headrace.core.errors import ConfigError
+from headrace_common.config.settings import HttpConfig
+from headrace_common.errors import ConfigError
 
 
 def listen(http: HttpConfig) -> socket.socket:

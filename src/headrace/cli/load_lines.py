@@ -1,8 +1,8 @@
 """Shows on stderr what loads do: the first line before anything heavy is imported."""
 
 from headrace.cli.logs import clear, say
-from headrace.core.loading import ON_LOADING, LoadProgress
 from headrace.fleet.load_watch import LoadTeller, LoadWatch
+from headrace_common.loading import ON_LOADING, LoadProgress
 
 
 class LoadLines(LoadTeller):

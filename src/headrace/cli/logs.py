@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.config.settings import ServerConfig
-from headrace.core.log_context import KEY_NAME, REQUEST_ID
+from headrace_common.config.settings import ServerConfig
+from headrace_common.log_context import KEY_NAME, REQUEST_ID
 
 _MAX_WAITING = 10_000  # lines; more are lost, and counted
 _ERASE = "\r\x1b[K"  # what stands on the terminal's line

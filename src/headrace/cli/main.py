@@ -11,7 +11,6 @@ from typing import Any
 import click
 import msgspec
 
-from headrace import __version__
 from headrace.cli import exits
 from headrace.cli.batch import batch
 from headrace.cli.bench import bench
@@ -21,11 +20,12 @@ from headrace.cli.logs import set_up
 from headrace.cli.merge import merge
 from headrace.cli.models import models, pull
 from headrace.cli.stdio import make_usable
-from headrace.config.settings import ServerConfig
-from headrace.config.sources import PREFIX, WITHOUT_VALUE, Setting, load, nearest, settings
-from headrace.core.errors import ConfigError, HeadraceError, ModelError, RequestFailed
-from headrace.core.loading import STARTING
-from headrace.panics import STEERING
+from headrace_common.config.settings import ServerConfig
+from headrace_common.config.sources import PREFIX, WITHOUT_VALUE, Setting, load, nearest, settings
+from headrace_common.errors import ConfigError, HeadraceError, ModelError, RequestFailed
+from headrace_common.loading import STARTING
+from headrace_common.system.panics import STEERING
+from headrace_common.version import __version__
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
 _OF_UNIX = ("fcntl", "resource")  # modules that Python has on no other system

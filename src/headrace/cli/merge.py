@@ -20,9 +20,9 @@ def merge(model: str, adapter: Path, out: Path) -> None:
     headrace merge Qwen/Qwen3-0.6B ./sql-lora ./qwen3-sql
     headrace serve ./qwen3-sql
     """
-    from headrace.checkpoints.find import find_model
-    from headrace.checkpoints.merge import merge as write
-    from headrace.checkpoints.spec import read_spec
+    from headrace_common.checkpoints.find import find_model
+    from headrace_common.checkpoints.spec import read_spec
+    from headrace_engine.weights.merge import merge as write
 
     num = write(read_spec(find_model(model, None)), adapter, out)
     click.echo(f"{out}: {num} matrices of {model} are changed.", err=True)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from headrace.cli.download import DownloadLine
-from headrace.core.errors import HeadraceError
+from headrace_common.errors import HeadraceError
 
 _TIMEOUT_S = 10.0
 _COLUMNS = ("name", "state", "size", "kind", "lane")
@@ -51,7 +51,7 @@ def downloaded() -> None:
     \b
     headrace models downloaded
     """
-    from headrace.checkpoints.downloads import downloads
+    from headrace_common.checkpoints.downloads import downloads
 
     rows = [(it.name, _size(it.num_bytes), _day(it.came_at), str(it.folder)) for it in downloads()]
     _print([_DOWNLOADED, *rows])
@@ -68,7 +68,7 @@ def rm(model: str) -> None:
     headrace models rm smollm2
     headrace models rm Qwen/Qwen3-0.6B
     """
-    from headrace.checkpoints.downloads import remove
+    from headrace_common.checkpoints.downloads import remove
 
     removed = remove(model)
     click.echo(f"Removed {removed.name}, {_size(removed.num_bytes)}.")
@@ -147,6 +147,6 @@ def pull(model: str, revision: str | None) -> None:
     headrace pull Qwen/Qwen3-0.6B
     headrace pull Qwen/Qwen3-0.6B-GGUF:Q8_0
     """
-    from headrace.checkpoints.find import find_model
+    from headrace_common.checkpoints.find import find_model
 
     click.echo(str(find_model(model, revision, DownloadLine(model))))

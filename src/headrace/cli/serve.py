@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from headrace import __version__
 from headrace.batches.folder import folder_shelf, temporary_shelf
 from headrace.batches.shelf import Shelf
 from headrace.cli import exits
@@ -24,15 +23,8 @@ from headrace.cli.listener import address_of, listen, no_listener
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import printable, say
 from headrace.cli.state import is_redis, streams_folder
-from headrace.config.document import reread_folder
-from headrace.config.settings import HttpConfig, ModelConfig, ServerConfig
-from headrace.config.sources import check_names
-from headrace.core.errors import ConfigError, HeadraceError
-from headrace.core.loading import READING
-from headrace.core.messages import Ready
-from headrace.engine.client import EngineClient
-from headrace.engine.core_lock import open_core_lock
-from headrace.engine.supervisor import Supervisor
+from headrace.engines.client import EngineClient
+from headrace.engines.supervisor import Supervisor
 from headrace.fleet.fetch_apart import fetch_apart
 from headrace.fleet.fleet import pinned_model
 from headrace.fleet.model_check import read_checked
@@ -56,12 +48,20 @@ from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.metrics.otlp import open_traces
 from headrace.metrics.traces import Traces
-from headrace.race import race
 from headrace.streams.store import Store
 from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace.streams.stores.state_dir import StateError, StateInUse
 from headrace.workers.pool import WorkerPool
+from headrace_common.config.document import reread_folder
+from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
+from headrace_common.config.sources import check_names
+from headrace_common.errors import ConfigError, HeadraceError
+from headrace_common.loading import READING
+from headrace_common.messages import Ready
+from headrace_common.system.core_lock import open_core_lock
+from headrace_common.system.race import race
+from headrace_common.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def serve(config: ServerConfig, lines: LoadLines) -> int:
     tls = _tls(config.http)
     traces = open_traces(config.otlp_endpoint, os.environ, __version__)
     if config.cluster is not None:
-        from headrace.engine.ray_engine import connect
+        from headrace.engines.ray_engine import connect
 
         connect(config.cluster)
     try:
@@ -277,7 +277,7 @@ class _Serving:
         def start(model: ModelConfig) -> EngineClient:
             def start_one() -> EngineClient:
                 if config.cluster is not None:
-                    from headrace.engine.ray_engine import RayEngine
+                    from headrace.engines.ray_engine import RayEngine
 
                     return RayEngine(model, timeout_s)
                 return Supervisor(model, timeout_s, next(numbers), lock_fds)

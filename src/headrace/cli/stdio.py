@@ -5,7 +5,7 @@ import os
 import re
 import sys
 
-from headrace.core.errors import ConfigError
+from headrace_common.errors import ConfigError
 
 # A model's words must not move the cursor, or worse.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

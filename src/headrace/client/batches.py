@@ -12,7 +12,7 @@ import httpx
 from headrace.client.errors import Refused, Unreachable
 from headrace.client.http import LOST, TIMEOUT, key_header, reason_of, to_address, to_object
 from headrace.client.pacing import MEND_THEMSELVES, refusal
-from headrace.errors import ConfigError
+from headrace_common.errors import ConfigError
 
 POLL_S = 1.0
 ENDED = ("completed", "failed", "expired", "cancelled")

@@ -9,7 +9,6 @@ from urllib.parse import quote
 
 import httpx
 
-from headrace.answer import Answer, Messages, Piece, Ranked, asked_for
 from headrace.client.errors import Refused, Unreachable
 from headrace.client.events import Tokens, Update
 from headrace.client.following import (
@@ -40,6 +39,7 @@ from headrace.client.http import (
 )
 from headrace.client.pacing import Pacing
 from headrace.client.vectors import embedding_request, ranking_request, to_ranking, to_vectors
+from headrace_common.answer import Answer, Messages, Piece, Ranked, asked_for
 
 
 class Client:

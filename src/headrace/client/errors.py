@@ -1,6 +1,6 @@
 """Errors that a client cannot mend by trying again, apart from a stream that failed."""
 
-from headrace.errors import HeadraceError, RequestFailed
+from headrace_common.errors import HeadraceError, RequestFailed
 
 
 class Unreachable(HeadraceError):

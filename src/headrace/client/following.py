@@ -17,7 +17,7 @@ import msgspec
 from headrace.client.errors import Refused
 from headrace.client.events import Accepted, Error, EventReader, Finish, Heartbeat, Update
 from headrace.client.pacing import MEND_THEMSELVES, Pacing, refusal
-from headrace.errors import RequestFailed, StreamFailed
+from headrace_common.errors import RequestFailed, StreamFailed
 
 ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 

@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from headrace.answer import Piece
 from headrace.client.errors import Refused
 from headrace.client.events import Tokens
 from headrace.client.following import HttpRequest
-from headrace.errors import ConfigError, RequestFailed, StreamFailed
+from headrace_common.answer import Piece
+from headrace_common.errors import ConfigError, RequestFailed, StreamFailed
 
 URL = "http://127.0.0.1:8000"
 PATIENCE_S = 300.0

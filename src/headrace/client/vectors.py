@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.answer import Ranked
 from headrace.client.errors import Refused
 from headrace.client.following import HttpRequest, to_body
+from headrace_common.answer import Ranked
 
 _WORK_TIMEOUT_S = 3600.0  # a batch says nothing until all of it is done
 

@@ -6,10 +6,17 @@ from collections import deque
 
 from msgspec.structs import replace
 
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
-from headrace.core.loading import ENGINE
-from headrace.core.messages import (
+from headrace.engines.client import EngineClient, EngineDown, EngineNews, EngineResized, EngineUp
+from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.replica import Replica
+from headrace.fleet.replicas import Replicas, between
+from headrace.fleet.served_model import ServedModel
+from headrace.fleet.tenants import Tenants
+from headrace.metrics.metrics import EngineFigures
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
+from headrace_common.loading import ENGINE
+from headrace_common.messages import (
     NUM_TRACED_STEPS,
     AdapterRead,
     Loading,
@@ -18,13 +25,6 @@ from headrace.core.messages import (
     Status,
     StepTrace,
 )
-from headrace.engine.client import EngineClient, EngineDown, EngineNews, EngineResized, EngineUp
-from headrace.fleet.load_watch import LoadWatch
-from headrace.fleet.replica import Replica
-from headrace.fleet.replicas import Replicas, between
-from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import Tenants
-from headrace.metrics.metrics import EngineFigures
 
 
 class EngineClosed(Exception):

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from headrace.checkpoints.fetch import (
+from headrace_common.checkpoints.fetch import (
     MAX_LINE,
     MAX_SILENCE_S,
     SILENT,
@@ -24,11 +24,11 @@ from headrace.checkpoints.fetch import (
     NotNews,
     read_line,
 )
-from headrace.checkpoints.find import MINI, place_of
-from headrace.checkpoints.hub import OnProgress
-from headrace.config.settings import ModelConfig
-from headrace.config.sources import SECRETS
-from headrace.core.errors import ModelError
+from headrace_common.checkpoints.find import MINI, place_of
+from headrace_common.checkpoints.hub import OnProgress
+from headrace_common.config.settings import ModelConfig
+from headrace_common.config.sources import SECRETS
+from headrace_common.errors import ModelError
 
 
 def fetch_apart(config: ModelConfig, on_progress: OnProgress) -> str:
@@ -38,7 +38,7 @@ def fetch_apart(config: ModelConfig, on_progress: OnProgress) -> str:
     """
     if config.model == MINI or place_of(config.model) is not None:
         return config.model
-    arguments = ("-m", "headrace.checkpoints.fetch", config.model, config.revision or "")
+    arguments = ("-m", "headrace_common.checkpoints.fetch", config.model, config.revision or "")
     news = None
     try:
         with subprocess.Popen(

@@ -5,9 +5,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.checkpoints.find import place_of
-from headrace.config.settings import ModelConfig
 from headrace.fleet.model_names import adapters_of
+from headrace_common.checkpoints.find import place_of
+from headrace_common.config.settings import ModelConfig
 
 _MAX_FILES = 1000  # of a folder and its subfolders
 

@@ -6,16 +6,16 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
-from headrace.config.settings import ModelConfig, ServerConfig
-from headrace.core.errors import ModelError, RequestError
-from headrace.core.log_context import note
 from headrace.fleet.engine_life import EngineClosed
 from headrace.fleet.memory_policy import Residency, Stage
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import Aliases
 from headrace.fleet.roster import Roster
 from headrace.fleet.served_model import Models
-from headrace.race import race
+from headrace_common.config.settings import ModelConfig, ServerConfig
+from headrace_common.errors import ModelError, RequestError
+from headrace_common.log_context import note
+from headrace_common.system.race import race
 
 logger = logging.getLogger(__name__)
 

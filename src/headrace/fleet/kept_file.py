@@ -4,8 +4,8 @@ import asyncio
 import os
 from pathlib import Path
 
-from headrace.race import uncut
-from headrace.state_files import drop_partial, make_way
+from headrace_common.system.race import uncut
+from headrace_common.system.state_files import drop_partial, make_way
 
 _PATIENCE_S = 5.0  # a disk may never answer
 

@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from headrace.core.loading import DOWNLOADING, LoadProgress, download_words
-from headrace.core.messages import WEIGHTS, Loading
+from headrace_common.loading import DOWNLOADING, LoadProgress, download_words
+from headrace_common.messages import WEIGHTS, Loading
 
 EVERY_S = 1.5
 """A little less than the 2 s that are promised."""

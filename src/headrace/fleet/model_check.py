@@ -23,18 +23,18 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from headrace import __version__
-from headrace.checkpoints.find import MINI, find_model
-from headrace.checkpoints.headers import count_parameters
-from headrace.checkpoints.small_file import read_small
-from headrace.checkpoints.spec import read_spec
-from headrace.config.settings import ModelConfig
-from headrace.config.sources import SECRETS
-from headrace.core.errors import ModelError
 from headrace.fleet.file_stamp import file_stamp
 from headrace.fleet.kept_file import keep_file
 from headrace.fleet.served_model import ServedModel
-from headrace.panics import STEERING
+from headrace_common.checkpoints.find import MINI, find_model
+from headrace_common.checkpoints.headers import count_parameters
+from headrace_common.checkpoints.small_file import read_small
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import ModelConfig
+from headrace_common.config.sources import SECRETS
+from headrace_common.errors import ModelError
+from headrace_common.system.panics import STEERING
+from headrace_common.version import __version__
 
 MAX_CPU_S = 60
 MAX_BYTES = 2 << 30

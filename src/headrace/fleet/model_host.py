@@ -10,12 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from headrace.checkpoints.find import MINI, find_model, may_have_images
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ModelError
-from headrace.core.loading import READING
-from headrace.core.messages import Ready
-from headrace.engine.client import EngineClient
+from headrace.engines.client import EngineClient
 from headrace.fleet.engine_life import EngineLife
 from headrace.fleet.fetch_apart import fetch_apart
 from headrace.fleet.file_stamp import Stamp, file_stamp
@@ -26,6 +21,11 @@ from headrace.fleet.model_names import adapters_of, names_of, paths_of, root_of
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Tenants
 from headrace.metrics.metrics import Metrics
+from headrace_common.checkpoints.find import MINI, find_model, may_have_images
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ModelError
+from headrace_common.loading import READING
+from headrace_common.messages import Ready
 
 logger = logging.getLogger(__name__)
 

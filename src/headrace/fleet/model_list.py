@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
-from headrace.checkpoints.downloads import discard
-from headrace.config.document import read_document, to_document
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import RequestError
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.kept_file import KeptFile
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import told_apart
 from headrace.fleet.pulls import Pull, Pulls
-from headrace.state_files import read_kept
+from headrace_common.checkpoints.downloads import discard
+from headrace_common.config.document import read_document, to_document
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import RequestError
+from headrace_common.system.state_files import read_kept
 
 _CHECK_INTERVAL_S = 1.0
 _MAX_FILE_BYTES = 64 << 20

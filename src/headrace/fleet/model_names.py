@@ -8,10 +8,10 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.checkpoints.find import place_of
-from headrace.checkpoints.gguf_folder import stem_of
-from headrace.config.settings import ModelConfig
-from headrace.core.errors import ConfigError
+from headrace_common.checkpoints.find import place_of
+from headrace_common.checkpoints.gguf_folder import stem_of
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import ConfigError
 
 LATEST = ":latest"
 """Clients of Ollama may write this after any name."""

@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from headrace.checkpoints.fetch import (
+from headrace.fleet.kept_file import KeptFile
+from headrace_common.checkpoints.fetch import (
     MAX_SILENCE_S,
     SILENT,
     Fetched,
@@ -23,11 +24,10 @@ from headrace.checkpoints.fetch import (
     NotNews,
     read_news,
 )
-from headrace.checkpoints.find import can_be_fetched
-from headrace.config.sources import SECRETS
-from headrace.core.errors import KINDS, RequestError
-from headrace.fleet.kept_file import KeptFile
-from headrace.state_files import read_kept
+from headrace_common.checkpoints.find import can_be_fetched
+from headrace_common.config.sources import SECRETS
+from headrace_common.errors import KINDS, RequestError
+from headrace_common.system.state_files import read_kept
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ async def _fetch(pull: Pull) -> FetchFailed | None:
     environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "headrace.checkpoints.fetch", pull.model),
+        *("-m", "headrace_common.checkpoints.fetch", pull.model),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

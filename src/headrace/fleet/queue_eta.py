@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from headrace.core.ids import SequenceId
-from headrace.core.messages import FinishReason, Outputs, Ready, Status
+from headrace_common.ids import SequenceId
+from headrace_common.messages import FinishReason, Outputs, Ready, Status
 
 _MEMORY = 0.95  # weight that a sample keeps with each new one
 _LEAST_LEFT = 0.25  # of a usual answer, for one that is already longer

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.messages import Ready, Status
-from headrace.engine.client import EngineClient, EngineUp
+from headrace.engines.client import EngineClient, EngineUp
+from headrace_common.messages import Ready, Status
 
 _GROW_AFTER_S = 1.0  # with requests in line and every engine up
 _AGAIN_S = 30.0  # after an engine was given up

@@ -10,8 +10,18 @@ from typing import Any
 
 import msgspec
 
-from headrace.config.settings import ModelConfig
-from headrace.core.messages import (
+from headrace.engines.client import (
+    EngineClient,
+    EngineDown,
+    EngineNews,
+    EngineResized,
+    EngineUp,
+    NewsQueue,
+)
+from headrace.fleet.replica import Replica, ReplicaCount, counts_of, ready_of, total
+from headrace.fleet.request_line import Cancels, RequestLine
+from headrace_common.config.settings import ModelConfig
+from headrace_common.messages import (
     AdapterRead,
     Cancel,
     DropAdapter,
@@ -22,16 +32,6 @@ from headrace.core.messages import (
     Status,
     Submit,
 )
-from headrace.engine.client import (
-    EngineClient,
-    EngineDown,
-    EngineNews,
-    EngineResized,
-    EngineUp,
-    NewsQueue,
-)
-from headrace.fleet.replica import Replica, ReplicaCount, counts_of, ready_of, total
-from headrace.fleet.request_line import Cancels, RequestLine
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from headrace.core.ids import SequenceId
-from headrace.core.layout import MemoryLayout
-from headrace.core.messages import Cancel, Finished, Status, Submit
 from headrace.fleet.placement import PartId, Placement, ReplicaId, Want, prefix_names
+from headrace_common.ids import SequenceId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import Cancel, Finished, Status, Submit
 
 PRIORITY_LEVEL_S = 10.0  # what one level is worth, as in an engine's own queue
 Cancels = dict[ReplicaId, Cancel]

@@ -6,17 +6,6 @@ import time
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from headrace import __version__
-from headrace.checkpoints.adapters import name_adapter
-from headrace.checkpoints.find import find_model
-from headrace.checkpoints.hub import OnProgress
-from headrace.checkpoints.sentences import read_sentences
-from headrace.checkpoints.small_file import unreadable_refused
-from headrace.checkpoints.spec import ModelSpec, read_spec
-from headrace.config.settings import ModelConfig
-from headrace.core.adapter import Adapter
-from headrace.core.errors import RequestError
-from headrace.core.messages import Ready
 from headrace.fleet.model_names import (
     LATEST,
     Aliases,
@@ -26,13 +15,23 @@ from headrace.fleet.model_names import (
     paths_of,
     root_of,
 )
-from headrace.models.registry import SEEING
 from headrace.streams.record import ServedSetup
 from headrace.text.encoder import Encoder
 from headrace.text.output_splitter import reasoning_format
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats.table import tool_format
+from headrace_common.adapter import Adapter
+from headrace_common.checkpoints.adapters import name_adapter
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.hub import OnProgress
+from headrace_common.checkpoints.sentences import read_sentences
+from headrace_common.checkpoints.small_file import unreadable_refused
+from headrace_common.checkpoints.spec import SEEING, ModelSpec, read_spec
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import RequestError
+from headrace_common.messages import Ready
+from headrace_common.version import __version__
 
 _EMBEDS = re.compile(r"((?<!LMHead)Model|ForMaskedLM)$")  # architectures that only embed
 _SHOWN = 100  # characters of an unknown name

@@ -10,10 +10,14 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.core.adapter import Adapter
-from headrace.core.errors import ModelError, RequestError
-from headrace.core.ids import SequenceId
-from headrace.core.messages import (
+from headrace.engines.client import EngineClient, EngineDown, EngineUp
+from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.queue_eta import QueueEta, TokensAsked
+from headrace.fleet.served_model import ServedModel
+from headrace_common.adapter import Adapter
+from headrace_common.errors import ModelError, RequestError
+from headrace_common.ids import SequenceId
+from headrace_common.messages import (
     AdapterRead,
     Cancel,
     DropAdapter,
@@ -28,10 +32,6 @@ from headrace.core.messages import (
     Status,
     Submit,
 )
-from headrace.engine.client import EngineClient, EngineDown, EngineUp
-from headrace.fleet.load_watch import LoadWatch
-from headrace.fleet.queue_eta import QueueEta, TokensAsked
-from headrace.fleet.served_model import ServedModel
 
 _GONE = RequestError("engine_failed", "The engine stopped and could not be restarted.")
 _NO_ENGINE = EngineDown("engine_failed", "", given_up=False)

@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
-from headrace.core.errors import RequestError
 from headrace.gateway.bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.protocols.fields.kinds import Kind, String, missing, read_fields
 from headrace.protocols.requests import decode
+from headrace_common.errors import RequestError
 
 NAMED: Mapping[str, Kind] = {"lora_name": String(least=1)}
 LOADED: Mapping[str, Kind] = {

@@ -7,13 +7,13 @@ from starlette.routing import Route, WebSocketRoute
 
 from headrace.batches.folder import temporary_shelf
 from headrace.batches.shelf import Shelf
-from headrace.config.settings import ServerConfig
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_responses import ErrorBoundary, no_socket, no_such_route
 from headrace.gateway.middleware import CanonicalPath, PathPrefix, cross_origin
 from headrace.gateway.routes import ROUTES, Endpoints
 from headrace.gateway.web_routes import web_routes
 from headrace.generation.generation import Generation
+from headrace_common.config.settings import ServerConfig
 
 
 def create_app(

@@ -11,11 +11,11 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.config.settings import HttpConfig
-from headrace.config.sources import read_keys
-from headrace.core.errors import RequestError
-from headrace.core.log_context import KEY_NAME
 from headrace.workers.job_line import OWNER
+from headrace_common.config.settings import HttpConfig
+from headrace_common.config.sources import read_keys
+from headrace_common.errors import RequestError
+from headrace_common.log_context import KEY_NAME
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 

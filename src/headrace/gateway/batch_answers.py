@@ -4,10 +4,6 @@ import logging
 
 from headrace.batches import answers
 from headrace.batches.answers import LineAnswer, LineAsked
-from headrace.core.errors import RequestError
-from headrace.core.jobs import OpenLine, ReadBody, ReadInputs, ReadJob, ReadPairs
-from headrace.core.log_context import begin_request
-from headrace.core.request import BACKGROUND, Route
 from headrace.gateway.delivery import AnswerBody, is_old
 from headrace.gateway.generation_routes import GenerationRoutes, read_body
 from headrace.gateway.loop_slices import slice_of_loop
@@ -21,6 +17,10 @@ from headrace.protocols.vectors import embeddings, rerank
 from headrace.streams.log import LogGone
 from headrace.streams.record import Names
 from headrace.streams.store import ByKey
+from headrace_common.errors import RequestError
+from headrace_common.jobs import OpenLine, ReadBody, ReadInputs, ReadJob, ReadPairs
+from headrace_common.log_context import begin_request
+from headrace_common.request import BACKGROUND, Route
 
 logger = logging.getLogger(__name__)
 

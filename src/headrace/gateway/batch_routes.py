@@ -9,8 +9,6 @@ from starlette.types import ASGIApp
 
 from headrace.batches.batches import Batches, BatchWish
 from headrace.batches.records import SUCCEEDED, BatchRecord
-from headrace.core.errors import RequestError
-from headrace.core.jobs import LineFault, ReadBatch
 from headrace.gateway.auth import Auth
 from headrace.gateway.batch_answers import ROUTES
 from headrace.gateway.bodies import Bodies
@@ -18,6 +16,8 @@ from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
 from headrace.gateway.listing import Paging, page
 from headrace.workers.pool import Work
+from headrace_common.errors import RequestError
+from headrace_common.jobs import LineFault, ReadBatch
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
 _MAX_HOURS = 720

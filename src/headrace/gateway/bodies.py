@@ -8,10 +8,10 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace import awake
-from headrace.core.errors import RequestError
 from headrace.gateway.content_coding import BodyDecoder
 from headrace.workers.job_line import OWNER
+from headrace_common.errors import RequestError
+from headrace_common.system import awake
 
 PAUSE_S = 20.0
 _NUM_LARGEST = 4  # bodies of the largest size that may be held at once

@@ -10,9 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import RequestError
-from headrace.core.jobs import ReadNames
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import LiveAnswer, LiveFrames, pace_of, unless_left
@@ -23,6 +20,9 @@ from headrace.protocols.dialect import encode
 from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.log import Log, LogGone, LogUnsound
 from headrace.streams.store import ByConversation
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.jobs import ReadNames
 
 _OFFSET = re.compile(r"[0-9]{1,15}")
 _MAX_LOOKUP = 1000

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Iterator
 
 from starlette.datastructures import Headers
 
-from headrace.core.errors import RequestError
 from headrace.gateway.loop_slices import slice_of_loop
+from headrace_common.errors import RequestError
 
 ACCEPTED = "gzip, identity"
 _STEP = 64 << 10  # bytes to take in or give out at a time

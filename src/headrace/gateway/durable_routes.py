@@ -16,8 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left, while_connected
 from headrace.gateway.loop_slices import slice_of_loop
@@ -26,6 +24,8 @@ from headrace.generation.registry import Found
 from headrace.protocols.dialect import PING, encode
 from headrace.streams.events import AnyEvent
 from headrace.streams.store import ById
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
 
 LONG_POLL_S, SSE_S = 20.0, 60.0
 _PAGE, _MAX_BYTES = 256, 1 << 20

@@ -7,13 +7,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp
 
-from headrace import awake
 from headrace.batches.batches import Batches
 from headrace.batches.files import LEAST_S, MOST_S, Upload
 from headrace.batches.lines import PIECE
 from headrace.batches.records import FileRecord
 from headrace.batches.shelf import Blobs
-from headrace.core.errors import RequestError
 from headrace.gateway.auth import Auth
 from headrace.gateway.content_coding import BodyDecoder
 from headrace.gateway.http_responses import answer
@@ -27,6 +25,8 @@ from headrace.gateway.multipart import (
     PartNews,
     boundary_of,
 )
+from headrace_common.errors import RequestError
+from headrace_common.system import awake
 
 _MAX_FIELD_BYTES = 1024
 _MAX_BESIDE = 64 << 10  # bytes of a form beside its file: fields, headers, boundaries

@@ -11,23 +11,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
-from headrace.core.jobs import (
-    ApplyTemplate,
-    CheckedBody,
-    CountTokens,
-    Detokenize,
-    Job,
-    KnownModel,
-    R,
-    ReadBody,
-    ReadJob,
-    Tokenize,
-)
-from headrace.core.request import Request as GenerationRequest
-from headrace.core.request import Route
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
@@ -46,6 +29,23 @@ from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
 from headrace.text.tool_formats.generic import GENERIC
 from headrace.workers.job_line import LARGE, Body
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.jobs import (
+    ApplyTemplate,
+    CheckedBody,
+    CountTokens,
+    Detokenize,
+    Job,
+    KnownModel,
+    R,
+    ReadBody,
+    ReadJob,
+    Tokenize,
+)
+from headrace_common.request import Request as GenerationRequest
+from headrace_common.request import Route
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,6 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from headrace.core.errors import RequestError
-from headrace.core.log_context import PARENT, begin_request, log_request
 from headrace.gateway.content_coding import ACCEPTED
 from headrace.generation.request_span import named
 from headrace.metrics.metrics import ServerFigures
@@ -31,6 +29,8 @@ from headrace.streams.log import LogGone
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
 from headrace.workers.job_line import OWNER
+from headrace_common.errors import RequestError
+from headrace_common.log_context import PARENT, begin_request, log_request
 
 logger = logging.getLogger(__name__)
 

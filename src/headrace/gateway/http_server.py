@@ -20,10 +20,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from headrace.awake import Countdown
-from headrace.core.errors import RequestError
 from headrace.gateway.http_responses import new_request_id, refuse
 from headrace.gateway.realtime import GOING_AWAY
+from headrace_common.errors import RequestError
+from headrace_common.system.awake import Countdown
 
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
 PING_S, PONG_S = 15.0, 45.0  # of a WebSocket

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from headrace.checkpoints.find import MINI
 from headrace.fleet.served_model import ServedModel
+from headrace_common.checkpoints.find import MINI
 
 _SMALL = 1_000_000_000  # parameters; below it, open questions often end in loops or inventions
 _WEATHER = {

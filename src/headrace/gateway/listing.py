@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 
-from headrace.core.errors import RequestError
+from headrace_common.errors import RequestError
 
 
 class PageEntry(Protocol):

@@ -10,9 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from headrace import __version__
-from headrace.core.errors import ModelError, RequestError
-from headrace.core.sampling import Sampling
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.auth import Auth
@@ -23,6 +20,9 @@ from headrace.generation.event_builder import Standing
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import encode
 from headrace.protocols.llamacpp.answers import settings_of
+from headrace_common.errors import ModelError, RequestError
+from headrace_common.sampling import Sampling
+from headrace_common.version import __version__
 
 logger = logging.getLogger(__name__)
 

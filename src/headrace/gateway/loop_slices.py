@@ -5,13 +5,13 @@ import weakref
 from array import array
 from collections import OrderedDict, deque
 
-from headrace.core.ids import StreamId
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import WireFrames
 from headrace.streams.events import is_terminal
 from headrace.streams.log import Log, LogGone
 from headrace.streams.record import Record
 from headrace.workers.job_line import OWNER
+from headrace_common.ids import StreamId
 
 SLICE_S = 0.005
 _MAX_STREAMS = 256

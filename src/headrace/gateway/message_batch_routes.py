@@ -10,8 +10,6 @@ from starlette.types import ASGIApp
 from headrace.batches.batches import Batches, BatchWish
 from headrace.batches.records import CANCELED, ERRORED, EXPIRED, SUCCEEDED, BatchRecord
 from headrace.batches.shelf import Shelf
-from headrace.core.errors import RequestError
-from headrace.core.jobs import SplitRequests
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
@@ -22,6 +20,8 @@ from headrace.gateway.named_models import read_named_models
 from headrace.generation.generation import Generation
 from headrace.protocols.anthropic.messages import ROUTE
 from headrace.workers.job_line import Body
+from headrace_common.errors import RequestError
+from headrace_common.jobs import SplitRequests
 
 _WINDOW_S = 24 * 3600
 _KINDS = (SUCCEEDED, ERRORED, CANCELED, EXPIRED)

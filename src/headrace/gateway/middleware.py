@@ -9,9 +9,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from headrace.core.errors import RequestError
 from headrace.gateway.http_responses import new_request_id, refuse
 from headrace.gateway.web_routes import PAGES
+from headrace_common.errors import RequestError
 
 _READABLE = (
     "X-Request-Id",

@@ -3,11 +3,11 @@
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from headrace.core.messages import Ready
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_names import called
 from headrace.fleet.served_model import Models, ServedModel
 from headrace.gateway.introductions import introduction
+from headrace_common.messages import Ready
 
 _LIMIT_NAMES = ("context_length", "context_window", "max_context_length")
 

@@ -5,8 +5,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import ReadModelName
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired
 from headrace.fleet.pulls import Pull
@@ -18,6 +16,8 @@ from headrace.gateway.model_entries import ServedName, entry_of, served_names
 from headrace.gateway.model_events import ModelEvents
 from headrace.generation.generation import Generation
 from headrace.protocols.requests import decode
+from headrace_common.errors import RequestError
+from headrace_common.jobs import ReadModelName
 
 _MAX_DOCUMENT = 1 << 20
 

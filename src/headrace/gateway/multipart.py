@@ -7,7 +7,7 @@ from typing import NamedTuple
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from headrace.core.errors import RequestError
+from headrace_common.errors import RequestError
 
 STEP_BYTES = 4 << 10
 """Bytes to parse at a time. The worst ones take a microsecond each, so a step takes a few ms."""

@@ -4,9 +4,9 @@ Workers read a model without the limits on time and memory that apply to the fir
 they must not be the first to meet its files.
 """
 
-from headrace.core.jobs import ModelsNamedIn, NameModels
 from headrace.generation.generation import Generation
 from headrace.workers.job_line import Body
+from headrace_common.jobs import ModelsNamedIn, NameModels
 
 
 async def read_named_models(

@@ -10,9 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import (
     AnswerBody,
@@ -34,6 +31,9 @@ from headrace.streams.events import AnyEvent, Error, Finish
 from headrace.streams.log import follow
 from headrace.streams.record import Record
 from headrace.streams.store import ById
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
 
 _MAX_EVENTS, _MAX_WAIT_S = 1000, 30.0
 _MAX_PAGE_BYTES = 1 << 20

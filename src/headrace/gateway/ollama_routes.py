@@ -10,9 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace import __version__
-from headrace.core.errors import RequestError
-from headrace.core.jobs import ReadModelName
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired
 from headrace.fleet.pulls import Pull
@@ -28,6 +25,9 @@ from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fi
 from headrace.protocols.framing import LINES
 from headrace.protocols.ollama.errors import ERRORS
 from headrace.protocols.requests import decode
+from headrace_common.errors import RequestError
+from headrace_common.jobs import ReadModelName
+from headrace_common.version import __version__
 
 _LOADED = ("ok", "recovering")
 _API_VERSION = "0.12.6"

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace import __version__
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.protocols.dialect import DIALECTS, dialect_of
 from headrace.protocols.fields.common import NO_EFFECT, UNSUPPORTED
 from headrace.protocols.fields.kinds import Kind, nullable
+from headrace_common.version import __version__
 
 if TYPE_CHECKING:
     from headrace.gateway.routes import Endpoints

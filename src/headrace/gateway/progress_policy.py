@@ -7,8 +7,8 @@ from types import MappingProxyType
 import msgspec
 from starlette.datastructures import Headers
 
-from headrace.core.jobs import CheckedBody
-from headrace.core.log_context import KEY_NAME
+from headrace_common.jobs import CheckedBody
+from headrace_common.log_context import KEY_NAME
 
 _FIELD = "return_progress"
 WISHES: Mapping[str, bool | str] = MappingProxyType(

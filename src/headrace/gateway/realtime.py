@@ -13,12 +13,6 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from headrace import awake
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
-from headrace.core.jobs import ReadBody
-from headrace.core.log_context import begin_notes, log_request
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import LiveAnswer, Pace, unless_left
@@ -36,6 +30,12 @@ from headrace.generation.registry import Found
 from headrace.protocols.dialect import DIALECTS, encode
 from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.store import ById, StoreStalled
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.jobs import ReadBody
+from headrace_common.log_context import begin_notes, log_request
+from headrace_common.system import awake
 
 MAX_RUNNING = 256
 HELLO_S = 5.0

@@ -7,11 +7,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
-from headrace.core.jobs import CheckedBody, EncodePrompts, GoOn, ListInput, ReadBody
-from headrace.core.request import Chat
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import (
@@ -35,6 +30,11 @@ from headrace.streams.record import Record
 from headrace.streams.store import ById
 from headrace.workers.image_file import see_images
 from headrace.workers.job_line import Body
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.jobs import CheckedBody, EncodePrompts, GoOn, ListInput, ReadBody
+from headrace_common.request import Chat
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_LIMIT, _LIMIT = 100, 20

@@ -9,8 +9,6 @@ from starlette.types import ASGIApp
 
 from headrace.batches.batches import Batches
 from headrace.batches.shelf import Shelf
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import RequestError
 from headrace.gateway import adapter_routes
 from headrace.gateway.adapter_routes import AdapterRoutes
 from headrace.gateway.auth import Auth, Endpoint
@@ -42,6 +40,8 @@ from headrace.protocols.framing import LINES
 from headrace.protocols.ollama import errors as ollama_errors
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.vectors import embeddings, rerank
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
 
 _PUT_OFF = ("server_overloaded", "rate_limit_exceeded", "request_timeout")
 """Errors to which some dialects give a status of their own."""

@@ -11,10 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace import __version__
-from headrace.config.settings import HttpConfig
-from headrace.core.errors import RequestError
-from headrace.core.messages import Ready, Status, StepTrace
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.model_host import ModelHost
 from headrace.gateway.codex_catalog import catalog
@@ -33,6 +29,10 @@ from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
 from headrace.protocols.dialect import encode
+from headrace_common.config.settings import HttpConfig
+from headrace_common.errors import RequestError
+from headrace_common.messages import Ready, Status, StepTrace
+from headrace_common.version import __version__
 
 _INTERVAL_S = 0.25
 _HEARTBEAT_S = 10.0

@@ -9,17 +9,6 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.core.jobs import (
-    CheckedBody,
-    RankDocuments,
-    ReadInputs,
-    ReadJob,
-    ReadPairs,
-    VectorForm,
-    WriteVectors,
-)
-from headrace.core.log_context import PARENT
-from headrace.core.request import Route
 from headrace.fleet.model_names import called
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
@@ -32,6 +21,17 @@ from headrace.generation.vectors import Vectors
 from headrace.metrics.traces import RequestSpan
 from headrace.protocols.dialect import encode
 from headrace.protocols.vectors import embeddings, rerank
+from headrace_common.jobs import (
+    CheckedBody,
+    RankDocuments,
+    ReadInputs,
+    ReadJob,
+    ReadPairs,
+    VectorForm,
+    WriteVectors,
+)
+from headrace_common.log_context import PARENT
+from headrace_common.request import Route
 
 ONE: Route = "/api/embeddings"
 _SLICE_BYTES = 256 << 10  # of vectors that one job writes

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
-from headrace.core.jobs import CheckedBody
-from headrace.core.request import Request, Route
-from headrace.core.sampling import Sampling
 from headrace.gateway.http_responses import notice_of
 from headrace.protocols.dialect import WireFrames, dialect_of
 from headrace.streams.record import Names, Record
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.jobs import CheckedBody
+from headrace_common.request import Request, Route
+from headrace_common.sampling import Sampling
 
 
 class Wait(NamedTuple):

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.checkpoints.adapters import name_adapter
-from headrace.core.adapter import Adapter
-from headrace.core.errors import ModelError, RequestError
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.in_thread import in_thread
 from headrace.generation.registry import Registry
+from headrace_common.adapter import Adapter
+from headrace_common.checkpoints.adapters import name_adapter
+from headrace_common.errors import ModelError, RequestError
 
 _LONGEST_NAME = 256
 

@@ -6,12 +6,12 @@ Time is an argument, and nothing here awaits: to look and to take a place is one
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from headrace.config.settings import StreamConfig
-from headrace.core.errors import RequestError
-from headrace.core.messages import Ready
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.queue_eta import Schedule
+from headrace_common.config.settings import StreamConfig
+from headrace_common.errors import RequestError
+from headrace_common.messages import Ready
 
 _AUTO_S = 600.0  # of reading prompts that may wait, where no number of tokens is set
 _UNMEASURED = 500.0  # prompt tokens a second, until the engine has measured

@@ -3,11 +3,6 @@
 from array import array
 from dataclasses import dataclass
 
-from headrace.core.ids import SequenceId
-from headrace.core.messages import FinishReason, Guessed, NewSequence, NewToken, PromptLogprobs
-from headrace.core.pieces import ChannelPiece
-from headrace.core.request import Chat
-from headrace.core.sampling import Logprobs
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.events import ChoiceEnd, TokenLogprob, Tokens
 from headrace.streams.record import Record
@@ -16,6 +11,11 @@ from headrace.text.detokenizer import Detokenizer
 from headrace.text.output_splitter import PLAIN, Splitting, make_splitting
 from headrace.text.stops import StopMatcher
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.ids import SequenceId
+from headrace_common.messages import FinishReason, Guessed, NewSequence, NewToken, PromptLogprobs
+from headrace_common.pieces import ChannelPiece
+from headrace_common.request import Chat
+from headrace_common.sampling import Logprobs
 
 _TAIL = 16  # tokens of a prompt in which reasoning may have been opened
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import SequenceId
-from headrace.engine.client import EngineDown
+from headrace.engines.client import EngineDown
+from headrace_common.errors import RequestError
+from headrace_common.ids import SequenceId
 
 _MAX_OUTSIDE_DEATHS = 3
 

@@ -6,16 +6,6 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET
 
-from headrace.core.errors import RequestError
-from headrace.core.messages import (
-    Finished,
-    FinishReason,
-    Guessed,
-    NewToken,
-    PromptAdvance,
-    PromptLogprobs,
-    Started,
-)
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Item
 from headrace.generation.choice import ChoiceWriter, Echo
@@ -25,6 +15,16 @@ from headrace.streams import events
 from headrace.streams.events import AnyEvent, Ingestion
 from headrace.streams.record import Record, ServedSetup
 from headrace.streams.tally import Tally
+from headrace_common.errors import RequestError
+from headrace_common.messages import (
+    Finished,
+    FinishReason,
+    Guessed,
+    NewToken,
+    PromptAdvance,
+    PromptLogprobs,
+    Started,
+)
 
 _MISMATCH = "The logged tokens no longer give the logged text."
 

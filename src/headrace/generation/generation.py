@@ -6,12 +6,6 @@ import time
 
 import msgspec
 
-from headrace.config.settings import ServerConfig
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
-from headrace.core.jobs import CheckedBody
-from headrace.core.log_context import note
-from headrace.core.request import Request
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired
@@ -29,12 +23,18 @@ from headrace.generation.stream import LiveStream, Stay
 from headrace.generation.vectors import VectorMaker
 from headrace.generation.writers import RESTARTS, Writers
 from headrace.metrics.metrics import Metrics
-from headrace.race import uncut
 from headrace.streams.record import RENDERING, Names, Record
 from headrace.streams.store import Store, Stored
 from headrace.workers.image_fetch import ImageFetcher, is_public
 from headrace.workers.image_file import Admitted
 from headrace.workers.pool import Work
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.jobs import CheckedBody
+from headrace_common.log_context import note
+from headrace_common.request import Request
+from headrace_common.system.race import uncut
 
 PLAIN = Names()
 _SHUTS_DOWN = RequestError(

@@ -1,12 +1,12 @@
 """Checks that a model can do what a request asks, before it begins and when it goes on."""
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
-from headrace.core.request import Chat, Ids, Request
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.record import Record, ServedSetup
 from headrace.workers.image_file import Admitted, see_images
 from headrace.workers.pool import Work
+from headrace_common.errors import RequestError
+from headrace_common.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
+from headrace_common.request import Chat, Ids, Request
 
 _PROMPT_FIELDS = {"/v1/responses": "input"}  # where it has another name than usual
 _UNKNOWN = 1 << 30  # tokens; where no limit is known, none is checked

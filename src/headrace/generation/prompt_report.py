@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.core.messages import LaneFacts, Ready
 from headrace.streams.events import Ingestion, Usage
 from headrace.streams.record import Record
+from headrace_common.messages import LaneFacts, Ready
 
 
 class ChunkCount(NamedTuple):

@@ -4,9 +4,9 @@ from array import array
 from collections import deque
 from typing import NamedTuple
 
-from headrace.core.log_context import Figure
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.record import Record
+from headrace_common.log_context import Figure
 
 _NUM_KEPT = 32
 _NUM_ALIKE = 256  # tokens that a conversation's prompts share at least

@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from headrace.awake import Countdown
-from headrace.core.errors import RequestError
-from headrace.race import race
 from headrace.streams.events import AnyEvent, Tokens, is_terminal
 from headrace.streams.log import Log, follow
+from headrace_common.errors import RequestError
+from headrace_common.system.awake import Countdown
+from headrace_common.system.race import race
 
 Result = TypeVar("Result")
 

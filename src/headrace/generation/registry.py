@@ -6,14 +6,11 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
 from headrace.generation.admission import Place
 from headrace.generation.readers import Audience, ReaderPause
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import ServerFigures
-from headrace.race import race
 from headrace.streams.log import Log, LogGone, LogUnsound, MemoryLog
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
@@ -27,6 +24,9 @@ from headrace.streams.store import (
     StoreStalled,
 )
 from headrace.streams.stores.memory import MemoryStore
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.system.race import race
 
 _IN_MEMORY = Retention(keep_s=3600.0, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20

@@ -1,11 +1,11 @@
 """The span of a request that was answered, by OpenTelemetry's names for generative models."""
 
-from headrace.core.errors import RequestError
-from headrace.core.log_context import KEY_NAME, PARENT, REQUEST_ID
 from headrace.metrics.traces import Attribute, RequestSpan
 from headrace.streams.events import Ingestion
 from headrace.streams.record import Record
 from headrace.streams.tally import Tally
+from headrace_common.errors import RequestError
+from headrace_common.log_context import KEY_NAME, PARENT, REQUEST_ID
 
 _TEXTS = ("/v1/completions", "/completion", "/infill", "/api/generate")
 

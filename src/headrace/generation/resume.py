@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 
-from headrace.core.errors import ModelError, RequestError
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.generation.event_builder import EventBuilder, to_event
@@ -13,12 +12,13 @@ from headrace.generation.registry import Registry, cut_by
 from headrace.generation.stream import LiveStream
 from headrace.generation.writers import Writers
 from headrace.metrics.metrics import ServerFigures
-from headrace.panics import STEERING
 from headrace.streams.log import Log, LogConflict
 from headrace.streams.record import Record
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
 from headrace.workers.pool import Work
+from headrace_common.errors import ModelError, RequestError
+from headrace_common.system.panics import STEERING
 
 logger = logging.getLogger(__name__)
 

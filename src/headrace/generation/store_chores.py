@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import time
 
-from headrace.core.errors import RequestError
 from headrace.generation.registry import Registry, cut_by
 from headrace.streams.store import Ask, Retention, StoreStalled
+from headrace_common.errors import RequestError
 
 _CANNOT_WRITE = RequestError(
     "storage_stalled", "The server cannot store streams now; read on later."

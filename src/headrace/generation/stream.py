@@ -8,12 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from headrace.awake import Countdown
-from headrace.core.errors import RequestError
-from headrace.core.ids import SequenceId
-from headrace.core.log_context import log_request
-from headrace.core.messages import Finished, FinishReason, NewToken, Submit
-from headrace.engine.client import EngineDown, EngineUp
+from headrace.engines.client import EngineDown, EngineUp
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
@@ -27,13 +22,18 @@ from headrace.generation.submission import Submission, salt_of
 from headrace.generation.waits import Beat
 from headrace.metrics.metrics import RequestFigures
 from headrace.metrics.traces import Traces
-from headrace.panics import STEERING
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
 from headrace.streams.tally import Tally
 from headrace.workers.image_file import Admitted
+from headrace_common.errors import RequestError
+from headrace_common.ids import SequenceId
+from headrace_common.log_context import log_request
+from headrace_common.messages import Finished, FinishReason, NewToken, Submit
+from headrace_common.system.awake import Countdown
+from headrace_common.system.panics import STEERING
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from headrace.core.adapter import Adapter
-from headrace.core.ids import SequenceId
-from headrace.core.messages import Cancel, FinishReason, Submit
 from headrace.fleet.tenants import Tenant, Tenants
+from headrace_common.adapter import Adapter
+from headrace_common.ids import SequenceId
+from headrace_common.messages import Cancel, FinishReason, Submit
 
 
 def salt_of(owner: str, salt: str, adapter: Adapter | None = None) -> str:

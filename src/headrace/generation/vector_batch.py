@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import SequenceId, StreamId
-from headrace.core.messages import Finished, FinishReason, NewSequence, Started, Submit
-from headrace.core.sampling import Pooling, Sampling
-from headrace.engine.client import EngineDown, EngineUp
+from headrace.engines.client import EngineDown, EngineUp
 from headrace.fleet.queue_eta import TokensAsked
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
 from headrace.generation.admission import Place
 from headrace.generation.crash_blame import CrashBlame
 from headrace.generation.submission import Submission
+from headrace_common.errors import RequestError
+from headrace_common.ids import SequenceId, StreamId
+from headrace_common.messages import Finished, FinishReason, NewSequence, Started, Submit
+from headrace_common.sampling import Pooling, Sampling
 
 _WINDOWS_PER_PLACE = 2  # while one half of a window is computed, the other half waits
 

@@ -7,10 +7,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
-from headrace.core.request import BACKGROUND, Route
-from headrace.core.sampling import Pooling
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
@@ -18,6 +14,10 @@ from headrace.generation.admission import Admission, Asked, Capacity, Place, Que
 from headrace.generation.model_checks import encode, too_long
 from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import Work
+from headrace_common.errors import RequestError
+from headrace_common.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
+from headrace_common.request import BACKGROUND, Route
+from headrace_common.sampling import Pooling
 
 Check = Callable[[ServedModel], None]
 

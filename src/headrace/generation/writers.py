@@ -4,8 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from headrace.config.settings import StreamConfig
-from headrace.core.errors import RequestError
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.generation.admission import Queues
@@ -16,6 +14,8 @@ from headrace.metrics.traces import Traces
 from headrace.streams.log import LogTaken
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
+from headrace_common.config.settings import StreamConfig
+from headrace_common.errors import RequestError
 
 logger = logging.getLogger(__name__)
 

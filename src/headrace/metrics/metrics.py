@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from headrace.core.errors import OVERRAN, RequestError
-from headrace.core.messages import Ready, Status, StepTrace
-from headrace.engine.client import EngineDown
+from headrace.engines.client import EngineDown
 from headrace.metrics.exposition import as_vllm, merged
 from headrace.metrics.families import Families
 from headrace.metrics.history import History
 from headrace.metrics.traces import NoTraces, Traces
 from headrace.streams.tally import Tally
+from headrace_common.errors import OVERRAN, RequestError
+from headrace_common.messages import Ready, Status, StepTrace
 
 _STATES = ("loading", "ok", "recovering", "draining", "dead")
 _STREAM_STATES = ("queued", "prompt", "decode", "recovering")

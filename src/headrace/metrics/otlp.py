@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from headrace.core.errors import ConfigError
 from headrace.metrics.traces import NoTraces, RequestSpan, Traces
+from headrace_common.errors import ConfigError
 
 _TIMEOUT_S = 5.0  # of one batch; while it lasts, spans gather
 _MAX_WAITING = 2048  # spans; later ones are lost

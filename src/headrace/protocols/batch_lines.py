@@ -7,8 +7,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import (
+from headrace.protocols.dialect import encode
+from headrace.protocols.fields.kinds import Array, Kind, Object, String, missing, read_fields
+from headrace.protocols.requests import decode
+from headrace_common.errors import RequestError
+from headrace_common.jobs import (
     BatchAsked,
     CheckedLines,
     CheckLines,
@@ -18,10 +21,7 @@ from headrace.core.jobs import (
     ReadBatch,
     SplitRequests,
 )
-from headrace.core.request import Route
-from headrace.protocols.dialect import encode
-from headrace.protocols.fields.kinds import Array, Kind, Object, String, missing, read_fields
-from headrace.protocols.requests import decode
+from headrace_common.request import Route
 
 BATCH_FIELDS: Mapping[str, Kind] = {
     "endpoint": String(),

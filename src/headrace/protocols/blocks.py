@@ -2,7 +2,7 @@
 
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from headrace.answer import Said
+from headrace_common.answer import Said
 
 Told = TypeVar("Told")
 

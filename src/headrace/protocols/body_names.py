@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.jobs import ModelsNamedIn
 from headrace.protocols import batch_lines
 from headrace.protocols.fields.kinds import Kind, String, missing, read_fields
 from headrace.protocols.requests import decode
+from headrace_common.jobs import ModelsNamedIn
 
 MODEL: Mapping[str, Kind] = {"model": String(least=1)}
 

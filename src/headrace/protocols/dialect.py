@@ -11,13 +11,13 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields.kinds import Kind
 from headrace.protocols.framing import SSE, Framing
 from headrace.streams.events import AnyEvent, Error, Heartbeat
 from headrace.streams.record import Record
+from headrace_common.errors import RequestError
+from headrace_common.request import Prompt, Request, Route
 
 DIALECTS: Mapping[Route, str] = {
     "/v1/chat/completions": "headrace.protocols.openai.chat",

@@ -7,11 +7,17 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headrace.core.errors import RequestError
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields.structure import CallsWanted, Structure, Tool, Wanted
 from headrace.text import json_schema, schema_rules
-from headrace.text.grammar import (
+from headrace.text.harmony import answer_rules
+from headrace.text.json_schema import Node, ReadSchema, SchemaFinding
+from headrace.text.output_splitter import HARMONY, REASONING_TAGS
+from headrace.text.schema_limits import children, unsatisfied
+from headrace.text.schema_rules import Grammars, grammars_of
+from headrace.text.tool_formats.table import format_of
+from headrace_common.errors import RequestError
+from headrace_common.grammar import (
     COUNTED,
     OVERLAPPING,
     SAME_NAMES,
@@ -20,12 +26,6 @@ from headrace.text.grammar import (
     GrammarError,
     pattern_fault,
 )
-from headrace.text.harmony import answer_rules
-from headrace.text.json_schema import Node, ReadSchema, SchemaFinding
-from headrace.text.output_splitter import HARMONY, REASONING_TAGS
-from headrace.text.schema_limits import children, unsatisfied
-from headrace.text.schema_rules import Grammars, grammars_of
-from headrace.text.tool_formats.table import format_of
 
 MAX_GRAMMAR = 256 << 10
 """Characters: it is stored with the stream, and sent to the engine."""

@@ -8,7 +8,7 @@ each turn, and what a client repeats itself stands behind it already.
 import re
 from typing import Any, NamedTuple
 
-from headrace.core.request import Route
+from headrace_common.request import Route
 
 
 class Inserted(NamedTuple):

@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headrace.core.errors import ModelError, RequestError
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields.messages import placeholder_in_text
 from headrace.protocols.grammars import GrammarMaker
 from headrace.workers.pool import MEMORY_BYTES
+from headrace_common.errors import ModelError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ModelText:
         """Imported by name: it needs torch, which only a worker for images loads."""
         model = self.model
         with self._bound():
-            module = importlib.import_module("headrace.runner.images")
+            module = importlib.import_module("headrace_engine.runner.images")
             try:
                 return module.ImageProcessor(model.folder, model.has_native_vision)
             except ModelError as error:

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Chat, Ids, Infill, Prompt, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.model_text import Bound
 from headrace.text.broken_tokens import break_tokens
 from headrace.text.rendering import Rendered
 from headrace.text.rendering import render as rendered
 from headrace.text.tool_formats.generic import GENERIC, with_tools_in_words
+from headrace_common.errors import RequestError
+from headrace_common.request import Chat, Ids, Infill, Prompt, Text
 
 prompts_of = msgspec.msgpack.Decoder(tuple[Prompt, ...]).decode
 

@@ -9,10 +9,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody
-from headrace.core.request import Chat, Ids, Infill, Prompt, Request, ResponseOptions, Route, Text
-from headrace.core.sampling import Sampling
 from headrace.fleet.model_names import called
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import Dialect, PromptReader
@@ -20,6 +16,10 @@ from headrace.protocols.fields import samplers
 from headrace.protocols.fields.common import max_tokens
 from headrace.protocols.fields.kinds import wrong_value
 from headrace.text.json_schema import exact_number
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedBody
+from headrace_common.request import Chat, Ids, Infill, Prompt, Request, ResponseOptions, Route, Text
+from headrace_common.sampling import Sampling
 
 MAX_CHOICES_IN_ALL = 1024
 """Each choice of each prompt is a sequence to the engine, and a place in its queue."""

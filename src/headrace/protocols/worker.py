@@ -17,11 +17,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.config.settings import ModelConfig
-from headrace.core import jobs
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody, Encoded, EncodedAhead, Refusal, SeenImages
-from headrace.core.request import Chat, Infill, Prompt, Route, Text
 from headrace.fleet.model_names import Aliases, adapters_of, names_of, paths_of
 from headrace.fleet.served_model import Models, ServedModel
 from headrace.generation.model_checks import longest_prompt
@@ -52,6 +47,11 @@ from headrace.workers.pool import (
     perform,
 )
 from headrace.workers.process import receive, reply
+from headrace_common import jobs
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedBody, Encoded, EncodedAhead, Refusal, SeenImages
+from headrace_common.request import Chat, Infill, Prompt, Route, Text
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ terminal: Finish or Error. An appended event never changes.
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.core.ids import StreamId
-from headrace.core.pieces import ChannelPiece
 from headrace.streams.record import ServedSetup
+from headrace_common.ids import StreamId
+from headrace_common.pieces import ChannelPiece
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):

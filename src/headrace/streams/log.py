@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Protocol
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent, is_terminal
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
 
 _PAGE = 256
 

@@ -4,9 +4,9 @@ from array import array
 
 import msgspec
 
-from headrace.core.adapter import Adapter
-from headrace.core.ids import StreamId
-from headrace.core.request import Chat, Request
+from headrace_common.adapter import Adapter
+from headrace_common.ids import StreamId
+from headrace_common.request import Chat, Request
 
 
 class Names(msgspec.Struct, frozen=True):

@@ -6,11 +6,11 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import Log
 from headrace.streams.record import Record
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
 
 
 class ById(msgspec.Struct, frozen=True):

@@ -6,11 +6,11 @@ Owns the text that is held back; never writes an event.
 from collections import deque
 from typing import Generic, NamedTuple, TypeVar
 
-from headrace.core.pieces import CONTENT, ChannelPiece
-from headrace.core.sampling import Sampling
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.output_splitter import PLAIN, Splitting
 from headrace.text.stops import StopMatcher
+from headrace_common.pieces import CONTENT, ChannelPiece
+from headrace_common.sampling import Sampling
 
 Entry = TypeVar("Entry")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.request import Chat
 from headrace.text.template import for_template
+from headrace_common.request import Chat
 
 ZERO_WIDTH_SPACE = "\u200b"
 

@@ -8,8 +8,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.text.tool_formats.format import TokenId, marker
+from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 
 CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 _END, _CONSTRAIN = "<|end|>", "<|constrain|>"

@@ -7,11 +7,11 @@ a marker stays text; where it has none, by its text. White space beside a marker
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
-from headrace.core.request import Channels
 from headrace.text.harmony import CHANNEL, HarmonySplitter
 from headrace.text.tool_formats.format import CallBody, CallDelta, IsText, ToolFormat
 from headrace.text.tool_formats.table import format_of
+from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace_common.request import Channels
 
 
 class Splitter(Protocol):

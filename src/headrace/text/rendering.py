@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.core.request import Chat
 from headrace.text.merging import merge_contents, merge_turns
 from headrace.text.template import ChatTemplate, TemplateRefused
 from headrace.text.tool_formats.generic import has_calls, in_words
+from headrace_common.request import Chat
 
 Message = dict[str, Any]
 

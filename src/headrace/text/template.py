@@ -10,11 +10,11 @@ from typing import Any
 import jinja2
 import msgspec
 
-from headrace.checkpoints.small_file import read_small
-from headrace.core.errors import OVERRAN, ModelError, RequestError
-from headrace.core.request import Chat
 from headrace.text.sandbox import TemplateEnvironment
 from headrace.text.sandbox_sizes import Overrun
+from headrace_common.checkpoints.small_file import read_small
+from headrace_common.errors import OVERRAN, ModelError, RequestError
+from headrace_common.request import Chat
 
 _MAX_WORDS = 1000
 _MAX_REASON = 300  # characters of what is wrong with a template

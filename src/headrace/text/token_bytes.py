@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from headrace.core.errors import ModelError
+from headrace_common.errors import ModelError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from headrace.checkpoints.small_file import read_small
-from headrace.core.errors import ModelError
-from headrace.panics import STEERING
-from headrace.text.conversion import tokenizer_file
 from headrace.text.infill import infill_marks
 from headrace.text.token_bytes import token_bytes_for
+from headrace_common.checkpoints.small_file import read_small
+from headrace_common.checkpoints.tokenizer_file import MAX_FILE, tokenizer_file
+from headrace_common.errors import ModelError
+from headrace_common.system.panics import STEERING
 
 MAX_VOCABULARY = 1 << 21
 """All token ids must be smaller. The largest known vocabulary has about 900,000 tokens."""
@@ -25,7 +25,6 @@ _MAX_SHOWN = 50
 
 _MARK = "▁"
 _MARK_INSIDE = re.compile(f"[^{_MARK}]{_MARK}")
-MAX_FILE = 128 << 20  # bytes of a tokenizer.json; the largest in use have 35 MB
 _MAX_SPELLED = 128 << 20  # bytes of all tokens, each spelled twice
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import httpcore
 import httpx
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import PutImages
-from headrace.core.request import MAX_IMAGE_BYTES, Chat, Prompt
 from headrace.workers.job_line import OWNER
 from headrace.workers.pool import Work
+from headrace_common.errors import RequestError
+from headrace_common.jobs import PutImages
+from headrace_common.request import MAX_IMAGE_BYTES, Chat, Prompt
 
 _REDIRECTS, _TIMEOUT_S = 3, 10.0
 _REQUESTS_AT_ONCE = 8  # each may hold as many bytes as a body has

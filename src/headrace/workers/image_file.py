@@ -4,10 +4,10 @@ import os
 import tempfile
 from typing import NamedTuple
 
-from headrace.core.jobs import SeeImages
-from headrace.core.plan import PromptInputs
-from headrace.memory_file import can_open_anew, open_memory_file
 from headrace.workers.pool import Work
+from headrace_common.jobs import SeeImages
+from headrace_common.plan import PromptInputs
+from headrace_common.system.memory_file import can_open_anew, open_memory_file
 
 
 class PixelFile:

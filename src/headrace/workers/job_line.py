@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-from headrace.core.errors import RequestError
+from headrace_common.errors import RequestError
 
 OWNER: ContextVar[str] = ContextVar("owner", default="")
 """Whose client's work this task does, by its key; empty where there are no keys."""

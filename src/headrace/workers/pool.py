@@ -12,8 +12,10 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import (
+from headrace.workers.job_line import Body, JobLine, QueuedJob
+from headrace.workers.process import Reply, WorkerProcess
+from headrace_common.errors import RequestError
+from headrace_common.jobs import (
     AnyJob,
     Job,
     Refusal,
@@ -22,10 +24,8 @@ from headrace.core.jobs import (
     encode_job,
     encode_result,
 )
-from headrace.panics import STEERING
-from headrace.race import race
-from headrace.workers.job_line import Body, JobLine, QueuedJob
-from headrace.workers.process import Reply, WorkerProcess
+from headrace_common.system.panics import STEERING
+from headrace_common.system.race import race
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace import awake, framing
-from headrace.config.sources import SECRETS
 from headrace.workers.job_line import Body
+from headrace_common.config.sources import SECRETS
+from headrace_common.system import awake, framing
 
 STILL_S = 15.0
 """A worker that uses no processor time for this long, with a job in hand, is stopped or hangs."""

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.errors import RequestError
-from headrace.core.pieces import CONTENT, REASONING, TOOL
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import encode
 from headrace.streams.events import AnyEvent, Heartbeat, Queued
 from headrace.streams.record import RENDERING, Record
+from headrace_common.errors import RequestError
+from headrace_common.pieces import CONTENT, REASONING, TOOL
 from tests.gateway.builders import (
     ended,
     error,

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Chat, Request
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.fields import structure
+from headrace_common.errors import RequestError
+from headrace_common.request import Chat, Request
 from tests.gateway.builders import FakeModel, parsed
 
 USER = {"role": "user", "content": "hi"}

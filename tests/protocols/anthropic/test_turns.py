@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Chat
 from headrace.protocols.anthropic import messages as anthropic_messages
+from headrace_common.errors import RequestError
+from headrace_common.request import Chat
 from tests.gateway.builders import parsed
 
 ASKED = {"model": "headrace-mini", "max_tokens": 16}

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.requests import pack
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedBody
 from tests.gateway.builders import parsed
 
 LARK = "start: word+\nword: /[a-z]+/"

@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import AnyJob, ApplyTemplate, CheckedBody, Tokenize
-from headrace.core.request import Chat, Route
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.prompt_ids import put_images
 from headrace.protocols.worker import Jobs
+from headrace_common.errors import RequestError
+from headrace_common.jobs import AnyJob, ApplyTemplate, CheckedBody, Tokenize
+from headrace_common.request import Chat, Route
 from tests.gateway.builders import FakeModel
 
 ROUTE = "/v1/chat/completions"

@@ -2,11 +2,11 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.sampling import LLAMA_CPP_ORDER, PLAIN_ORDER, Sampling
 from headrace.protocols.fields import samplers
 from headrace.protocols.fields.common import COMMON, ignored
 from headrace.protocols.openai import chat as openai_chat
+from headrace_common.errors import RequestError
+from headrace_common.sampling import LLAMA_CPP_ORDER, PLAIN_ORDER, Sampling
 from tests.gateway.builders import parsed
 
 USER = {"role": "user", "content": "hi"}

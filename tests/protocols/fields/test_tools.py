@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Chat
 from headrace.protocols.fields import structure
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.openai.response_events import open_kept
+from headrace_common.errors import RequestError
+from headrace_common.request import Chat
 from tests.gateway.builders import parsed
 
 

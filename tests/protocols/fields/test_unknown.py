@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from headrace.core.request import Route
 from headrace.protocols.fields.unknown import header_of, unknown_within
+from headrace_common.request import Route
 
 FUNCTION = {"name": "f", "parameters": {"x-own": 1}, "returns": {}}
 

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from headrace.core.pieces import REASONING, TOOL
 from headrace.protocols.dialect import WireFrames, dialect_of, encode
 from headrace.streams.events import AnyEvent, Heartbeat
 from headrace.streams.record import Names, Record
+from headrace_common.pieces import REASONING, TOOL
 from tests.gateway.builders import ended, error, log_of, make_record, make_request, piece, tokens
 
 HEAD = b'{"model":"headrace-mini","created_at":"2026-09-21T14:13:20.%s",'

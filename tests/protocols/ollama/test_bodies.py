@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Chat, Infill, Request, Text
 from headrace.protocols import requests
 from headrace.protocols.fields import structure
 from headrace.protocols.ollama import chat, generate
+from headrace_common.errors import RequestError
+from headrace_common.request import Chat, Infill, Request, Text
 from tests.gateway.builders import parsed
 
 USER = {"role": "user", "content": "hi"}

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace.checkpoints.spec import Defaults
-from headrace.core.errors import RequestError
-from headrace.core.request import Chat, Request
 from headrace.protocols.fields.common import NO_EFFECT, UNSUPPORTED
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.requests import pack
+from headrace_common.checkpoints.spec import Defaults
+from headrace_common.errors import RequestError
+from headrace_common.request import Chat, Request
 from tests.gateway.builders import JSON, FakeModel, parsed
 
 USER = {"role": "user", "content": "hi"}

@@ -1,11 +1,11 @@
 import json
 from typing import Any
 
-from headrace.core.request import Text
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai import completions as openai_completions
 from headrace.streams.events import AnyEvent, TokenLogprob
 from headrace.streams.record import Record
+from headrace_common.request import Text
 from tests.gateway.builders import ended, log_of, logprob, make_record, make_request, tokens
 
 HEAD = (

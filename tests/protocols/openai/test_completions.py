@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Ids, Request, Text
 from headrace.protocols.openai import completions as openai_completions
+from headrace_common.errors import RequestError
+from headrace_common.request import Ids, Request, Text
 from tests.gateway.builders import JSON, parsed
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.core.pieces import TOOL, ChannelPiece
 from headrace.protocols.blocks import Block
 from headrace.protocols.openai.custom_calls import CallDeltas, InputText, OpenCall
+from headrace_common.pieces import TOOL, ChannelPiece
 
 PLACE = ("chatcmpl-1", 0)
 

@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.core.pieces import REASONING, TOOL, ChannelPiece
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.openai.response_events import KeptBody
 from headrace.protocols.progress_words import without_progress
 from headrace.streams.events import AnyEvent, ChoiceEnd, Heartbeat, Queued, Tokens
 from headrace.streams.record import RENDERING, Record
+from headrace_common.pieces import REASONING, TOOL, ChannelPiece
 from tests.gateway.builders import (
     ended,
     error,

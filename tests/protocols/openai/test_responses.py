@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody
-from headrace.core.request import Chat, Request
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.openai.response_events import open_kept
 from headrace.protocols.requests import pack
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedBody
+from headrace_common.request import Chat, Request
 from tests.gateway.builders import parsed
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a":1}'}

@@ -6,10 +6,10 @@ import pytest
 from transformers.models.auto import modeling_auto as tables
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headrace.checkpoints.spec import Defaults, ModelSpec
-from headrace.core.errors import ModelError
-from headrace.models.registry import is_native
-from headrace.runner.lanes.choose import choose_lane, matches
+from headrace_common.checkpoints.spec import Defaults, ModelSpec
+from headrace_common.errors import ModelError
+from headrace_engine.models.registry import is_native
+from headrace_engine.runner.lanes.choose import choose_lane, matches
 
 DENSE = {
     "hidden_size": 8,

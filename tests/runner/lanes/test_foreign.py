@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.checkpoints.spec import read_spec
-from headrace.runner.lanes.foreign import Signature, load_pretrained, tensor_bytes
+from headrace_common.checkpoints.spec import read_spec
+from headrace_engine.runner.lanes.foreign import Signature, load_pretrained, tensor_bytes
 from tools.harness.tiny_models import make_tiny_model
 
 OFFERED = {"input_ids": 1, "position_ids": 2}

@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from headrace.core.errors import ModelError
-from headrace.core.ids import SequenceId, SlotId
-from headrace.core.plan import Chunk
-from headrace.runner.lanes import generic_blocks, generic_text
-from headrace.runner.lanes.foreign import Signature
+from headrace_common.errors import ModelError
+from headrace_common.ids import SequenceId, SlotId
+from headrace_common.plan import Chunk
+from headrace_engine.runner.lanes import generic_blocks, generic_text
+from headrace_engine.runner.lanes.foreign import Signature
 from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
 from tools.harness.tiny_models import make_tiny_model
 

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 
-from headrace.core.layout import MemoryLayout
-from headrace.memory.memory import Memory
-from headrace.runner.lanes.held_blocks import HeldBlocks, Ints
+from headrace_common.layout import MemoryLayout
+from headrace_engine.memory.memory import Memory
+from headrace_engine.runner.lanes.held_blocks import HeldBlocks, Ints
 
 SIZE, NUM_BLOCKS = 2, 10
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # few tokens: many shared prefixes

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.config.settings import ModelConfig
-from headrace.core.ids import BlockId, SequenceId
-from headrace.core.plan import Begin, BlockCopy, Chunk, StepPlan
-from headrace.runner.load import load_runner
-from headrace.runner.runner import Runner
+from headrace_common.config.settings import ModelConfig
+from headrace_common.ids import BlockId, SequenceId
+from headrace_common.plan import Begin, BlockCopy, Chunk, StepPlan
+from headrace_engine.runner.load import load_runner
+from headrace_engine.runner.runner import Runner
 from tests.drive import GREEDY, Drive, generate, random_prompt, tiny_runner
 from tests.kernels.own_kernels import forget_openmp, needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.plan import Drawn
-from headrace.core.sampling import LLAMA_CPP_ORDER, PLAIN_ORDER, SETTINGS, Sampling
-from headrace.runner.sampling import chain
-from headrace.runner.sampling.chain import candidates
-from headrace.runner.sampling.sampler import draw, draw_guessed
-from headrace.runner.sampling.state import SequenceState
+from headrace_common.plan import Drawn
+from headrace_common.sampling import LLAMA_CPP_ORDER, PLAIN_ORDER, SETTINGS, Sampling
+from headrace_engine.runner.sampling import chain
+from headrace_engine.runner.sampling.chain import candidates
+from headrace_engine.runner.sampling.sampler import draw, draw_guessed
+from headrace_engine.runner.sampling.state import SequenceState
 
 ROWS = st.integers(0, 1 << 32).map(
     lambda seed: np.random.default_rng(seed).normal(0, 3, 60).astype(np.float32)

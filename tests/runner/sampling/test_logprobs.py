@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.sampling import Logprobs
-from headrace.runner.sampling.logprobs import join, likeliest, pack_logprobs
+from headrace_common.sampling import Logprobs
+from headrace_engine.runner.sampling.logprobs import join, likeliest, pack_logprobs
 
 INF = float("inf")
 FEW_VALUES = st.sampled_from([-np.inf, -1.5, 0.0, 0.25, 3.0])

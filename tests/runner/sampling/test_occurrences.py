@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.sampling import Sampling
-from headrace.runner.sampling import occurrences
-from headrace.runner.sampling.occurrences import Occurrences
-from headrace.runner.sampling.sampler import draw
-from headrace.runner.sampling.state import SequenceState
+from headrace_common.sampling import Sampling
+from headrace_engine.runner.sampling import occurrences
+from headrace_engine.runner.sampling.occurrences import Occurrences
+from headrace_engine.runner.sampling.sampler import draw
+from headrace_engine.runner.sampling.state import SequenceState
 
 PARTS = st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=6)
 

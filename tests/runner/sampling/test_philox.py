@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.runner.sampling.philox import philox, uniform
+from headrace_engine.runner.sampling.philox import philox, uniform
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.plan import Drawn
-from headrace.core.sampling import Sampling
-from headrace.runner.sampling.sampler import draw, sample
-from headrace.runner.sampling.state import SequenceState
+from headrace_common.plan import Drawn
+from headrace_common.sampling import Sampling
+from headrace_engine.runner.sampling.sampler import draw, sample
+from headrace_engine.runner.sampling.state import SequenceState
 
 INF = float("inf")
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=600)

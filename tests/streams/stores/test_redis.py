@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.core.ids import StreamId
 from headrace.streams.log import LogGone, LogTaken, LogUnsound
 from headrace.streams.store import ByConversation, ById, Stored, StoreStalled
 from headrace.streams.stores import redis_lease, redis_link
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.redis_link import risks_of
 from headrace.streams.stores.state_dir import StateError
+from headrace_common.ids import StreamId
 from tools.harness.redis_servers import DURABLE, RedisServer, needs_redis, redis_server
 from tools.harness.stream_events import A, B, everything, finish, make_record, redis_url, some
 

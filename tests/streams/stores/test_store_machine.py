@@ -16,7 +16,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogConflict, LogGone
 from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Store, Stored
@@ -25,6 +24,7 @@ from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace.streams.stores.sqlite_schema import NAME
+from headrace_common.ids import StreamId
 from tools.harness.redis_servers import needs_redis
 from tools.harness.stream_events import error, finish, make_record, redis_url, some
 

@@ -1,8 +1,8 @@
 """Who has to go: by age, then by who was read last."""
 
-from headrace.core.ids import StreamId
 from headrace.streams.store import Retention, Totals
 from headrace.streams.stores.sweep import Kept, choose
+from headrace_common.ids import StreamId
 
 NOW = 1000.0
 

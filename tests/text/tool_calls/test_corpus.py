@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.config.settings import ToolFormatName
-from headrace.core.pieces import REASONING, TOOL
 from headrace.text.tool_formats.table import format_of
+from headrace_common.config.settings import ToolFormatName
+from headrace_common.pieces import REASONING, TOOL
 from tests.text.test_output_splitter import TAGS, joined, pieces_of, splitter_of
 from tests.text.tool_calls.corpus import CORPUS, Call, Expected, Thought
 

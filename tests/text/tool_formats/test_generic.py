@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
-from headrace.core.request import Chat
 from headrace.text.rendering import render
 from headrace.text.template import ChatTemplate
 from headrace.text.tool_formats.generic import with_tools_in_words
 from headrace.text.tool_formats.table import tool_format
+from headrace_common.request import Chat
 from tools.harness.tiny_models import TURNS_TEMPLATE
 
 SYSTEMLESS = ChatTemplate({"default": TURNS_TEMPLATE}, {})

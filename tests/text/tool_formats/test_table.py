@@ -4,8 +4,8 @@ from typing import get_args
 
 import pytest
 
-from headrace.config.settings import ToolFormatName
 from headrace.text.tool_formats.table import format_of, tool_format
+from headrace_common.config.settings import ToolFormatName
 
 
 @pytest.mark.parametrize("name", get_args(ToolFormatName))

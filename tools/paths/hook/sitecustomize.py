@@ -18,7 +18,7 @@ FOLDER, SOURCES = os.environ.get("HEADRACE_PATHS", ""), os.environ.get("HEADRACE
 
 def role() -> str:
     """Which process of a server this is; empty for a worker and all else."""
-    if "headrace.engine.process" in sys.orig_argv:
+    if "headrace_engine.process" in sys.orig_argv:
         return "engine"
     return "gateway" if "headrace" in sys.orig_argv and "serve" in sys.orig_argv else ""
 

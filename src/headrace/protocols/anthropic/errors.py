@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.core.errors import KINDS, RequestError
 from headrace.protocols.dialect import encode, named
 from headrace.streams.events import Error
+from headrace_common.errors import KINDS, RequestError
 
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.core.errors import RequestError
 from headrace.protocols.anthropic.client_tools import typed_function
 from headrace.protocols.fields.client_tools import check_name
 from headrace.protocols.fields.kinds import (
@@ -20,6 +19,7 @@ from headrace.protocols.fields.kinds import (
     wrong_value,
 )
 from headrace.protocols.fields.tools import MAX_TOOLS
+from headrace_common.errors import RequestError
 
 _NAME = String(1)
 

@@ -5,10 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.answer import Run, call_id, runs
-from headrace.core.errors import RequestError
-from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
-from headrace.core.request import Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.anthropic.errors import AnthropicErrors
 from headrace.protocols.anthropic.input import (
@@ -45,6 +41,10 @@ from headrace.streams.events import (
 )
 from headrace.streams.record import Record
 from headrace.streams.tally import Tally
+from headrace_common.answer import Run, call_id, runs
+from headrace_common.errors import RequestError
+from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace_common.request import Prompt, Request, Route
 
 ROUTE: Route = "/v1/messages"
 SUMMARY = "Answer a conversation, as Anthropic's API"

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.errors import RequestError
 from headrace.protocols.anthropic.blocks import (
     CONTENT,
     MAX_SKIPPED,
@@ -33,6 +32,7 @@ from headrace.protocols.fields.kinds import (
 from headrace.protocols.fields.messages import MAX_MESSAGES
 from headrace.protocols.progress_words import without_progress
 from headrace.text.merging import merge_turns
+from headrace_common.errors import RequestError
 
 _MAX_CALLS = 128  # in one turn
 _NAME = String(1)

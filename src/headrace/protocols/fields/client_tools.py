@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from headrace.core.errors import RequestError
 from headrace.protocols.fields.kinds import String, check_object, required, wrong_value
 from headrace.text.lark_pattern import lark_pattern
+from headrace_common.errors import RequestError
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")  # OpenAI takes 64 characters, Anthropic 128
 CUSTOM = "custom"
@@ -149,7 +149,7 @@ def _checked(syntax: str, definition: str) -> tuple[str, str]:
 
     Both are empty for a Lark grammar that no pattern can express: the model is only shown it.
     """
-    from headrace.text.grammar import GrammarError, lark_fault, pattern_fault
+    from headrace_common.grammar import GrammarError, lark_fault, pattern_fault
 
     try:
         if syntax == "regex":

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.errors import RequestError
 from headrace.protocols.fields import samplers, structure
 from headrace.protocols.fields.kinds import (
     Flag,
@@ -25,6 +24,7 @@ from headrace.protocols.fields.kinds import (
     wrong_type,
     wrong_value,
 )
+from headrace_common.errors import RequestError
 
 MAX_CHOICES = 128
 _MAX_BIASES = 1024

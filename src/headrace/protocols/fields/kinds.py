@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.core.errors import RequestError
+from headrace_common.errors import RequestError
 
 INT64 = 1 << 63
 _SHOWN_CHARS = 40

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.request import MAX_IMAGE_BYTES
 from headrace.protocols.fields.kinds import (
     Array,
     Kind,
@@ -23,6 +21,8 @@ from headrace.protocols.fields.kinds import (
 from headrace.protocols.fields.parts import TEXT_PARTS, read_parts
 from headrace.protocols.progress_words import without_progress
 from headrace.text.merging import merge_contents
+from headrace_common.errors import RequestError
+from headrace_common.request import MAX_IMAGE_BYTES
 
 MAX_MESSAGES = 10_000
 MAX_IMAGES = 16

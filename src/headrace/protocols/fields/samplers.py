@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core import sampling
 from headrace.protocols.fields.kinds import (
     Array,
     Flag,
@@ -17,6 +16,7 @@ from headrace.protocols.fields.kinds import (
     items_of,
     wrong_type,
 )
+from headrace_common import sampling
 
 _MAX_SAMPLERS = 64
 _LETTERS = {

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.core.errors import RequestError
 from headrace.protocols.fields.kinds import (
     Kind,
     String,
@@ -18,6 +17,7 @@ from headrace.protocols.fields.kinds import (
     wrong_value,
 )
 from headrace.text.json_schema import exact_number
+from headrace_common.errors import RequestError
 
 MAX_CHOICES = 1024
 _decode_exactly = msgspec.json.Decoder(float_hook=exact_number).decode

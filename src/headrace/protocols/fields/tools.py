@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.errors import RequestError
 from headrace.protocols.fields.client_tools import (
     CLIENT_TYPES,
     CUSTOM,
@@ -26,6 +25,7 @@ from headrace.protocols.fields.kinds import (
     wrong_type,
     wrong_value,
 )
+from headrace_common.errors import RequestError
 
 MAX_TOOLS = 128
 

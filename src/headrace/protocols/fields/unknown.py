@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
-from headrace.core.request import Route
+from headrace_common.request import Route
 
 _MAX_NAMED = 16
 _MAX_PATH, _MAX_HEADER = 200, 1900  # characters

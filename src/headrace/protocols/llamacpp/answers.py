@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headrace.core.sampling import PLAIN_ORDER, Sampling
 from headrace.protocols.dialect import data, encode
 from headrace.protocols.fields.common import COMMON, read_common
 from headrace.protocols.fields.kinds import Integer, Kind
@@ -22,6 +21,7 @@ from headrace.streams.events import (
 )
 from headrace.streams.record import Record
 from headrace.streams.tally import Tally
+from headrace_common.sampling import PLAIN_ORDER, Sampling
 
 FIELDS: Mapping[str, Kind] = {
     **COMMON,

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.request import Ids, Prompt, Request, Route, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.kinds import Kind
@@ -14,6 +13,7 @@ from headrace.protocols.llamacpp import answers as llama
 from headrace.protocols.llamacpp.answers import LlamaBody, LlamaFrames
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.completions import PromptList, Prompts
+from headrace_common.request import Ids, Prompt, Request, Route, Text
 
 ROUTE: Route = "/completion"
 SUMMARY = "Continue a text, as llama.cpp has it"

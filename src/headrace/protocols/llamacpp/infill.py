@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.request import Infill, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.kinds import Array, Kind, Object, String
@@ -14,6 +13,7 @@ from headrace.protocols.llamacpp import answers as llama
 from headrace.protocols.llamacpp.answers import LlamaBody, LlamaFrames
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.completions import ends_of_gap
+from headrace_common.request import Infill, Prompt, Request, Route
 
 ROUTE: Route = "/infill"
 SUMMARY = "Fill in a text's middle"

@@ -4,9 +4,6 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-from headrace.answer import call_id, runs
-from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
-from headrace.core.request import Route
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.tools import arguments_of
@@ -25,6 +22,9 @@ from headrace.streams.events import (
     Tokens,
 )
 from headrace.streams.record import Record
+from headrace_common.answer import call_id, runs
+from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace_common.request import Route
 
 _NS = 1_000_000  # in a millisecond
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.request import Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import ErrorFormat
 from headrace.protocols.fields.common import read_known
@@ -15,6 +14,7 @@ from headrace.protocols.ollama import errors, fields
 from headrace.protocols.ollama.answers import OllamaBody, OllamaFrames, as_message
 from headrace.protocols.openai import chat as openai_chat
 from headrace.streams.record import Record
+from headrace_common.request import Prompt, Request, Route
 
 ROUTE: Route = "/api/chat"
 SUMMARY = "Answer a conversation, as Ollama's API"

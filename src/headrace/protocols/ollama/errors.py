@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.core.errors import RequestError
 from headrace.protocols.dialect import encode
 from headrace.streams.events import Error
+from headrace_common.errors import RequestError
 
 _OWN_PATHS = (
     (re.compile(r"\bresponse_format(\.json_schema\.schema)?"), "format"),

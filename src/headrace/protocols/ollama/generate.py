@@ -5,8 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Chat, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import ErrorFormat
 from headrace.protocols.fields.common import read_known
@@ -17,6 +15,8 @@ from headrace.protocols.ollama.answers import OllamaBody, OllamaFrames, as_respo
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import completions as openai_completions
 from headrace.streams.record import Record
+from headrace_common.errors import RequestError
+from headrace_common.request import Chat, Prompt, Request, Route
 
 ROUTE: Route = "/api/generate"
 SUMMARY = "Answer a question or go on with a text, as Ollama's API"

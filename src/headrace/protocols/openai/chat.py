@@ -5,8 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Channels, Chat, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.client_tools import OfferedTools
@@ -27,6 +25,8 @@ from headrace.protocols.openai.custom_calls import CallDeltas
 from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
+from headrace_common.errors import RequestError
+from headrace_common.request import Channels, Chat, Prompt, Request, Route
 
 ROUTE: Route = "/v1/chat/completions"
 SUMMARY = "Answer a conversation"

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType
 
-from headrace.core.errors import KINDS, RequestError
-from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.protocols.dialect import ErrorFormat, data, encode
 from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import (
@@ -29,6 +27,8 @@ from headrace.streams.events import (
 )
 from headrace.streams.record import Record
 from headrace.streams.tally import Tally
+from headrace_common.errors import KINDS, RequestError
+from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 
 DONE = b"data: [DONE]\n\n"
 KEYS: tuple[str, ...] = ("id", "object", "created", "model", "choices", "usage", "timings")

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.request import Ids, Infill, Prompt, Request, Route, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.common import COMMON, TokenIds, read_common
@@ -25,6 +23,8 @@ from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.chunks import Choice, ChunkBody, ChunkFrames, Part
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
+from headrace_common.errors import RequestError
+from headrace_common.request import Ids, Infill, Prompt, Request, Route, Text
 
 ROUTE: Route = "/v1/completions"
 SUMMARY = "Continue a text"

@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from headrace.answer import Said, call_deltas, call_id, runs
 from headrace.protocols.blocks import Block
 from headrace.protocols.fields.tools import arguments_of
 from headrace.protocols.openai.response_items import item_id
+from headrace_common.answer import Said, call_deltas, call_id, runs
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _UNIT = "[0-9a-f]{2}"

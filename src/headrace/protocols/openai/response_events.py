@@ -5,8 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.answer import call_id
-from headrace.core.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.openai.chunks import ingestion_of
 from headrace.protocols.openai.custom_calls import OpenCall
@@ -23,6 +21,8 @@ from headrace.streams.events import (
     Usage,
 )
 from headrace.streams.record import Record
+from headrace_common.answer import call_id
+from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 
 ResponseEvent = dict[str, Any]
 """One event but for its sequence_number; `type` is its first key."""

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.core.errors import RequestError
 from headrace.protocols.fields.client_tools import (
     CLIENT_TYPES,
     CUSTOM,
@@ -36,6 +35,7 @@ from headrace.protocols.fields.tools import (
     flat_name,
     not_forced,
 )
+from headrace_common.errors import RequestError
 
 _FUNCTION = ("name", "description", "parameters", "strict")
 _FORMATS = ("text", "json_object", "json_schema")

@@ -5,9 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody
-from headrace.core.request import Chat, Prompt, Request, Route
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import encode, named
 from headrace.protocols.fields import samplers
@@ -46,6 +43,9 @@ from headrace.protocols.openai.response_items import (
 from headrace.protocols.requests import stub_of
 from headrace.streams.events import AnyEvent, Heartbeat, Progress, Queued
 from headrace.streams.record import Record
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedBody
+from headrace_common.request import Chat, Prompt, Request, Route
 
 ROUTE: Route = "/v1/responses"
 SUMMARY = "Answer a conversation, as a response that can be found again"

@@ -8,10 +8,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.checkpoints.sentences import SentenceSpec
-from headrace.core.errors import RequestError
-from headrace.core.jobs import CheckedBody, WriteVectors
-from headrace.core.request import Ids, Prompt, Route, Text
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.vectors import VectorRequest
 from headrace.protocols.dialect import encode
@@ -28,6 +24,10 @@ from headrace.protocols.fields.kinds import (
 )
 from headrace.protocols.openai.completions import PromptList
 from headrace.protocols.requests import check_ids
+from headrace_common.checkpoints.sentences import SentenceSpec
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedBody, WriteVectors
+from headrace_common.request import Ids, Prompt, Route, Text
 
 ROUTE: Route = "/v1/embeddings"
 KEYS = ("object", "data", "model", "usage")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent, frees_key
 from headrace.streams.log import LogConflict, MemoryLog
 from headrace.streams.record import Record
@@ -23,6 +22,7 @@ from headrace.streams.store import (
     nobody_hears,
 )
 from headrace.streams.stores.sweep import Kept, choose
+from headrace_common.ids import StreamId
 
 _NO_WRITER = 0
 _BYTES_PER_ENCODED = 6  # an event as objects, against the same event as msgpack; measured

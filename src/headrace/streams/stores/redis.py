@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.core.ids import StreamId
-from headrace.race import race
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogConflict, LogUnsound, Tail
 from headrace.streams.record import Record
@@ -40,6 +38,8 @@ from headrace.streams.stores.redis_rows import RedisRow, open_page, row_of
 from headrace.streams.stores.redis_tails import LiveTails
 from headrace.streams.stores.redis_writer import Appends
 from headrace.streams.stores.sweep import Kept, choose
+from headrace_common.ids import StreamId
+from headrace_common.system.race import race
 
 logger = logging.getLogger(__name__)
 

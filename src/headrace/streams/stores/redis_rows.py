@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogGone, LogUnsound
 from headrace.streams.record import Record
+from headrace_common.ids import StreamId
 
 _decode_record = msgspec.msgpack.Decoder(Record).decode
 _decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode

@@ -5,8 +5,6 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from headrace.core.ids import StreamId
-from headrace.race import race
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogUnsound, Tail
 from headrace.streams.store import StoreStalled
@@ -14,6 +12,8 @@ from headrace.streams.stores import redis_scripts as scripts
 from headrace.streams.stores.redis_feed import Feed
 from headrace.streams.stores.redis_link import Link
 from headrace.streams.stores.redis_rows import UNREADABLE, RedisRow, events_of
+from headrace_common.ids import StreamId
+from headrace_common.system.race import race
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent, frees_key, is_terminal
 from headrace.streams.log import LogConflict, LogTaken
 from headrace.streams.store import Hear, StoreStalled, nobody_hears
 from headrace.streams.stores import redis_scripts as scripts
 from headrace.streams.stores.redis_link import ANSWER_S, Link
+from headrace_common.ids import StreamId
 
 MAX_WAITING_BYTES = 64 << 20
 _MAX_AT_ONCE = 256  # appends of one script, which nothing else on that server can pass

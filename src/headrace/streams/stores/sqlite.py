@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogUnsound, Tail
 from headrace.streams.record import Record
@@ -35,6 +34,7 @@ from headrace.streams.stores.sqlite_schema import NAME, connect, open_database
 from headrace.streams.stores.sqlite_writer import Writer
 from headrace.streams.stores.state_dir import StateDir
 from headrace.streams.stores.sweep import choose
+from headrace_common.ids import StreamId
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.ids import StreamId
 from headrace.streams.events import AnyEvent, frees_key, is_terminal
 from headrace.streams.log import LogConflict, LogGone, LogUnsound
 from headrace.streams.record import Record
 from headrace.streams.store import ByConversation, ById, ByKey, Name
 from headrace.streams.stores.sweep import Kept
+from headrace_common.ids import StreamId
 
 NO_WRITER = 0
 SET_ASIDE = b""  # in place of the checksum of a stream that was found unsound

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from headrace.state_files import make_way, move_aside
 from headrace.streams.stores.sqlite_rows import seal_all
 from headrace.streams.stores.state_dir import StateDir, StateError
+from headrace_common.system.state_files import make_way, move_aside
 
 logger = logging.getLogger(__name__)
 

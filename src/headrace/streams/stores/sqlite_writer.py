@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from headrace.awake import Countdown
 from headrace.streams.store import Hear, StoreStalled, nobody_hears
+from headrace_common.system.awake import Countdown
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from headrace.state_files import StateError as StateError
-from headrace.state_files import make_way
+from headrace_common.system.state_files import StateError as StateError
+from headrace_common.system.state_files import make_way
 
 
 class StateInUse(StateError):

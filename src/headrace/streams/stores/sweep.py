@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from headrace.core.ids import StreamId
 from headrace.streams.store import Retention, Totals
+from headrace_common.ids import StreamId
 
 
 class Kept(msgspec.Struct, frozen=True):

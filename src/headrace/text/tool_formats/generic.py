@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.request import Chat
 from headrace.text.merging import Message, merge_contents, merge_turns
 from headrace.text.tool_formats.format import (
     CallRules,
@@ -20,6 +19,7 @@ from headrace.text.tool_formats.format import (
     objects,
 )
 from headrace.text.tool_formats.json_calls import OBJECT, JsonCalls
+from headrace_common.request import Chat
 
 GENERIC = "generic"
 """The tool format of such models."""

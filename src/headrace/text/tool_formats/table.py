@@ -7,9 +7,9 @@ from functools import cache
 from importlib import import_module
 from typing import get_args
 
-from headrace.config.settings import ToolFormatName
 from headrace.text.tool_formats.format import ToolFormat
 from headrace.text.tool_formats.generic import GENERIC
+from headrace_common.config.settings import ToolFormatName
 
 
 @cache

@@ -1,0 +1,228 @@
+"""Keeps one engine process alive: start, ping, restart with backoff, give up; an EngineClient."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from headrace.engines.backoff import Backoff
+from headrace.engines.child import Child
+from headrace.engines.client import EngineDown, EngineUp, NewsQueue
+from headrace_common.config.settings import ModelConfig
+from headrace_common.messages import (
+    AdapterRead,
+    Cancel,
+    DropAdapter,
+    LoadAdapter,
+    LoadFailed,
+    Loading,
+    Message,
+    Outputs,
+    Ping,
+    Pong,
+    Ready,
+    Shutdown,
+    Status,
+    Submit,
+)
+from headrace_common.system import awake
+from headrace_common.system.step_record import StepRecord
+from headrace_common.wire import AnyMessage, Start
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STARTS = 3
+PING_INTERVAL_S = 1.0
+MAX_SILENT_PINGS = 10
+_LATE_S = 0.5  # if this loop runs later than that, silence may be its own fault
+_STOP_S = 5.0
+
+
+class Supervisor:
+    """Owns the engine process and its successors; the news end when its one task ends."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        load_timeout_s: float,
+        number: int = 0,
+        lock_fds: tuple[int, ...] = (),
+    ) -> None:
+        """`lock_fds` are of the files by which engines take turns, and `number` is this one's."""
+        self._number, self._lock_fds = number, lock_fds
+        self._config = config
+        self._load_timeout_s = load_timeout_s
+        self.news = NewsQueue()
+        self._child: Child | None = None
+        self._is_ready = False
+        self._closing = asyncio.Event()
+        self._died_at: float | None = None  # until there is one again
+        self._task = asyncio.create_task(self._run(), name="supervisor")
+        self._task.add_done_callback(self._has_ended)
+
+    def submit(self, submit: Submit) -> None:
+        self._send(submit)
+
+    def cancel(self, cancel: Cancel) -> None:
+        self._send(cancel)
+
+    def adapt(self, message: LoadAdapter | DropAdapter) -> None:
+        self._send(message)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while an engine is ready."""
+        return self._child.pid if self._child and self._is_ready else None
+
+    async def close(self) -> None:
+        self._closing.set()
+        if self._child is not None:
+            if self._is_ready:
+                self._child.send(Shutdown())
+                await asyncio.wait([self._task], timeout=_STOP_S)
+            if not self._task.done():
+                self._child.kill()
+        await asyncio.wait([self._task])  # its failure, if any, is in the news
+
+    def _send(self, message: Message) -> None:
+        """Send to the engine if it is ready; otherwise callers submit again at EngineUp."""
+        if self._child is not None and self._is_ready:
+            self._child.send(message)
+
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        """End the news; an end that nobody asked for is raised to their reader."""
+        cancelled = asyncio.CancelledError("The supervisor was cancelled")
+        self.news.end(cancelled if task.cancelled() else task.exception())
+
+    async def _run(self) -> None:
+        num_failed_starts, backoff = 0, Backoff()
+        was_up = False
+        clock = asyncio.get_running_loop().time
+        while not self._closing.is_set():
+            started_at = clock()
+            is_up, down = await self._live_once()
+            if down is None:
+                break
+            was_up = was_up or is_up
+            if is_up:
+                num_failed_starts = 0
+            elif not down.from_outside:
+                num_failed_starts += 1
+            pause_s = backoff.after(clock() - started_at if is_up else 0.0)
+            if num_failed_starts >= (MAX_FAILED_STARTS if was_up else 1):
+                self.news.put(msgspec.structs.replace(down, given_up=True))
+                break
+            logger.warning("%s Restarting it.", down.message)
+            if self._died_at is None:
+                self._died_at = clock()
+            self.news.put(down)
+            await self._pause(pause_s)
+
+    def _tell_if_back(self) -> None:
+        """Logs that the engine is back, if its death was logged."""
+        if self._died_at is not None:
+            seconds = asyncio.get_running_loop().time() - self._died_at
+            logger.info("The engine is up again after %.1f s.", seconds)
+            self._died_at = None
+
+    async def _live_once(self) -> tuple[bool, EngineDown | None]:
+        """One life of an engine: whether it became ready, and how it died (None: closed)."""
+        try:
+            self._child = child = await Child.spawn(self._number, self._lock_fds)
+        except OSError as error:  # out of descriptors, memory or processes, for now
+            words = f"The system could not start an engine process: {error}."
+            return False, EngineDown("engine_failed", words, given_up=False, from_outside=True)
+        if self._closing.is_set():
+            child.kill()  # `close` came while it was spawned and found no child
+        child.send(Start(self._config))
+        messages = child.messages()
+        try:
+            first = await self._first(messages)
+            if isinstance(first, Ready):
+                self._is_ready = True
+                self._tell_if_back()
+                self.news.put(EngineUp(first, child.pid))
+                await self._follow(child, messages)
+        finally:
+            was_ready, self._is_ready, self._child = self._is_ready, False, None
+            await child.end()
+        if self._closing.is_set():
+            return was_ready, None
+        if isinstance(first, LoadFailed):
+            return False, EngineDown(first.code, first.message, given_up=False)
+        return was_ready, child.obituary()
+
+    async def _first(self, messages: AsyncIterator[AnyMessage]) -> AnyMessage | None:
+        """Ready or LoadFailed; None if the process ended or took too long."""
+        with contextlib.suppress(TimeoutError):
+            async with awake.within(self._load_timeout_s):
+                async for message in messages:
+                    if not isinstance(message, Loading):
+                        return message
+                    self.news.put(message)
+        return None
+
+    async def _follow(self, child: Child, messages: AsyncIterator[AnyMessage]) -> None:
+        """Passes on the messages of a ready engine until it ends."""
+        pulse = Pulse(child)
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(pulse.watch(), name="ping")
+            async for message in messages:
+                if isinstance(message, Outputs | Status | AdapterRead):
+                    self.news.put(message)
+                elif isinstance(message, Pong):
+                    pulse.beats()
+            watching.cancel()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+
+
+class Watched(Protocol):
+    """The part of a child that Pulse needs."""
+
+    step_record: StepRecord
+
+    def send(self, message: Message) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Pulse:
+    """Whether an engine answers pings; those that this loop sent late do not count."""
+
+    def __init__(self, child: Watched) -> None:
+        self._child = child
+        self._num_silent = 0
+        self._awake_since = -math.inf  # monotonic
+
+    def beats(self) -> None:
+        """Notes that the engine has answered."""
+        self._num_silent = 0
+
+    async def watch(self) -> None:
+        """Watches until the engine hangs; then kills it."""
+        clock = asyncio.get_running_loop().time
+        number = 0
+        while not (self._num_silent >= MAX_SILENT_PINGS or self._is_overdue()):
+            number += 1
+            due = clock() + PING_INTERVAL_S
+            self._child.send(Ping(number))
+            await asyncio.sleep(PING_INTERVAL_S)
+            late_s = clock() - due
+            if late_s < _LATE_S:
+                self._num_silent += 1
+            elif late_s > awake.STOPPED_S:  # and the engine was stopped with us, most likely
+                self._awake_since = time.monotonic()
+        logger.error("The engine hangs and is killed")
+        self._child.kill()
+
+    def _is_overdue(self) -> bool:
+        return self._child.step_record.is_overdue(time.monotonic(), self._awake_since)

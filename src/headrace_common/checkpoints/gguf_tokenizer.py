@@ -1,0 +1,178 @@
+"""A tokenizer.json from the fields of a GGUF file, with `tokenizers` alone."""
+
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import pre_tokenizers as splitters
+
+from headrace_common.checkpoints.gguf_header import GgufHeader
+from headrace_common.errors import ModelError
+from headrace_common.system.panics import STEERING
+
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # kinds of tokens
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPLITS = {
+    "llama-bpe": (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    ),
+    "qwen2": (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    ),
+    "qwen35": (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    ),
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    ),
+    "gpt-4o": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    ),
+}
+_SAME = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "megrez": "qwen2",
+}
+_WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")  # a word in the vocabulary is not merged, but taken
+_NO_SPLIT_OF_ITS_OWN = ("gpt-2", "gpt2", "default")
+_SPACE = "\u2581"  # what SentencePiece writes for a space
+
+
+def build_tokenizer(header: GgufHeader) -> Tokenizer:
+    """ModelError if the file has none, one of a kind that is not known, or a damaged one."""
+    try:
+        return _build(header)
+    except (ModelError, *STEERING):
+        raise
+    except BaseException as error:  # fields of wrong types; the library in Rust may panic
+        kept = error if isinstance(error, Exception) else None
+        raise _unusable("its fields do not fit together") from kept
+
+
+def _build(header: GgufHeader) -> Tokenizer:
+    fields = header.fields
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise _unusable("it has no tokens")
+    kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise _unusable(f"it has {len(kinds)} kinds for {len(tokens)} tokens")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    model = fields.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer = _byte_level(fields, vocabulary)
+    elif model == "llama":
+        tokenizer = _sentence_piece(fields, tokens, vocabulary, kinds)
+    else:
+        raise _unusable(f"its kind is {model}, where gpt2 and llama are known")
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind == _CONTROL)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    _begin_with(tokenizer, fields, tokens, by_default=model == "llama")
+    return tokenizer
+
+
+def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+    named = fields.get("tokenizer.ggml.pre", "default")
+    name = _SAME.get(named, named)
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
+    try:
+        bpe = models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS_FIRST)
+    except Exception:  # a Rust error: a merge of unknown tokens
+        raise _unusable("its merges do not fit its tokens") from None
+    tokenizer = Tokenizer(bpe)
+    if name in _NO_SPLIT_OF_ITS_OWN:
+        tokenizer.pre_tokenizer = splitters.ByteLevel(add_prefix_space=False)
+    elif name == "smollm":
+        tokenizer.pre_tokenizer = splitters.Sequence(
+            [splitters.Digits(individual_digits=True), splitters.ByteLevel(add_prefix_space=False)]
+        )
+    elif name in _SPLITS:
+        tokenizer.pre_tokenizer = splitters.Sequence(
+            [
+                splitters.Split(Regex(_SPLITS[name]), "isolated"),
+                splitters.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        known = ", ".join(sorted({*_SPLITS, *_SAME, "smollm", *_NO_SPLIT_OF_ITS_OWN}))
+        raise _unusable(f"its pre-tokenizer is {named}, where {known} are known")
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(
+    fields: dict[str, Any], tokens: list[str], vocabulary: dict[str, int], kinds: list[int]
+) -> Tokenizer:
+    """SentencePiece's BPE has no merges: what two pieces may become, the best score first."""
+    scores = fields.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise _unusable("it has no score for each token")
+    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    if not 0 <= unknown < len(tokens):
+        raise _unusable("its unknown token is not among its tokens")
+    merges = []
+    for number, token in enumerate(tokens):
+        if kinds[number] in (_CONTROL, _BYTE):
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-scores[number], vocabulary[left], vocabulary[right], left, right))
+    merges.sort()
+    bpe = models.BPE(
+        vocabulary,
+        [merge[3:] for merge in merges],
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(bpe)
+    has_prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if has_prefix else spaces
+    )
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(
+        [*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps
+    )
+    return tokenizer
+
+
+def _begin_with(
+    tokenizer: Tokenizer, fields: dict[str, Any], tokens: list[str], by_default: bool
+) -> None:
+    number = fields.get("tokenizer.ggml.bos_token_id")
+    if not fields.get("tokenizer.ggml.add_bos_token", by_default) or number is None:
+        return
+    if not 0 <= number < len(tokens):
+        raise _unusable("its first token is not among its tokens")
+    token = tokens[number]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, number)]
+    )
+
+
+def _unusable(why: str) -> ModelError:
+    return ModelError(
+        f"The tokenizer of the GGUF file cannot be used: {why}; use the model's safetensors files.",
+        "tokenizer_invalid",
+    )

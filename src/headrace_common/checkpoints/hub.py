@@ -1,0 +1,255 @@
+"""Models of a Hugging Face hub: found in its cache, or downloaded into it.
+
+Only what is read comes down: configuration, tokenizer, templates, safetensors or one GGUF file.
+Never a pickle, and never code.
+"""
+
+import contextlib
+import re
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace_common.checkpoints.gguf_folder import matching, stem_of, which_file
+from headrace_common.checkpoints.hub_files import fetch_file, hub_file, is_commit, no_bar
+from headrace_common.errors import ModelError
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+
+OnProgress = Callable[[int, int], None]
+"""Called now and then, from any thread, with the bytes so far and the bytes in all."""
+
+_WEIGHTS = (".safetensors", ".gguf")
+_TEXT_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_STAGES = re.compile(r"[^/]*(Pooling/config\.json|Dense/(config\.json|model\.safetensors))")
+_NESTED = "0_Transformer/"  # where older versions of sentence-transformers put a model
+_NESTED_WEIGHTS = _NESTED + "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_NOT_IN_NAMES = set("\\*?[]")
+_MAX_DEPTH, _MAX_NAME_BYTES = 4, 255
+_MAX_FILES = 2_000  # of one model; the largest come in hundreds
+_MAX_BYTES = 1 << 60
+_CHECK_INTERVAL_S = 0.25
+
+
+def download(
+    repo: str, revision: str | None, quantization: str | None, on_progress: OnProgress | None
+) -> Path:
+    """The snapshot's folder. What the hub cannot be asked for is taken from its cache alone."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    try:
+        info = _ask(repo, revision)
+    except ModelError:
+        raise
+    except Exception as error:  # offline, unreachable, failing: its transport raises many kinds
+        if (folder := cached(repo, revision, quantization)) is None:
+            raise _unreachable(repo, type(error).__name__) from None
+        return folder
+    commit = str(info.sha)
+    sizes = {file.rfilename: _size(file.size) for file in info.siblings or () if _is_plain(file)}
+    wanted = _wanted(repo, sizes, quantization)
+    if len(wanted) > _MAX_FILES:
+        raise ModelError(
+            f"{repo} has {len(wanted)} files to download; the limit is {_MAX_FILES}. Download it "
+            "with another tool, and give the folder of the model.",
+            "invalid_value",
+        )
+    missing = {
+        name: sizes[name]
+        for name in wanted
+        if not isinstance(huggingface_hub.try_to_load_from_cache(repo, name, revision=commit), str)
+    }
+    try:
+        large = constants.MAX_HTTP_DOWNLOAD_SIZE  # comes by a protocol of its own
+        files = [
+            hub_file(repo, commit, name, size) for name, size in missing.items() if size <= large
+        ]
+        num_here = sum(file.num_here for file in files)
+        total = sum(file.num_bytes for file in files)
+        total += sum(size for size in missing.values() if size > large)
+        _check_disk(repo, total - num_here)
+        with _Watch(repo, total, num_here, on_progress):
+            for file in files:
+                fetch_file(file)
+            return _fetch(repo, revision, wanted)
+    except ModelError:
+        raise
+    except Exception as error:  # a transport, a disk
+        reason = getattr(error, "strerror", None) or "the connection broke off"
+        raise ModelError(
+            f"{repo} could not be downloaded ({type(error).__name__}: {reason}); what has come is "
+            "kept: try again.",
+            "download_failed",
+        ) from error
+
+
+def _ask(repo: str, revision: str | None) -> "ModelInfo":
+    """Return what the hub knows of a model; raise ModelError if the hub refuses."""
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        info = HfApi().model_info(
+            repo, revision=revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
+        )
+    except errors.GatedRepoError:
+        message = f"{repo} is gated: accept its terms on the hub, and set HF_TOKEN."
+        raise ModelError(message, "download_denied") from None
+    except errors.RepositoryNotFoundError:
+        message = f"{repo} is not on the hub, or is private; check the name, or set HF_TOKEN."
+        raise ModelError(message, "model_not_found") from None
+    except errors.RevisionNotFoundError:
+        message = f"{repo} has no revision {revision}; the hub lists its branches and tags."
+        raise ModelError(message, "model_not_found") from None
+    if not is_commit(info.sha):
+        raise ValueError("the answer names no commit")
+    return info
+
+
+def cached(repo: str, revision: str | None, quantization: str | None = None) -> Path | None:
+    """The snapshot that an earlier download left; whether it is whole is for its reader to see."""
+    try:
+        folder = _fetch(repo, revision, ["config.json"], local_files_only=True)
+    except (OSError, ValueError):  # the latter for a name that no hub has
+        return None
+    files = [path.name for path in folder.glob("*.gguf")]
+    return folder if quantization is None or matching(files, quantization) else None
+
+
+def _check_disk(repo: str, num_bytes: int) -> None:
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    if (free := shutil.disk_usage(folder).free) < num_bytes:
+        raise ModelError(
+            f"{repo} needs {num_bytes >> 20} MiB more, and the disk with the hub's cache has "
+            f"{free >> 20} MiB free; make room, or set HF_HOME to a folder on another disk.",
+            "download_failed",
+        )
+
+
+def _unreachable(repo: str, reason: str) -> ModelError:
+    return ModelError(
+        f"{repo} is not in the cache, and the hub cannot be asked for it ({reason}); check the "
+        "network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a folder.",
+        "model_not_found",
+    )
+
+
+def _size(stated: object) -> int:
+    return stated if isinstance(stated, int) and 0 <= stated <= _MAX_BYTES else 0
+
+
+def _is_plain(file: Any) -> bool:
+    """Whether the hub's name of a file is one that a model's folder may have.
+
+    Skipped: paths outside the folder, patterns, and names that no disk can store.
+    """
+    name = file.rfilename
+    if not isinstance(name, str) or not name.isprintable() or set(name) & _NOT_IN_NAMES:
+        return False
+    parts = name.encode().split(b"/")
+    return len(parts) <= _MAX_DEPTH and all(
+        0 < len(part) <= _MAX_NAME_BYTES and part not in (b".", b"..") for part in parts
+    )
+
+
+def _wanted(repo: str, names: Collection[str], quantization: str | None) -> list[str]:
+    """The files to have; ModelError if the weights are of a kind that is never read."""
+    own = [name for name in names if "/" not in name]
+    files = [name for name in own if name.endswith(".gguf")]
+    if quantization is not None or (files and not any(n.endswith(".safetensors") for n in own)):
+        return _wanted_gguf(repo, files, quantization)
+    weights = [name for name in own if name.endswith(".safetensors")]
+    if _INDEX in own:
+        sharded = [name for name in weights if name.startswith("model-")]
+        weights = sharded or weights
+    elif "model.safetensors" in own:
+        weights = ["model.safetensors"]
+    if not weights and _NESTED_WEIGHTS in names:
+        weights = [_NESTED_WEIGHTS]
+        own += [name for name in names if name.startswith(_NESTED)]
+    if not weights:
+        raise ModelError(_without_weights(repo, own))
+    stages = [name for name in names if _STAGES.fullmatch(name)]
+    return sorted([name for name in own if name.endswith(_TEXT_FILES)] + stages + weights)
+
+
+def _wanted_gguf(repo: str, files: list[str], quantization: str | None) -> list[str]:
+    """The one file, or all parts of it."""
+    chosen = files if quantization is None else matching(files, quantization)
+    if len({stem_of(name) for name in chosen}) != 1:
+        code = "invalid_value" if chosen else "model_not_found"
+        raise ModelError(which_file(repo, files), code)
+    return sorted(chosen)
+
+
+def _without_weights(repo: str, names: Iterable[str]) -> str:
+    for name in sorted(names):
+        if name.endswith(_PICKLED):
+            return (
+                f"{repo} has pickled weights only ({name}), which are never read; "
+                "use a model with safetensors files."
+            )
+    return f"{repo} has no safetensors files; it is not a model that can be run."
+
+
+def _fetch(repo: str, revision: str | None, names: list[str], **options: Any) -> Path:
+    import huggingface_hub
+
+    folder = huggingface_hub.snapshot_download(
+        repo, revision=revision, allow_patterns=names, tqdm_class=no_bar(), **options
+    )
+    return Path(str(folder))
+
+
+class _Watch:
+    """Tells how far a download is by what it has written; a thread of its own.
+
+    `num_here` of the `total` bytes came in an earlier one.
+    """
+
+    def __init__(
+        self, repo: str, total: int, num_here: int, on_progress: OnProgress | None
+    ) -> None:
+        from huggingface_hub import constants
+
+        self._blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
+        self._total = total
+        self._tell = on_progress if total else None
+        self._before = self._size() - num_here
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="download", daemon=True)
+
+    def __enter__(self) -> None:
+        if self._tell is not None:
+            self._tell(min(self._size() - self._before, self._total), self._total)
+            self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self._tell is not None:
+            self._stop.set()
+            self._thread.join()
+            if kind is None:
+                self._tell(self._total, self._total)
+
+    def _run(self) -> None:
+        assert self._tell is not None
+        while not self._stop.wait(_CHECK_INTERVAL_S):
+            self._tell(min(self._size() - self._before, self._total), self._total)
+
+    def _size(self) -> int:
+        if not self._blobs.is_dir():
+            return 0
+        total = 0
+        for file in self._blobs.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it has got its final name meanwhile
+                total += file.stat().st_size
+        return total

@@ -1,0 +1,72 @@
+"""Opens files of a model's folder, and refuses pipes, devices and oversized files."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from headrace_common.errors import ModelError
+
+MAX_BYTES = 32 << 20  # the longest indexes of shards have a few MiB
+MAX_TEXT = 128 << 20
+"""Bytes of a file with a vocabulary; the largest tokenizer.json in use has 35 MB."""
+_TEXTS = (".json", ".jinja", ".txt", ".model")
+_SHOWN_CHARS = 100  # of a file's name in a message
+
+
+def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the content; OSError if it is not a regular file, cannot be read or is longer."""
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(0, f"more than {max_bytes:,} bytes", str(path))
+    return content
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to read its bytes; OSError if it is not a regular file or cannot be read.
+
+    A pipe is opened without waiting for its writer, and a device is never read: both could take
+    for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "not a regular file", str(path))
+        yield file
+
+
+def check_texts(folder: Path) -> None:
+    """OSError if a text that a library may read from a folder is too long, or not a regular file.
+
+    Libraries read whole files, and wait for a pipe or read a device for ever.
+    """
+    for file in folder.iterdir():
+        if file.suffix in _TEXTS and file.exists():
+            with open_regular(file) as opened:
+                size = os.fstat(opened.fileno()).st_size
+            if size > MAX_TEXT:
+                raise OSError(0, f"more than {MAX_TEXT:,} bytes", str(file))
+
+
+@contextlib.contextmanager
+def unreadable_refused() -> Iterator[None]:
+    """Raise ModelError where a model's file cannot be read, or is text that is not Unicode."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename if isinstance(error.filename, str) else "A file of the model"
+        shown = ascii(os.path.basename(name)[:_SHOWN_CHARS])[1:-1]
+        raise ModelError(
+            f"{shown} cannot be read ({error.strerror or type(error).__name__}); check the disk "
+            "and the file's permissions, or download the model again.",
+            "model_corrupt",
+        ) from error
+    except UnicodeError as error:
+        raise ModelError(
+            "A file of the model holds text that is not valid Unicode; download the model again.",
+            "model_corrupt",
+        ) from error

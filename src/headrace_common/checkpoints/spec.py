@@ -1,0 +1,394 @@
+"""The facts that a model's folder states, read without touching a weight or torch."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace_common.checkpoints.small_file import read_small
+from headrace_common.errors import ModelError
+
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+_OTHERS = {
+    "adapter_config.json": "an adapter (LoRA), which is not served by itself: serve its base "
+    "model{base} with --adapter NAME=FOLDER.",
+    "modules.json": "a model of sentence-transformers whose parts lie in folders of their own "
+    "({stages}), which is not served; use one that has config.json beside modules.json.",
+    "open_clip_config.json": "a CLIP model of OpenCLIP's, which is not served: it writes no text; "
+    "use a language, embedding or image-text model.",
+    "model_index.json": "a pipeline of diffusers, which makes images and is not served; use a "
+    "language or embedding model.",
+}
+"""Kinds of folders without config.json, by a file that tells them."""
+_MAX_POSITIONS = 1 << 53
+_UNBOUNDED = ("time_step_limit",)
+"""Fields that may be infinite: Mamba's makers write it where a step has no upper bound."""
+_LAYERS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "num_decoder_layers"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers"),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MAX_COUNT = 4096  # layers, and experts of a layer; the largest known models have 128 and 512
+_MAX_EXPERTS = 1 << 16  # of all layers; the largest known models have about 25,000
+_SHOWN_CHARS = 100  # of a name in a message
+_PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+
+SEEING = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""Architectures whose vision side is run beside the implementation of their text side."""
+
+
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class _RopeJson(msgspec.Struct):
+    factor: float | None = None
+    original_max_position_embeddings: float | None = None
+    rope_type: str | None = None
+    type: str | None = None
+
+
+class _ConfigJson(msgspec.Struct):
+    """Types of the keys that are looked at here, in a config.json or a text_config within it."""
+
+    architectures: list[str] | None = None
+    text_config: dict[str, Any] | None = None
+    quantization_config: dict[str, Any] | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] | None = None
+    rope_scaling: _RopeJson | None = None
+    rope_parameters: _RopeJson | None = None
+    max_position_embeddings: int | None = None
+    n_positions: int | None = None
+    n_ctx: int | None = None
+    max_sequence_length: int | None = None
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """Sampling parameters that the model's makers recommend; None where they say nothing.
+
+    Within the ranges that a request has for them.
+    """
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: _Share | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """Facts of config.json, generation_config.json and the names of the weight files."""
+
+    folder: Path
+    architecture: str
+    vocab_size: int
+    max_positions: int | None  # None: the model itself sets no limit
+    end_token_ids: tuple[int, ...]
+    defaults: Defaults
+    dtype: str
+    weight_files: tuple[str, ...]
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def is_gguf(self) -> bool:
+        return any(name.endswith(".gguf") for name in self.weight_files)
+
+    @property
+    def has_processor(self) -> bool:
+        return has_processor(self.folder)
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """Tokens that stand for what is no text."""
+        found = (self.config.get(name) for name in _PLACEHOLDERS)
+        return tuple(token_id for token_id in found if isinstance(token_id, int))
+
+    @property
+    def has_source(self) -> bool:
+        """Whether a prompt is encoded, and the answer begins with a token of its own."""
+        return self.config.get("is_encoder_decoder") is True
+
+
+def has_processor(folder: Path) -> bool:
+    """Whether the folder says how images are to be prepared."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    return any(os.path.isfile(folder / name) for name in names)
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Reads and checks a model's folder; ModelError says what is missing and what would do."""
+    if not folder.is_dir():
+        raise ModelError(
+            f"There is no model folder named {folder.name}; give a folder or a hub id.",
+            "model_not_found",
+        )
+    config = _read_json(folder, "config.json")
+    generation = {}
+    if (folder / "generation_config.json").is_file():
+        generation = _read_json(folder, "generation_config.json")
+    _check_types(folder, "config.json", config)
+    _check_types(folder, "generation_config.json", {"eos_token_id": generation.get("eos_token_id")})
+    text = config.get("text_config") or config
+    _check_types(folder, "config.json", text)
+    _check_counts(folder, config)
+    _refuse_quantized(folder, config)
+    return ModelSpec(
+        folder=folder,
+        architecture=_architecture(folder, config),
+        vocab_size=_vocab_size(folder, text),
+        max_positions=_max_positions(text),
+        end_token_ids=tuple(
+            # an id outside the vocabulary (often -1) ends nothing
+            token_id
+            for token_id in _end_token_ids(generation, config, text)
+            if 0 <= token_id < _vocab_size(folder, text)
+        ),
+        defaults=_defaults(folder, generation),
+        dtype=config.get("dtype")
+        or config.get("torch_dtype")
+        or text.get("dtype")
+        or ("bfloat16" if is_mxfp4(config) else "float32"),
+        weight_files=_weight_files(folder),
+        config=config,
+    )
+
+
+def refuse_others(folder: Path, given: str) -> None:
+    """ModelError that says what a folder is if it is another thing than a model, by its files."""
+    for name, words in _OTHERS.items():
+        if (folder / name).is_file() and not (folder / "config.json").is_file():
+            stated = _stated(folder / name)
+            base = stated.get("base_model_name_or_path") if isinstance(stated, dict) else None
+            modules = stated if isinstance(stated, list) else []
+            paths = [one.get("path") for one in modules if isinstance(one, dict)]
+            stages = ", ".join(path for path in paths if isinstance(path, str) and path)
+            shown = {
+                "base": f" {base}" if base else "",
+                "stages": stages or "modules.json has them",
+            }
+            raise ModelError(f"{given} is {words.format(**shown)}")
+
+
+def _stated(path: Path) -> Any:
+    try:
+        return _parsed(path)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _parsed(path: Path) -> Any:
+    """OSError if the file cannot be read; ValueError or RecursionError if it is not valid JSON."""
+    content = json.loads(read_small(path))
+    # Python's parser accepts half of a surrogate pair, which neither msgspec nor an answer can
+    # contain; encoding raises UnicodeEncodeError, a ValueError.
+    json.dumps(content, ensure_ascii=False).encode()
+    return content
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    if not path.is_file():
+        refuse_others(folder, folder.name)
+        raise ModelError(f"{folder.name} has no {name}; it is not a model folder.", "model_corrupt")
+    try:
+        content = _parsed(path)
+    except OSError as error:
+        raise ModelError(
+            f"{name} of {folder.name} cannot be read ({error.strerror}); download it again.",
+            "model_corrupt",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{name} of {folder.name} is not JSON; download it again.", "model_corrupt"
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{name} of {folder.name} is not an object; download it again.", "model_corrupt"
+        )
+    _check_finite(folder, name, content)
+    return content
+
+
+def _check_finite(folder: Path, name: str, content: dict[str, Any]) -> None:
+    """ModelError for a number anywhere in a file that is infinite, NaN or too large for a float."""
+    waiting: list[tuple[str, Any]] = [*content.items()]
+    while waiting:
+        key, value = waiting.pop()
+        if key in _UNBOUNDED:
+            continue
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += ((key, one) for one in value)
+        elif isinstance(value, int | float) and not _is_finite(value):
+            shown = ascii(key[:_SHOWN_CHARS])[1:-1]
+            raise ModelError(
+                f"{name} of {folder.name} has a {shown} that is no finite number; download it "
+                "again.",
+                "model_corrupt",
+            )
+
+
+def _check_counts(folder: Path, config: dict[str, Any]) -> None:
+    """ModelError for more layers or experts than memory can hold, even without their weights.
+
+    Models are built from these numbers before any weight is looked at.
+    """
+    layers, experts = _largest(config, _LAYERS), _largest(config, _EXPERTS)
+    for key, most in (layers, experts):
+        if most > _MAX_COUNT:
+            raise ModelError(
+                f"config.json of {folder.name} has a {key} of {most:,}; the limit is "
+                f"{_MAX_COUNT:,}. Download it again.",
+                "model_corrupt",
+            )
+    if (product := layers[1] * experts[1]) > _MAX_EXPERTS:
+        raise ModelError(
+            f"config.json of {folder.name} has {product:,} experts in all its layers; the limit is "
+            f"{_MAX_EXPERTS:,}. Download it again.",
+            "model_corrupt",
+        )
+
+
+def _largest(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, int]:
+    """Return the largest number under one of the keys, in a config or those within it."""
+    configs = [config, *(it for it in config.values() if isinstance(it, dict))]
+    found = [(key, it[key]) for it in configs for key in keys if isinstance(it.get(key), int)]
+    return max(found, key=lambda one: one[1], default=("", 0))
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
+def _check_types(folder: Path, name: str, config: dict[str, Any]) -> None:
+    try:
+        msgspec.convert(config, _ConfigJson)
+    except msgspec.ValidationError as error:
+        place = str(error).rpartition("`$.")[2].rstrip("`")
+        raise ModelError(
+            f"{name} of {folder.name} has a {place} of the wrong type; download it again.",
+            "model_corrupt",
+        ) from error
+
+
+def _architecture(folder: Path, config: dict[str, Any]) -> str:
+    names = config.get("architectures") or []
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise ModelError(
+            f"config.json of {folder.name} must name one architecture; it names {len(names)}.",
+            "model_corrupt",
+        )
+    return names[0]
+
+
+def _vocab_size(folder: Path, text: dict[str, Any]) -> int:
+    size = text.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ModelError(
+            f"config.json of {folder.name} has no valid vocab_size: it is no model of text, "
+            "such as one of images alone, or it is damaged; use a language or embedding model, or "
+            "download it again.",
+            "model_corrupt",
+        )
+    return size
+
+
+def _max_positions(text: dict[str, Any]) -> int | None:
+    """YaRN's own statement goes further than max_position_embeddings, which may not know of it."""
+    stated = next((text[key] for key in _POSITION_KEYS if (text.get(key) or 0) > 0), None)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if stated and original and factor and "yarn" in (rope.get("rope_type"), rope.get("type")):
+        stated = max(stated, int(min(original * factor, _MAX_POSITIONS)))
+    return stated and min(stated, _MAX_POSITIONS)
+
+
+def _end_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
+    """The first source that names end tokens decides."""
+    for source in sources:
+        ends = source.get("eos_token_id")
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (ends,)
+    return ()
+
+
+def _defaults(folder: Path, generation: dict[str, Any]) -> Defaults:
+    try:
+        return msgspec.convert(generation, Defaults, strict=False)
+    except msgspec.ValidationError as error:
+        raise ModelError(
+            f"generation_config.json of {folder.name} has a sampling default that is no number, or "
+            "one out of range; correct it or delete the file.",
+            "model_corrupt",
+        ) from error
+
+
+def _refuse_quantized(folder: Path, config: dict[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization and not is_mxfp4(config):
+        method = quantization.get("quant_method", "unnamed")
+        raise ModelError(
+            f"{folder.name} is quantized ({method}), which is not supported; "
+            "use the same model with float32, float16 or bfloat16 weights."
+        )
+
+
+def is_mxfp4(config: dict[str, Any]) -> bool:
+    """Whether only a model's experts are quantized, in groups that are computed as they are."""
+    return bool((config.get("quantization_config") or {}).get("quant_method") == "mxfp4")
+
+
+def _weight_files(folder: Path) -> tuple[str, ...]:
+    """Names of the safetensors or GGUF files, in order; each exists."""
+    if (folder / "model.safetensors.index.json").is_file():
+        index = _read_json(folder, "model.safetensors.index.json")
+        names = tuple(sorted(set(_weight_map(folder, index).values())))
+        for name in names:
+            # unlike Path.is_file, it takes a name that no disk can store for one that is missing
+            if Path(name).name != name or not os.path.isfile(folder / name):
+                shown = ascii(Path(name).name[:_SHOWN_CHARS])[1:-1]
+                raise ModelError(
+                    f"{folder.name} lacks the shard {shown}; download it again.",
+                    "model_corrupt",
+                )
+        return names
+    if (folder / "model.safetensors").is_file():
+        return ("model.safetensors",)
+    if files := sorted(path.name for path in folder.glob("*.gguf")):
+        return tuple(files)
+    for pickled in _pickled(folder):
+        raise ModelError(
+            f"{folder.name} has pickled weights only ({pickled}), which are never read; "
+            "model.safetensors was looked for: convert the model to safetensors."
+        )
+    raise ModelError(f"{folder.name} has no model.safetensors; download it again.", "model_corrupt")
+
+
+def _weight_map(folder: Path, index: dict[str, Any]) -> dict[str, str]:
+    try:
+        return msgspec.convert(index["weight_map"], dict[str, str])
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ModelError(
+            f"model.safetensors.index.json of {folder.name} has no valid weight_map; "
+            "download it again.",
+            "model_corrupt",
+        ) from error
+
+
+def _pickled(folder: Path) -> Iterator[str]:
+    for pattern in _PICKLED:
+        yield from sorted(path.name for path in folder.glob(pattern))

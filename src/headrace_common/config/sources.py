@@ -1,0 +1,443 @@
+"""Flags, environment and file as one configuration, all generated from its fields."""
+
+import difflib
+import os
+import re
+import tomllib
+import types
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace_common.config.piped_text import with_piped_templates
+from headrace_common.config.plain_aliases import with_names
+from headrace_common.config.settings import ModelConfig, ServerConfig
+from headrace_common.errors import ConfigError
+
+PREFIX = "HEADRACE_"
+ALIASES = {
+    "max_model_len": ("-c", "--ctx-size"),
+    "max_num_seqs": ("-np", "--parallel"),
+    "max_step_tokens": ("--max-num-batched-tokens",),
+    "threads": ("-t",),
+}
+WITHOUT_VALUE = {"cluster": "auto"}
+"""Values of the settings whose flag may stand alone."""
+
+_ENVIRONMENT_NAMES = {"api_key": "HEADRACE_API_KEYS"}
+_NOT_SETTINGS = {"HEADRACE_URL", "HEADRACE_CONFIG"}
+SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
+"""Variables that the server's child processes do not get."""
+
+_CLIENTS_KEY = "HEADRACE_API_KEY"  # a server that finds it asks for it, too
+_OTHERS_MAY_READ = 0o044
+_COMMA_SEPARATED = ("allowed_host", "allowed_origins")  # lists whose items have no comma
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^\s/?#@:*\[\]]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?/?")
+_MODEL_SIGNS = ("config.json", "modules.json")  # the latter for sentence-transformers
+_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+_SECRET = ("api_key", "admin_key")
+
+
+class Setting(NamedTuple):
+    """One field of the configuration; `path` leads to it through nested structs."""
+
+    name: str
+    path: tuple[str, ...]
+    type: Any
+    default: Any
+    description: str
+    allowed: str  # what a value must be, in words
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (f"--{self.name.replace('_', '-')}", *ALIASES.get(self.name, ()))
+
+    @property
+    def variable(self) -> str:
+        return _ENVIRONMENT_NAMES.get(self.name, PREFIX + self.name.upper())
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.type) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return typing.get_args(self.type) if typing.get_origin(self.type) is typing.Literal else ()
+
+
+def settings() -> tuple[Setting, ...]:
+    """Every setting of a server, in the order of the fields."""
+    return tuple(_walk(ServerConfig, ()))
+
+
+def _walk(struct: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Setting]:
+    hints = typing.get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
+        hint = hints[field.name]
+        if field.name == "models":
+            yield from _walk(ModelConfig, (*path, field.name))
+        elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            yield from _walk(hint, (*path, field.name))
+        else:
+            base, *rest = typing.get_args(hint)
+            description = next(m.description for m in rest if m.description)
+            plain = _without_none(base)
+            place = (*path, field.name)
+            yield Setting(field.name, place, plain, field.default, description, _allowed(hint))
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    while typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    return hint
+
+
+def _allowed(hint: Any) -> str:
+    """The allowed values: a type with its range, or choices; None is the same as nothing."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        parts = [part for part in typing.get_args(hint) if part is not type(None)]
+        return " or ".join(_allowed(part) for part in parts)
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if typing.get_origin(hint) is tuple:
+        _, *metas = typing.get_args(typing.get_args(hint)[0]) or (str,)
+        if samples := [one for meta in metas for one in meta.examples or ()]:
+            return f"a list of strings such as {samples[0]}"
+        return "a list of strings, none of them empty" if metas else "a list of strings"
+    base, *metas = typing.get_args(hint) or (hint,)
+    if base not in _WORDS:
+        return _allowed(base)
+    if samples := [one for meta in metas for one in meta.examples or ()]:
+        return f"{_WORDS[base]} such as {samples[0]}"
+    limits = " and ".join(words for meta in metas for words in _range(meta))
+    return f"{_WORDS[base]} {limits}".rstrip()
+
+
+def _range(meta: msgspec.Meta) -> Iterator[str]:
+    if meta.ge is not None and meta.le is not None:
+        yield f"from {meta.ge:.0f} to {meta.le:.0f}"
+        return
+    limits = {"at least": meta.ge, "above": meta.gt, "at most": meta.le}
+    yield from (f"{words} {limit:.0f}" for words, limit in limits.items() if limit is not None)
+
+
+Warn = Callable[[str], None]
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def load(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: Path | None,
+    warn: Warn = _say_nothing,
+    are_options: bool = False,
+) -> ServerConfig:
+    """Flag beats environment beats file beats default; ConfigError names what is wrong.
+
+    Files of keys are read, but not taken over: they may change while the server runs. `warn`
+    gets what is odd but harmless. With `are_options` the flags are a Python caller's options, and
+    errors name them so.
+    """
+    known = {setting.name: setting for setting in settings()}
+    for name in flags:
+        if name not in known and name != "models_at":
+            raise ConfigError(f"Unknown option {name}{nearest(name, known)}")
+    from_environment = _from_environment(environment, known, warn)
+    from_file, tables = _from_file(file, known, warn)
+    for number, table in enumerate(tables, 1):
+        _check_own_settings(known, table, f"in [[models]] {number} of {file}")
+    tables += _named(flags.get("models_at", ()))
+    flags = {name: value for name, value in flags.items() if name != "models_at"}
+    from_file, from_environment, flags = map(with_names, (from_file, from_environment, flags))
+    values = {**from_file, **from_environment, **flags}
+    given_as = {name: f"{name} in {file}" for name in from_file}
+    given_as |= {name: known[name].variable for name in from_environment}
+    given_as |= {name: name if are_options else known[name].flags[0] for name in flags}
+    for name in _COMMA_SEPARATED:
+        if isinstance(given := values.get(name), list | tuple) and _are_texts(given):
+            values[name] = [item for text in given for item in _items(text)]
+            if name == "allowed_origins":
+                values[name] = [_origin(item, given_as[name]) for item in values[name]]
+    for name in ("api_key_file", "admin_key_file"):
+        if path := values.get(name):
+            read_keys(Path(path), warn, given_as[name])
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, leaf = known[name].path
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[leaf] = value
+    if (folder := values.get("models_dir")) is not None:
+        tables += folder_models(Path(folder), given_as["models_dir"], warn)
+    several = [own_settings(known, table) for table in tables]
+    if several and "adapter" in values:
+        raise ConfigError(
+            f"{given_as['adapter']} goes with one model; of several write adapter in [[models]]."
+        )
+    if several or "models" in tree:
+        tree["models"] = _models(tree.get("models", {}), several)
+    try:
+        config = msgspec.convert(tree, ServerConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), known, values, given_as)) from None
+    check_names(config.models)
+    _check_replicas(config)
+    return with_piped_templates(config)
+
+
+def read_keys(
+    file: Path, warn: Warn = _say_nothing, given_as: str = "--api-key-file"
+) -> dict[str, str]:
+    """Each key of a file with its name, or "".
+
+    A line is `key` or `name:key`; empty ones and those that begin with # are passed over.
+    """
+    try:
+        lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
+        mode = file.stat().st_mode & 0o777
+    except OSError as error:
+        raise ConfigError(
+            f"{given_as}: cannot read {file}: {error.strerror}; give one with a key a line."
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{given_as}: {file} is not text; write one key a line.") from None
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line or line.startswith("#"):
+            continue
+        name, colon, key = line.partition(":")
+        if colon and not (name.strip() and key.strip()):
+            raise ConfigError(f"{given_as}: line {number} of {file} is no name:key; write both.")
+        keys[key.strip() if colon else line] = name.strip() if colon else ""
+    if not keys:  # the server would be open to all
+        raise ConfigError(f"{given_as}: {file} has no key; write one a line, or leave it out.")
+    if mode & _OTHERS_MAY_READ:
+        warn(f"others can read {file} (mode {mode:o}); keep it to yourself: chmod 600 {file}")
+    return keys
+
+
+def _from_environment(
+    environment: Mapping[str, str], known: Mapping[str, Setting], warn: Warn
+) -> dict[str, Any]:
+    by_variable = {setting.variable: setting for setting in known.values()}
+    found: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX) or variable in _NOT_SETTINGS:
+            continue
+        if variable in SECRETS and not _items(text):
+            raise ConfigError(f"{variable} holds no key; set one, or unset the variable.")
+        if variable == _CLIENTS_KEY:
+            found.setdefault("api_key", _items(text))
+            continue
+        if variable not in by_variable:
+            message = f"Unknown variable {variable}{nearest(variable, by_variable, PREFIX)}"
+            if "KEY" in variable:  # passed over, it may leave a server open that should be closed
+                raise ConfigError(f"{message} Correct it or unset it.")
+            warn(f"{message} It is ignored.")
+            continue
+        setting = by_variable[variable]
+        found[setting.name] = _items(text) if setting.is_list else text
+    return found
+
+
+def _items(text: str) -> list[str]:
+    """Empty items are dropped: an empty key would let everybody in."""
+    return [item for part in text.split(",") if (item := part.strip())]
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _origin(text: str, given_as: str) -> str:
+    """Return the origin as browsers send it; raise ConfigError if no browser sends it."""
+    if text in ("*", "null"):
+        return text
+    found = _ORIGIN.fullmatch(text.lower())
+    if found is None:
+        raise ConfigError(
+            f"{given_as}: {text!r} is not an origin that a browser sends; give a scheme and a "
+            "host without a path, such as https://app.example, or *."
+        )
+    scheme, host, port = found.groups()
+    is_usual = (scheme, port) in (("http", ":80"), ("https", ":443"))
+    return f"{scheme}://{host}" if is_usual else f"{scheme}://{host}{port or ''}"
+
+
+def _check_own_settings(known: Mapping[str, Setting], table: Mapping[str, Any], place: str) -> None:
+    try:
+        msgspec.convert(own_settings(known, table), ModelConfig, strict=False)
+    except msgspec.ValidationError as error:
+        given_as = {name: f"{name} {place}" for name in table}
+        raise ConfigError(_explain(str(error), known, table, given_as)) from None
+
+
+def check_names(models: Iterable[ModelConfig]) -> None:
+    """ConfigError if two models have one name: nobody could ask for the second."""
+    names = Counter(
+        name
+        for model in models
+        for name in (*model.served_model_name, *(it.partition("=")[0] for it in model.adapter))
+    )
+    for name, number in names.items():
+        if number > 1:
+            raise ConfigError(f"{number} models are named {name!r}; give each a name of its own.")
+
+
+def _check_replicas(config: ServerConfig) -> None:
+    for model in config.models:
+        if model.min_replicas is not None and model.min_replicas > model.replicas:
+            raise ConfigError(
+                f"--min-replicas is {model.min_replicas} and --replicas {model.replicas}; "
+                "at least as many replicas are needed."
+            )
+
+
+def own_settings(known: Mapping[str, Setting], table: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of one model, as a branch of the tree."""
+    branch: dict[str, Any] = {}
+    for name, value in table.items():
+        *parents, leaf = known[name].path[1:]
+        place = branch
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = value
+    return branch
+
+
+def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each model's settings: those that all share, and its own."""
+    if not several:
+        return [shared]
+    common = {
+        k: v
+        for k, v in shared.items()
+        if k not in ("model", "revision", "served_model_name", "adapter")
+    }
+    parts = {k: v for k, v in common.items() if isinstance(v, dict)}
+    both = [
+        {**common, **own, **{k: {**v, **own.get(k, {})} for k, v in parts.items()}}
+        for own in several
+    ]
+    return [shared, *both] if "model" in shared else both
+
+
+def folder_models(folder: Path, given_as: str, warn: Warn = _say_nothing) -> list[dict[str, Any]]:
+    """Return the models in a folder, by name. A subfolder that cannot be read hides no other."""
+    root = folder.expanduser()
+    if not root.is_dir():
+        raise ConfigError(f"{given_as}: {folder} is no folder; give one with models in it.")
+    found: dict[str, Path] = {}
+    for name in sorted(os.listdir(root)):
+        path = root / name
+        is_file = name.endswith(".gguf") and os.path.isfile(path)
+        if not is_file and not any(os.path.isfile(path / sign) for sign in _MODEL_SIGNS):
+            continue
+        if not _is_text(name):
+            warn(f"{name!a} in {folder} is skipped: its name is not UTF-8; rename it.")
+            continue
+        found[name] = path
+    if not found:
+        raise ConfigError(
+            f"{given_as}: {folder} has no subfolder with a config.json, and no GGUF file; put a "
+            "model there first."
+        )
+    ordered = sorted(found.items(), key=lambda item: not item[1].is_dir())  # folders come first
+    served = {_served_name(name, path, found): path for name, path in ordered}
+    return [{"model": str(path), "served_model_name": [name]} for name, path in served.items()]
+
+
+def _served_name(name: str, path: Path, beside: Iterable[str]) -> str:
+    """Return a file's name without its extension, unless a folder has that name."""
+    stem = name.removesuffix(".gguf")
+    return name if path.is_dir() or stem in beside else stem
+
+
+def _is_text(name: str) -> bool:
+    """Return whether a file's name is UTF-8; Python reads other bytes as lone surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _named(pairs: Iterable[str]) -> list[dict[str, Any]]:
+    """Models given as NAME=PATH."""
+    found = []
+    for pair in pairs:
+        name, sign, model = pair.partition("=")
+        if not (name and sign and model):
+            raise ConfigError(f"--model takes NAME=PATH, such as small=./my-model; it is {pair!r}.")
+        found.append({"model": model, "served_model_name": [name]})
+    return found
+
+
+def _from_file(
+    file: Path | None, known: Mapping[str, Setting], warn: Warn
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The settings of [serve], for all models, and of each of [[models]]."""
+    if file is None:
+        return {}, []
+    try:
+        whole = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}.") from None
+    table, models = whole.pop("serve", {}), whole.pop("models", [])
+    if not isinstance(table, dict):
+        raise ConfigError(f"serve in {file} is no table; write [serve] and the settings under it.")
+    if whole:
+        others = ", ".join(whole)
+        warn(f"Only [serve] and [[models]] are read from {file}; ignored in it: {others}.")
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"Unknown key {key!r} in {file}{nearest(key, known)}")
+    if not (isinstance(models, list) and all(isinstance(model, dict) for model in models)):
+        raise ConfigError(f"models in {file} is no list of tables; write [[models]] for each.")
+    of_models = {name for name, setting in known.items() if setting.path[0] == "models"}
+    for number, model in enumerate(models, 1):
+        for key in model:
+            if key not in of_models:
+                what = f"Unknown key {key!r} in [[models]] {number} of {file}"
+                raise ConfigError(f"{what}{nearest(key, of_models)}")
+        if "model" not in model:
+            raise ConfigError(f"[[models]] {number} of {file} has no model; name its folder or id.")
+    return dict(table), models
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of a message: a suggestion if something is close. All names begin with `prefix`."""
+    names = sorted(one.removeprefix(prefix) for one in known)
+    close = difflib.get_close_matches(name.removeprefix(prefix), names, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else "."
+
+
+def _explain(
+    message: str,
+    known: Mapping[str, Setting],
+    values: Mapping[str, Any],
+    given_as: Mapping[str, str],
+) -> str:
+    """msgspec's `Expected `int` >= 1 - at `$.a.b`` as a sentence about the setting."""
+    what, _, path = message.rpartition(" - at ")
+    name = path.strip("`$").split(".")[-1].split("[")[0]
+    if name not in given_as:
+        return f"{path}: {what.replace('`', '')}."
+    if name in _SECRET:
+        return f"{given_as[name]} must be {known[name].allowed}."
+    value = values[name]
+    shown = f'"{value}"' if isinstance(value, str) else repr(value)
+    return f"{given_as[name]} is {shown}; it must be {known[name].allowed}."

@@ -1,0 +1,331 @@
+"""The step loop: joins a scheduler, a runner, an inbox and an outbox; knows no HTTP."""
+
+import contextlib
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from headrace_common.ids import SequenceId
+from headrace_common.messages import (
+    NUM_TRACED_STEPS,
+    AdapterRead,
+    Cancel,
+    DropAdapter,
+    Finished,
+    FinishReason,
+    LoadAdapter,
+    Message,
+    Outputs,
+    Shutdown,
+    Status,
+    StepTrace,
+    Submit,
+)
+from headrace_common.plan import StepPlan, StepResult
+from headrace_common.prefix import DiskNews, ReadRun
+from headrace_common.system.awake import ProcessStops
+from headrace_common.system.core_lock import CoreLock
+from headrace_common.system.panics import STEERING
+from headrace_common.wire import AnyMessage
+from headrace_engine.adapters import AdapterShelf, Reading
+from headrace_engine.grammars import Compiled, Grammars, failures
+from headrace_engine.memory.offers import Offer
+from headrace_engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT = 8
+"""Unsent messages; with more than this no step is launched."""
+
+_IDLE_POLL_S = 0.02
+_STATUS_INTERVAL_S = 0.25
+_STARVED_S, _STARVING_INTERVAL_S = 10.0, 300.0
+
+
+class Launched(Protocol):
+    """A plan that is running."""
+
+    def result(self) -> StepResult: ...
+
+
+class StepRunner(Protocol):
+    """The part of the runner that a step needs. MemoryError: the step was too large."""
+
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+
+class Outbox(Protocol):
+    """Where messages leave; `put` never blocks."""
+
+    def put(self, message: Message) -> None: ...
+
+    def num_unsent(self) -> int: ...
+
+
+class StepWriter(Protocol):
+    """Records the step at work, for the process that outlives this one."""
+
+    def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class Prefixes(Protocol):
+    """The keeper of prefixes outside memory; its calls never wait."""
+
+    def start(self, tell: Callable[[DiskNews], None]) -> None: ...
+
+    def serve(self, offers: list[Offer], wishes: list[ReadRun]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+News = AnyMessage | Compiled | Reading | DiskNews
+Inbox = queue.SimpleQueue[News]
+Clock = Callable[[], float]
+
+
+class NoStepRecord:
+    """No record, for an engine in its client's process: nobody would be left to read it."""
+
+    def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class NoPrefixes:
+    """Nothing is kept outside memory."""
+
+    def start(self, tell: Callable[[DiskNews], None]) -> None: ...
+
+    def serve(self, offers: list[Offer], wishes: list[ReadRun]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StatusTeller:
+    """Says when a status is due: at most four times a second, and once there is nothing to do."""
+
+    def __init__(self) -> None:
+        self._last: Status | None = None
+        self._due = 0.0
+        self._untold_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
+
+    def note(self, step: StepTrace | None) -> None:
+        if step is not None:
+            self._untold_steps.append(step)
+
+    def due(self, scheduler: Scheduler, now: float) -> Status | None:
+        """The status with the steps since the last one, if it is due and anything has changed."""
+        if now < self._due and scheduler.has_work:
+            return None
+        self._due = now + _STATUS_INTERVAL_S
+        status = scheduler.status()
+        if status == self._last:
+            return None
+        self._last, steps = status, tuple(self._untold_steps)
+        self._untold_steps.clear()
+        return msgspec.structs.replace(status, steps=steps)
+
+
+@dataclass
+class _Preparing:
+    """Submits whose grammar or adapter is not there yet, and the cancels that came meanwhile."""
+
+    num: int = 0
+    cancels: list[Cancel] = field(default_factory=list)
+
+
+class Engine:
+    """Owns the loop's order: take messages, plan, launch, wait, commit, send."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        outbox: Outbox,
+        step_record: StepWriter | None = None,
+        grammars: Grammars | None = None,
+        core_lock: CoreLock | None = None,
+    ) -> None:
+        """`core_lock` is shared by engines on the same cores."""
+        self.prefixes: Prefixes = NoPrefixes()
+        self.adapters = AdapterShelf(None)
+        self._core_lock = core_lock
+        self._scheduler = scheduler
+        self._step_record = step_record or NoStepRecord()
+        self._runner = runner
+        self._grammars = grammars or Grammars(None)
+        self._preparing = _Preparing()
+        self._outbox = outbox
+        self._clock: Clock = time.monotonic
+        self._status = StatusTeller()
+        self._starving_due = 0.0
+        self._was_held = False
+        self._stops = ProcessStops()
+
+    def run(self, inbox: Inbox) -> None:
+        """Runs steps until Shutdown; blocks on the inbox while there is nothing to do.
+
+        Also returns when step after step fails: a fresh engine may do better.
+        """
+        self.prefixes.start(inbox.put)
+        with self._stops, contextlib.closing(self.prefixes):
+            while self._receive(inbox) and not self._scheduler.must_exit:
+                if not self._is_held_back():
+                    self._step_in_turn()
+
+    def _step_in_turn(self) -> None:
+        if self._core_lock is None or not self._core_lock.is_shared:
+            self.step()
+            return
+        scheduler = self._scheduler
+        with self._core_lock.held():
+            scheduler.leave_room(self._core_lock.others())
+            self.step()
+            self._core_lock.note(scheduler.decode_s, scheduler.has_streams, scheduler.has_prompts)
+
+    def step(self) -> bool:
+        """Plan, execute, commit. False: there was nothing to do."""
+        plan = self._scheduler.plan(self._clock())
+        self.prefixes.serve(self._scheduler.take_offers(), self._scheduler.take_wishes())
+        if plan is None or self._scheduler.has_outputs:
+            self._send()  # who starts or was cancelled hears of it before the step executes
+        if plan is None:
+            return False
+        self._step_record.write(plan.worked_on, self._scheduler.predicted_s)
+        self._execute(plan)
+        self._step_record.clear()
+        self._send()
+        return True
+
+    def _execute(self, plan: StepPlan) -> None:
+        try:
+            result = self._runner.launch(plan).result()
+        except MemoryError as error:
+            logger.warning("A step of %d chunks ran out of memory: %s", len(plan.chunks), error)
+            self._scheduler.out_of_memory(plan, _NO_MEMORY, self._clock())
+        except STEERING:
+            raise
+        except BaseException as error:  # a library's panic is not an Exception
+            logger.exception("A step of %d chunks failed", len(plan.chunks))
+            self._scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
+        else:
+            if self._stops.take():  # the time that passed is not what the step took
+                result = msgspec.structs.replace(result, is_timed=False)
+            self._scheduler.commit(plan, result, self._clock())
+            self._status.note(self._scheduler.last_step)
+            self._tell_of_starved_prompts()
+
+    def _tell_of_starved_prompts(self) -> None:
+        now = self._clock()
+        if self._scheduler.starved_s > _STARVED_S and now >= self._starving_due:
+            self._starving_due = now + _STARVING_INTERVAL_S
+            logger.warning(
+                "The running streams alone take the whole stall target, so prompts hardly move. "
+                "Raise --max-stall-ms, or leave it out."
+            )
+
+    def _is_held_back(self) -> bool:
+        """Whether a slow gateway keeps the next step from being launched."""
+        was_held, self._was_held = self._was_held, self._outbox.num_unsent() > MAX_UNSENT
+        if self._was_held and not was_held and self._scheduler.has_work:
+            self._scheduler.count_missed("gateway")
+        return self._was_held
+
+    def _receive(self, inbox: Inbox) -> bool:
+        """Hands every waiting message to the scheduler; False on Shutdown."""
+        timeout = self._scheduler.rest_s(self._clock())
+        if self._outbox.num_unsent() > MAX_UNSENT and timeout is not None:
+            timeout = max(timeout, _IDLE_POLL_S)
+        try:
+            while True:
+                message = inbox.get(block=timeout != 0, timeout=timeout)
+                if isinstance(message, Shutdown):
+                    return False
+                self._hand_over(message, inbox)
+                timeout = 0
+        except queue.Empty:
+            return True
+
+    def _hand_over(self, message: News, inbox: Inbox) -> None:
+        if isinstance(message, Compiled):
+            self._compiled(message)
+        elif isinstance(message, DiskNews):
+            self._scheduler.hear(message, self._clock())
+        elif isinstance(message, Submit) and (missing := self.adapters.missing(message)):
+            self._preparing.num += 1
+            self.adapters.read(missing, inbox.put, message)
+        elif isinstance(message, Submit) and message.sampling.grammar:
+            self._preparing.num += 1
+            self._grammars.prepare(message, inbox.put)
+        elif isinstance(message, Submit):
+            self._scheduler.add(message, self._clock())
+        elif isinstance(message, Cancel):
+            self._scheduler.cancel(message)
+            if self._preparing.num:
+                self._preparing.cancels.append(message)
+        elif isinstance(message, Reading | LoadAdapter | DropAdapter):
+            self._hand_to_adapters(message, inbox)
+        else:
+            raise TypeError(f"An engine takes no {type(message).__name__}")
+
+    def _hand_to_adapters(self, message: Reading | LoadAdapter | DropAdapter, inbox: Inbox) -> None:
+        if isinstance(message, LoadAdapter):
+            self.adapters.read(message.adapter, inbox.put)
+        elif isinstance(message, DropAdapter):
+            self.adapters.drop(message.fingerprint)
+        else:
+            answer, waiting = self.adapters.take(message)
+            self._outbox.put(answer)
+            for submit in waiting:
+                self._preparing.num -= 1
+                if answer.message:
+                    self._outbox.put(Outputs(finished=_ends(submit, answer)))
+                else:
+                    self._hand_over(submit, inbox)
+            self._cancel_again()
+
+    def _compiled(self, compiled: Compiled) -> None:
+        self._preparing.num -= 1
+        if compiled.error:
+            ends = failures(compiled)
+            self._grammars.release(end.sequence_id for end in ends)
+            self._outbox.put(Outputs(finished=ends))
+        else:
+            self._scheduler.add(compiled.submit, self._clock())
+        self._cancel_again()
+
+    def _cancel_again(self) -> None:
+        """Ends what was still being prepared when its cancel came."""
+        for cancel in self._preparing.cancels:
+            self._scheduler.cancel(cancel)
+        if not self._preparing.num:
+            self._preparing.cancels.clear()
+
+    def _send(self) -> None:
+        if self._scheduler.has_outputs:
+            outputs = self._scheduler.take_outputs()
+            self._grammars.release(end.sequence_id for end in outputs.finished)
+            self._outbox.put(outputs)
+        if (status := self._status.due(self._scheduler, self._clock())) is not None:
+            self._outbox.put(status)
+
+
+def _ends(submit: Submit, answer: AdapterRead) -> tuple[Finished, ...]:
+    """The ends of sequences whose adapter cannot be had; clients see no path."""
+    message = answer.message if answer.code == "model_changed" else _NO_ADAPTER
+    return tuple(
+        Finished(it.sequence_id, FinishReason.ERROR, answer.code, message)
+        for it in submit.sequences
+    )
+
+
+_NO_ADAPTER = "The request's adapter could not be read; the server's log says why."
+_NO_MEMORY = "The device ran out of memory on this request alone; send a shorter one."

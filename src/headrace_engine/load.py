@@ -1,0 +1,107 @@
+"""Turns a model's configuration into a runner and a scheduler; the one place that joins them."""
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from headrace_common.checkpoints.adapters import name_adapter
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.errors import ModelError
+from headrace_common.grammar import GrammarCompiler, GrammarError
+from headrace_common.messages import Ready
+from headrace_common.system.awake import ProcessStops
+from headrace_engine.adapters import AdapterShelf
+from headrace_engine.disk_prefixes import disk_part
+from headrace_engine.engine import NoPrefixes, Prefixes
+from headrace_engine.grammars import Grammars
+from headrace_engine.memory.disk import DiskPrefixes
+from headrace_engine.runner.load import load_runner
+from headrace_engine.runner.runner import Runner
+from headrace_engine.runner.trial import timed_encoding, timed_steps
+from headrace_engine.scheduler.budget import MAX_GUESS, resolve
+from headrace_engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """The parts of an engine, and its first message."""
+
+    runner: Runner
+    scheduler: Scheduler
+    ready: Ready
+    grammars: Grammars
+    prefixes: Prefixes
+    adapters: AdapterShelf
+
+
+def load(config: ModelConfig) -> Loaded:
+    """Loads and times the model that `config` names; ModelError if it cannot be served."""
+    folder = Path(config.model)
+    runner, ready = load_runner(config, folder)
+    grammars = Grammars(_compiler(folder))
+    runner.constrain = grammars.constrain
+    disk = disk_part(config.prefix_cache, config.model, runner, ready)
+    known = None if disk is None else disk.known
+    scheduler, ready = schedule(config.scheduler, runner, ready, known)
+    prefixes = NoPrefixes() if disk is None else disk.keeper(scheduler.memory)
+    adapters = AdapterShelf(runner)
+    for named in config.adapter:
+        name, _, path = named.partition("=")
+        adapters.load(name_adapter(name, Path(path), read_spec(folder).architecture))
+    return Loaded(runner, scheduler, ready, grammars, prefixes, adapters)
+
+
+def schedule(
+    config: SchedulerConfig, runner: Runner, ready: Ready, disk: DiskPrefixes | None = None
+) -> tuple[Scheduler, Ready]:
+    """A scheduler for a loaded model, with some steps timed; Ready says its limits."""
+    layout = ready.layout
+    limits = resolve(config, layout, ready.device, ready.max_num_seqs, ready.max_model_len)
+    if ready.is_whole:
+        limits = msgspec.structs.replace(limits, is_whole=True, forward_per_chunk=False)
+    most = max_guess(config, ready)
+    runner.tells_forced = most > 0
+    limits = msgspec.structs.replace(limits, source=ready.source, max_guess=most)
+    ready = msgspec.structs.replace(
+        ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
+    )
+    scheduler = Scheduler(config, layout, limits, disk)
+    with ProcessStops() as stops:
+        for chunk, seconds in timed_steps(runner, layout):
+            if not stops.take():
+                scheduler.observe((chunk,), seconds)
+        for size, num_units, seconds in timed_encoding(runner, layout):
+            if not stops.take():
+                scheduler.observe_encoding(size, num_units, seconds)
+    return scheduler, ready
+
+
+def max_guess(config: SchedulerConfig, ready: Ready) -> int:
+    """Tokens that a chunk may guess; 0 where guesses could change the text."""
+    if config.guess == "off" or "generate" not in ready.tasks:
+        return 0
+    reason = ""
+    if ready.kernels == "plain" or (ready.dtype == "float32" and ready.quantize == "none"):
+        reason = "torch's products round by how many tokens are computed together"
+    elif ready.layout.num_slots and ready.layout.num_snapshots < 2:
+        reason = "there is no memory to keep the states that go back behind a wrong guess"
+    if reason and config.guess != "auto":
+        raise ModelError(f"--guess {config.guess} cannot be: {reason}; use auto or off.")
+    if reason:
+        logger.info("Nothing is guessed ahead: %s.", reason)
+        return 0
+    return MAX_GUESS if config.guess == "auto" else config.guess
+
+
+def _compiler(folder: Path) -> GrammarCompiler | None:
+    """None if the tokenizer does not work with grammars; requests with one are then refused."""
+    spec = read_spec(folder)
+    try:
+        return GrammarCompiler.load(folder, spec.vocab_size, spec.end_token_ids)
+    except (GrammarError, ModelError) as error:
+        logger.info("No grammars for this model: %s", error)
+        return None

@@ -1,0 +1,39 @@
+"""The architectures with a native implementation: strings, imported on demand."""
+
+import importlib
+from typing import Any
+
+FAMILIES = {
+    "LlamaForCausalLM": "headrace_engine.models.llama:Llama",
+    "Gemma2ForCausalLM": "headrace_engine.models.gemma2:Gemma2",
+    "Gemma3ForCausalLM": "headrace_engine.models.gemma3:Gemma3",
+    "GptOssForCausalLM": "headrace_engine.models.gpt_oss:GptOss",
+    "MistralForCausalLM": "headrace_engine.models.mistral:Mistral",
+    "Qwen2ForCausalLM": "headrace_engine.models.qwen2:Qwen2",
+    "Qwen3ForCausalLM": "headrace_engine.models.qwen3:Qwen3",
+    "Qwen3MoeForCausalLM": "headrace_engine.models.qwen3_moe:Qwen3Moe",
+    "Qwen3_5ForCausalLM": "headrace_engine.models.qwen3_5:Qwen35",
+    "Qwen3_5ForConditionalGeneration": "headrace_engine.models.qwen3_5:Qwen35",
+    "Qwen3_5MoeForCausalLM": "headrace_engine.models.qwen3_5_moe:Qwen35Moe",
+    "Qwen3_5MoeForConditionalGeneration": "headrace_engine.models.qwen3_5_moe:Qwen35Moe",
+    "Qwen3NextForCausalLM": "headrace_engine.models.qwen3_next:Qwen3Next",
+}
+
+
+def has_head(architecture: str) -> bool:
+    """Whether its checkpoints can draw tokens: `Qwen3Model` is `Qwen3ForCausalLM` without head."""
+    return not architecture.endswith("Model")
+
+
+def is_native(architecture: str) -> bool:
+    return _with_head(architecture) in FAMILIES
+
+
+def family(architecture: str) -> Any:
+    """The class that implements an architecture; KeyError if none does."""
+    module, name = FAMILIES[_with_head(architecture)].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _with_head(architecture: str) -> str:
+    return architecture if has_head(architecture) else f"{architecture[:-5]}ForCausalLM"

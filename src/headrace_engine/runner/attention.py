@@ -1,0 +1,137 @@
+"""Attention over what was computed before a step: the seam, and its naive implementation."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace_engine.models.delta_rule import convolve, delta_rule
+from headrace_engine.models.step import Step
+from headrace_engine.runner.inputs import Batch
+from headrace_engine.runner.storage import CacheStorage
+
+
+class Attention(Protocol):
+    """Bound to one storage; makes the object through which a model sees the past in one step."""
+
+    def step(self, batch: Batch) -> Step: ...
+
+
+class NaiveAttention:
+    """`sinks` are per layer float32 [heads], scores that hold no value."""
+
+    def __init__(self, storage: CacheStorage, sinks: Sequence[Tensor | None] = ()) -> None:
+        self.storage, self.sinks = storage, sinks
+
+    def step(self, batch: Batch) -> Step:
+        return _NaiveStep(self, batch)
+
+
+class _NaiveStep:
+    """Gathers each chunk's past through its block table and attends in float32."""
+
+    def __init__(self, attention: NaiveAttention, batch: Batch) -> None:
+        self._attention = attention
+        self._storage = storage = attention.storage
+        self._batch = batch
+        self.positions = batch.positions
+        self._tables = torch.from_numpy(batch.block_table).to(storage.device).long()
+
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None
+    ) -> Tensor:
+        keys, values = self._storage.keys[layer], self._storage.values[layer]
+        self._write(keys, k)
+        self._write(values, v)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        for chunk, first in enumerate(self._batch.first_rows.tolist()):
+            end = first + int(self._batch.lengths[chunk])
+            past = self._gather(keys, chunk), self._gather(values, chunk)
+            out[first:end] = self._attend_chunk(layer, chunk, q[first:end], past, cap)
+        return out
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        for rows, inputs in self._by_sequence(self._storage.inputs[layer]):
+            extended = torch.cat((inputs, x[rows]))
+            out[rows] = convolve(x[rows], weight, inputs)
+            inputs.copy_(extended[len(extended) - len(inputs) :])
+        return out
+
+    def delta_rule(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        q, k, v = qkv
+        out = torch.empty_like(v)
+        for rows, state in self._by_sequence(self._storage.states[layer]):
+            out[rows] = delta_rule((q[rows], k[rows], v[rows]), decay[rows], beta[rows], state)
+        return out
+
+    def _by_sequence(self, memory: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Each chunk's rows and its sequence's part of the memory, zeroed where it begins."""
+        batch = self._batch
+        for start, length, first, slot in zip(
+            batch.starts, batch.lengths, batch.first_rows, batch.slots, strict=True
+        ):
+            part = memory[int(slot)]
+            if not start:
+                part.zero_()
+            yield slice(int(first), int(first + length)), part
+
+    def _write(self, memory: Tensor, new: Tensor) -> None:
+        size = self._storage.block_size
+        index = self._batch.write_index
+        memory[index // size, :, index % size] = new
+
+    def _gather(self, memory: Tensor, chunk: int) -> Tensor:
+        """All positions of one chunk's sequence so far, float32 [kv_heads, positions, dim]."""
+        num_positions = int(self._batch.starts[chunk] + self._batch.lengths[chunk])
+        blocks = memory[self._tables[chunk]]  # [blocks, kv_heads, block_size, dim]
+        return blocks.transpose(0, 1).flatten(1, 2)[:, :num_positions].float()
+
+    def _attend_chunk(
+        self, layer: int, chunk: int, q: Tensor, past: tuple[Tensor, Tensor], cap: float | None
+    ) -> Tensor:
+        keys, values = past
+        start, length = int(self._batch.starts[chunk]), len(q)
+        own = torch.arange(start, start + length, device=q.device)[:, None]
+        other = torch.arange(keys.shape[1], device=q.device)
+        visible = other <= own  # [length, positions]
+        window = self._storage.cache[layer].window
+        if window is not None:
+            visible &= other > own - window
+        q = q.float().transpose(0, 1)  # [heads, length, dim]
+        sinks = self._attention.sinks[layer] if self._attention.sinks else None
+        if cap is None and sinks is None:
+            out = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=visible, enable_gqa=True
+            )
+        else:
+            out = _weigh(q, keys, values, visible, cap, sinks)
+        return out.transpose(0, 1).to(self._storage.keys[layer].dtype)
+
+
+def _weigh(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same with scores capped at cap * tanh(score / cap), and a score more for each head."""
+    group = len(q) // len(keys)
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    scores = q @ keys.transpose(1, 2) * q.shape[2] ** -0.5  # [heads, length, positions]
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+        return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1] @ values
+    return scores.softmax(-1) @ values

@@ -1,0 +1,70 @@
+"""Packs the chunks of a plan into one batch: tokens of all chunks in a row, chunk by chunk."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_common.plan import Chunk
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tensors lie on the model's device; the arrays describe the chunks and lie on the host."""
+
+    token_ids: Tensor  # int64 [tokens]
+    positions: Tensor  # int64 [tokens], or [3, tokens] where there are images
+    write_index: Tensor  # int64 [tokens]: block * block_size + offset
+    rows: Tensor  # int64 [rows asked]: which tokens' hidden states are wanted
+    starts: Ints  # [chunks]: position of each chunk's first token
+    lengths: Ints  # [chunks]
+    first_rows: Ints  # [chunks]: where its first token lies in the batch
+    slots: Ints  # [chunks]: where its sequence's state lies; -1 where it has none
+    block_table: Ints  # [chunks, max_blocks], padded with 0; covers start + length positions
+
+
+def pack(
+    chunks: Sequence[Chunk],
+    token_ids: Sequence["array[int]"],
+    block_size: int,
+    device: torch.device,
+) -> Batch:
+    """`token_ids` holds the ids of each chunk's own tokens."""
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+    lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    first_rows = ends - lengths
+    table = _block_table(chunks, block_size)
+    owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: the chunk of each token
+    positions = np.arange(len(owner)) + (starts - first_rows)[owner]
+    blocks = table[owner, positions // block_size].astype(np.int64)
+    rows = [np.arange(e - c.num_rows, e) for c, e in zip(chunks, ends.tolist(), strict=True)]
+
+    def on_device(values: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64, copy=False)).to(device)
+
+    return Batch(
+        token_ids=on_device(np.concatenate([np.asarray(ids) for ids in token_ids])),
+        positions=on_device(positions),
+        write_index=on_device(blocks * block_size + positions % block_size),
+        rows=on_device(np.concatenate(rows)),
+        starts=starts,
+        lengths=lengths,
+        first_rows=first_rows,
+        slots=np.array([chunk.slot_id for chunk in chunks], dtype=np.int32),
+        block_table=table,
+    )
+
+
+def _block_table(chunks: Sequence[Chunk], block_size: int) -> Ints:
+    needed = [-(-(chunk.start + chunk.length) // block_size) for chunk in chunks]
+    table = np.zeros((len(chunks), max(needed)), dtype=np.int32)
+    for row, (chunk, count) in enumerate(zip(chunks, needed, strict=True)):
+        table[row, :count] = np.asarray(chunk.block_ids)[:count]
+    return table

@@ -1,0 +1,333 @@
+"""GGUF files by llama.cpp itself: its batches under our plan, its cache under our books.
+
+Its cache is one pool of cells, each of which belongs to one or more of its sequences, so a copy of
+a sequence takes no memory. The books deal in blocks: `HeldBlocks` says which lie where.
+"""
+
+import ctypes
+import importlib
+import logging
+import re
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_common.checkpoints.spec import ModelSpec
+from headrace_common.errors import ModelError
+from headrace_common.ids import SlotId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import LaneFacts
+from headrace_common.plan import BlockCopy, Chunk, SlotCopy
+from headrace_engine.runner.lanes.held_blocks import HeldBlocks, Ints
+from headrace_engine.runner.lanes.lane import LaneOptions, LaneTraits
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 512  # tokens of one call
+_OUTPUTS = 64  # rows of logits of one call, at least: each is as long as the vocabulary
+_SEQUENCES = _OUTPUTS  # of a context, at least: it has a row for each
+_PROBE = 8  # tokens of which a sequence's memory is measured: twice as many are in any window
+_LEVELS = {3: logging.INFO, 4: logging.WARNING}  # of its warnings and errors
+_ERROR = 4
+_WORDS: list[str] = []  # the errors that llama.cpp has written since they were last cleared
+_NO_ROOM = 1  # what llama_decode answers where no cells are free
+
+
+class LlamaCpp:
+    storage = None
+    traits = LaneTraits("llama-cpp", own_products="llama.cpp's, as it was built")
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
+    ) -> None:
+        """May offload to whatever devices it was built for; logits come to the CPU."""
+        self._api = _library()
+        parameters = self._api.llama_model_default_params()
+        parameters.n_gpu_layers = -1 if options.may_offload else 0
+        # read, not mapped: so the memory that is left is known, and no step waits for the disk
+        parameters.load_mode = self._api.LLAMA_LOAD_MODE_NONE
+        if b"AMX_INT8 = 1" in self._api.llama_print_system_info():
+            parameters.use_extra_bufts = False  # its products for AMX end the process (0.3.36)
+        path = spec.folder / spec.weight_files[0]  # further parts are found by their names
+        _WORDS.clear()
+        self._model = self._api.llama_model_load_from_file(str(path).encode(), parameters)
+        if not self._model:
+            raise ModelError(f"llama.cpp cannot load {spec.name}: {_last_words()}.")
+        if objection := self._objection():
+            raise ModelError(f"Lane {self.traits.id} cannot run {spec.name}: {objection}.")
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32 if dtype == torch.float32 else torch.float16  # of the cache
+        self.num_parameters = self._api.llama_model_n_params(self._model)
+        self.weight_bytes = self._api.llama_model_size(self._model)
+        self._vocab = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        self._is_recurrent = self._api.llama_model_is_recurrent(self._model)  # and nothing else
+        self._has_states = self._is_recurrent or self._api.llama_model_is_hybrid(self._model)
+        self._sizes: tuple[int, int] | None = None
+        self._context: DecodingContext | None = None
+
+    def _objection(self) -> str | None:
+        if self._api.llama_model_has_encoder(self._model):
+            return "it has an encoder"
+        if not self._api.llama_model_has_decoder(self._model):
+            return "it draws nothing"
+        if self._api.llama_model_is_diffusion(self._model):
+            return "it does not write its text token by token"
+        return None
+
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
+        """Blocks where all memory is cells; else a slot for each sequence, as states can be
+        neither cut nor found by their tokens."""
+        fixed, per_position = self._measured()
+        self._num_seqs = max_num_seqs
+        if not self._has_states:
+            wanted = max_num_seqs * -(-max_positions // block_size)
+            num_blocks = min(wanted, free_bytes // (block_size * max(1, per_position)))
+            longest = min(max_positions, num_blocks * block_size)
+            return MemoryLayout(block_size, num_blocks, max_positions=longest)
+        slot_bytes = fixed + per_position * max_positions
+        num_slots = max(1, min(max_num_seqs, free_bytes // max(1, slot_bytes)))
+        if per_position:
+            room = max(0, free_bytes // num_slots - fixed)
+            max_positions = min(max_positions, room // per_position)
+        return MemoryLayout(block_size, num_slots=num_slots, max_positions=max_positions)
+
+    def open(self, layout: MemoryLayout) -> None:
+        num_all = self._api.llama_max_parallel_sequences()
+        if max(self._num_seqs, layout.num_slots) > num_all // 2:  # half of them for kept prefixes
+            raise ModelError(
+                f"Lane {self.traits.id} runs up to {num_all // 2} sequences at once, and "
+                f"--max-num-seqs asks for {self._num_seqs}."
+            )
+        if self._context is not None:
+            self._context.close()
+        if layout.num_blocks:
+            num_cells = layout.num_blocks * layout.block_size
+            num_seqs = min(num_all, max(_SEQUENCES, 2 * self._num_seqs))
+            facts = LaneFacts("blocks", "lazy-prefix", "cells of llama.cpp's own cache")
+        else:
+            num_seqs = layout.num_slots
+            num_cells = layout.max_positions * (1 if self._is_recurrent else num_seqs)
+            facts = LaneFacts("slot", "lazy-prefix", "it keeps states, which cannot be cut")
+        self.traits = self.traits.but(facts=facts)
+        self._context = context = self._open(num_cells, num_seqs)
+        self._held: HeldBlocks | None = None
+        if layout.num_blocks:
+            self._held = HeldBlocks(context, layout.num_blocks, layout.block_size, num_seqs)
+
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        assert self._context is not None
+        if self._held is not None:
+            self._held.next_step()
+        pieces = []
+        for chunk, ids in zip(chunks, token_ids, strict=True):
+            if self._held is None:
+                sequence = int(chunk.slot_id)
+                if chunk.start == 0:
+                    self._context.remove(sequence, 0)
+            else:
+                sequence = self._held.place(chunk.block_ids, chunk.start, ids)
+            tokens = np.asarray(ids, np.int32)
+            pieces.append(ChunkTokens(sequence, chunk.start, tokens, chunk.num_rows))
+        try:
+            return self._context.decode(pieces)
+        except (MemoryError, RuntimeError):
+            if self._held is not None:
+                self._held.lose_all()
+            raise
+
+    def logits(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
+        for each in blocks:
+            assert self._held is not None
+            self._held.copy(each.source, each.target)
+        for slot in slots:
+            assert self._context is not None
+            self._context.remove(int(slot.target), 0)
+            self._context.copy(int(slot.source), int(slot.target), -1)
+
+    def _measured(self) -> tuple[int, int]:
+        """Bytes of a sequence, at all and per position, as llama.cpp would save it."""
+        if self._sizes is None:
+            context = self._open(2 * _PROBE, 1)
+            found = []
+            for start in (0, _PROBE):
+                tokens = np.arange(_PROBE, dtype=np.int32) % self._vocab
+                context.decode([ChunkTokens(0, start, tokens, 1)])
+                found.append(context.sequence_bytes(SlotId(0)))
+            context.close()
+            per_position = -(-(found[1] - found[0]) // _PROBE)
+            self._sizes = max(0, found[0] - _PROBE * per_position), per_position
+        return self._sizes
+
+    def _open(self, num_cells: int, num_sequences: int) -> "DecodingContext":
+        return DecodingContext(
+            self._api, self._model, self._vocab, num_cells, num_sequences, self.dtype
+        )
+
+
+class ChunkTokens(NamedTuple):
+    """Tokens of one of llama.cpp's sequences; the last `num_rows` give a row of logits each."""
+
+    sequence: int
+    start: int
+    token_ids: Ints
+    num_rows: int
+
+
+class DecodingContext:
+    """A context of llama.cpp: its cache, and the batches that it computes."""
+
+    def __init__(
+        self,
+        api: Any,
+        model: Any,
+        vocab: int,
+        num_cells: int,
+        num_sequences: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._api, self._vocab = api, vocab
+        self._num_outputs = max(_OUTPUTS, num_sequences)
+        parameters = api.llama_context_default_params()
+        parameters.n_ctx = num_cells
+        parameters.n_batch = parameters.n_ubatch = _BATCH
+        parameters.n_seq_max = num_sequences
+        parameters.n_outputs_max = self._num_outputs
+        parameters.n_threads = parameters.n_threads_batch = torch.get_num_threads()
+        parameters.kv_unified = True
+        parameters.swa_full = True  # else a window's past is gone, and no prefix could be shared
+        kind = api.GGML_TYPE_F32 if dtype == torch.float32 else api.GGML_TYPE_F16
+        parameters.type_k = parameters.type_v = kind
+        _WORDS.clear()
+        self._context = api.llama_init_from_model(model, parameters)
+        if not self._context:
+            raise ModelError(f"llama.cpp cannot hold {num_cells} tokens: {_last_words()}.")
+        self._memory = api.llama_get_memory(self._context)
+        self._batch = _BatchArrays(api)
+
+    def close(self) -> None:
+        self._api.llama_free(self._context)
+
+    def remove(self, sequence: int, start: int) -> None:
+        """Everything of the sequence from that position on."""
+        self._api.llama_memory_seq_rm(self._memory, sequence, start, -1)
+
+    def copy(self, source: int, target: int, end: int) -> None:
+        """The target, which is empty, shares the source's positions before `end` (-1: all)."""
+        self._api.llama_memory_seq_cp(self._memory, source, target, 0 if end >= 0 else -1, end)
+
+    def compute(self, sequence: int, token_ids: Ints) -> None:
+        self.decode([ChunkTokens(sequence, 0, token_ids, 0)])
+
+    def sequence_bytes(self, sequence: int) -> int:
+        return int(self._api.llama_state_seq_get_size(self._context, sequence))
+
+    def decode(self, chunks: Sequence[ChunkTokens]) -> Tensor:
+        """Rows of logits, float32, in the order of the chunks.
+
+        MemoryError if there are too few cells, RuntimeError if llama.cpp fails.
+        """
+        rows = torch.empty(sum(chunk.num_rows for chunk in chunks), self._vocab)
+        target = rows.numpy()
+        number = 0
+        for tokens, positions, sequences, wanted in _cut(chunks, self._num_outputs):
+            batch = self._batch.fill(tokens, positions, sequences, wanted)
+            _WORDS.clear()
+            if code := self._api.llama_decode(self._context, batch):
+                text = f"llama_decode ended with {code}: {_last_words()}"
+                raise MemoryError(text) if code == _NO_ROOM else RuntimeError(text)
+            for place in np.flatnonzero(wanted):
+                found = self._api.llama_get_logits_ith(self._context, int(place))
+                target[number] = np.ctypeslib.as_array(found, (self._vocab,))
+                number += 1
+        return rows
+
+
+def _cut(
+    chunks: Sequence[ChunkTokens], num_outputs: int
+) -> Iterator[tuple[Ints, Ints, Ints, NDArray[np.int8]]]:
+    """Tokens, positions, sequences and which rows are wanted, of one call after another."""
+    sizes = [len(chunk.token_ids) for chunk in chunks]
+    tokens = np.concatenate([chunk.token_ids for chunk in chunks])
+    positions = np.concatenate(
+        [chunk.start + np.arange(n, dtype=np.int32) for chunk, n in zip(chunks, sizes, strict=True)]
+    )
+    sequences = np.repeat(np.array([chunk.sequence for chunk in chunks], np.int32), sizes)
+    wanted = np.concatenate(
+        [np.arange(n) >= n - c.num_rows for c, n in zip(chunks, sizes, strict=True)]
+    ).astype(np.int8)
+    counted = np.cumsum(wanted)
+    start = 0
+    while start < len(tokens):
+        before = counted[start - 1] if start else 0
+        fitting = int(np.searchsorted(counted, before + num_outputs, side="right"))
+        end = min(start + _BATCH, fitting, len(tokens))
+        part = slice(start, end)
+        yield tokens[part], positions[part], sequences[part], wanted[part]
+        start = end
+
+
+class _BatchArrays:
+    """The arrays behind a llama_batch; each token belongs to one sequence."""
+
+    def __init__(self, api: Any) -> None:
+        self._tokens, self._positions, self._sequences = np.zeros((3, _BATCH), np.int32)
+        self._counts = np.ones(_BATCH, np.int32)
+        self._wanted = np.zeros(_BATCH, np.int8)
+        integers = ctypes.POINTER(ctypes.c_int32)
+        first, step = self._sequences.ctypes.data, self._sequences.itemsize
+        self._each = (integers * _BATCH)(
+            *(ctypes.cast(first + step * n, integers) for n in range(_BATCH))
+        )
+        self._batch = batch = api.llama_batch()
+        batch.token = self._tokens.ctypes.data_as(integers)
+        batch.pos = self._positions.ctypes.data_as(integers)
+        batch.n_seq_id = self._counts.ctypes.data_as(integers)
+        batch.seq_id = ctypes.cast(self._each, ctypes.POINTER(integers))
+        batch.logits = self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+
+    def fill(self, tokens: Ints, positions: Ints, sequences: Ints, wanted: NDArray[np.int8]) -> Any:
+        count = self._batch.n_tokens = len(tokens)
+        self._tokens[:count], self._positions[:count] = tokens, positions
+        self._sequences[:count], self._wanted[:count] = sequences, wanted
+        return self._batch
+
+
+def _library() -> Any:
+    """The binding, whose words then come to our log; ModelError if it is not installed."""
+    try:
+        api: Any = importlib.import_module("llama_cpp")
+    except ImportError as error:
+        raise ModelError(
+            f"llama-cpp-python cannot be imported ({error}); pip install 'headrace[llama-cpp]'."
+        ) from None
+    if _LISTENER == []:
+        _LISTENER.append(api.llama_log_callback(_listen))
+    api.llama_log_set(_LISTENER[0], ctypes.c_void_p(0))
+    return api
+
+
+_LISTENER: list[Callable[..., None]] = []  # C calls it as long as the process lives
+
+
+def _listen(level: int, text: bytes, _: object) -> None:
+    line = text.decode(errors="replace").strip()
+    if level == _ERROR and line:
+        _WORDS.append(line)
+    if line.strip("."):
+        logger.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
+
+
+def _last_words() -> str:
+    """The first error is the cause, behind the names of functions; those after it pass it on."""
+    first = _WORDS[0] if _WORDS else "it does not say why"
+    return re.sub(r"^\w+: (error loading model: )?", "", first).rstrip(".")

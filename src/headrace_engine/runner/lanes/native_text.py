@@ -1,0 +1,204 @@
+"""Our own implementations: all chunks of a step in one packed forward over block memory."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from copy import copy as shallow_copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace_common.cache import ModelCache, bytes_per_position, bytes_per_slot
+from headrace_common.checkpoints.spec import ModelSpec
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import LaneFacts, Quantize
+from headrace_common.plan import BlockCopy, Chunk, SlotCopy
+from headrace_engine.models import layers
+from headrace_engine.models.experts import RoutedMLP
+from headrace_engine.models.gpt_oss import GptOssExperts
+from headrace_engine.models.registry import family, has_head
+from headrace_engine.models.step import Step
+from headrace_engine.runner.adapters import Site, sites_of
+from headrace_engine.runner.attention import Attention, NaiveAttention
+from headrace_engine.runner.footprint import is_expert
+from headrace_engine.runner.inputs import Batch, pack
+from headrace_engine.runner.lanes.lane import LaneOptions, LaneTraits
+from headrace_engine.runner.mapped_file import MappedFile
+from headrace_engine.runner.probe import give_back_freed
+from headrace_engine.runner.storage import CacheStorage
+from headrace_engine.weights.gguf_groups import Groups
+from headrace_engine.weights.weights import Settling, group_schemes, load_weights
+from headrace_kernels import (
+    CapturedForward,
+    CpuAttention,
+    pack_linear,
+    prepare,
+)
+
+_LAYERS = {
+    layers.RMSNorm: "norm",
+    layers.ShiftedNorm: "shifted-norm",
+    layers.GatedNorm: "gated-norm",
+    layers.SigmoidGate: "sigmoid-gate",
+    layers.Rotary: "rotary",
+    layers.GatedMLP: "gated-mlp",
+    layers.GeluMLP: "gelu-mlp",
+    layers.ClampedMLP: "clamped-mlp",
+    RoutedMLP: "routed-mlp",
+    GptOssExperts: "routed-mlp",
+    layers.Convolution: "convolution",
+    layers.DeltaGates: "delta-gates",
+}
+"""Layers that kernels compute, and their kinds in the words of `prepare`."""
+_SNAPSHOT_EVERY = 1024  # positions, or the next border of a block
+
+
+class NativeText:
+    traits = LaneTraits("native-text", has_kernels=True, takes_adapters=True)
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
+    ) -> None:
+        make = family(spec.architecture)
+        self._model = _without_weights(spec)
+        if not has_head(spec.architecture):
+            del self._model.head
+        tasks = ("generate", "embed") if has_head(spec.architecture) else ("embed",)
+        self.traits = self.traits.but(tasks=tasks, vector_size=self._model.embed.weight.shape[1])
+        self.num_parameters = sum(p.numel() for p in self._model.parameters())
+        self._hidden: Callable[[Batch], Tensor]
+        self.spec, self.device, self.dtype = spec, device, dtype
+        self._instructions = options.instructions
+        on_disk = MappedFile(options.mapped_bytes) if options.mapped_bytes else None
+        if self._instructions != "plain":
+            schemes = (
+                group_schemes(self._model, make.weights, spec) if options.quantize == "own" else {}
+            )
+            settling = Settling(self._pack(options.quantize, on_disk), schemes)
+            load_weights(self._model, make.weights, spec, dtype, device, settling)
+            prepare(self._model, _LAYERS)
+        else:
+            load_weights(self._model, make.weights, spec, dtype, device)
+        self.weight_bytes = _weight_bytes(self._model) - (on_disk.num_bytes if on_disk else 0)
+
+    @staticmethod
+    def cache_of(spec: ModelSpec) -> ModelCache:
+        return _without_weights(spec).cache
+
+    @staticmethod
+    def layer_kinds(spec: ModelSpec) -> frozenset[str]:
+        """The kinds of its layers that kernels compute, in the words of `prepare`."""
+        types = {type(layer) for layer in _without_weights(spec).modules()}
+        return frozenset(_LAYERS[it] for it in types & _LAYERS.keys())
+
+    def _pack(
+        self, quantize: Quantize, on_disk: MappedFile | None
+    ) -> Callable[[str, Groups | None], None]:
+        def pack(path: str, groups: Groups | None) -> None:
+            place = {"place": on_disk.place} if on_disk is not None and is_expert(path) else {}
+            pack_linear(self._model, path, groups, quantize, self._instructions, **place)
+            give_back_freed()
+
+        return pack
+
+    def layout(
+        self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
+    ) -> MemoryLayout:
+        cache: ModelCache = self._model.cache
+        block_bytes = block_size * bytes_per_position(cache, self.dtype.itemsize)
+        num_slots = num_snapshots = 0
+        if slot_bytes := bytes_per_slot(cache, self.dtype.itemsize):
+            num_slots, num_snapshots = _share_slots(free_bytes // 2 // slot_bytes, max_num_seqs)
+            free_bytes = max(0, free_bytes - (num_slots + num_snapshots) * slot_bytes)
+            max_num_seqs = num_slots
+        wanted = max_num_seqs * -(-max_positions // block_size)
+        num_blocks = min(wanted, free_bytes // block_bytes)
+        return MemoryLayout(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            num_snapshots=num_snapshots,
+            snapshot_every=-(-_SNAPSHOT_EVERY // block_size) * block_size,
+            max_positions=min(max_positions, num_blocks * block_size),
+        )
+
+    @property
+    def storage(self) -> CacheStorage | None:
+        return self._storage if self.device.type == "cpu" else None
+
+    def open(self, layout: MemoryLayout) -> None:
+        self._storage = CacheStorage(self._model.cache, layout, self.dtype, self.device)
+        self._attention: Attention
+        self._table_width = -(-layout.max_positions // layout.block_size)
+        sinks = self._model.sinks
+        if self._instructions == "plain":
+            self._attention, self._hidden = NaiveAttention(self._storage, sinks), self._forward
+            facts = LaneFacts(mask="lazy-prefix", encoder=self.traits.facts.encoder)
+            self.traits = self.traits.but(facts=facts)
+            return
+        windows = [layer.window for layer in self._storage.cache]
+        self._attention = CpuAttention(self._storage, windows, sinks, self._instructions)
+        self._hidden = self._captured(self._forward)
+
+    def _captured(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        if self._instructions == "plain":
+            return forward
+        return CapturedForward(forward, self._table_width)
+
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
+        batch = pack(chunks, token_ids, self._storage.block_size, self.device)
+        return self._hidden(batch)[batch.rows]
+
+    @property
+    def has_kernels(self) -> bool:
+        return self._instructions != "plain"
+
+    def sites(self) -> dict[str, Site]:
+        return sites_of(self._model, self._model.weights, self.spec)
+
+    def adapted(self, adapt: Callable[[Step], Step]) -> "NativeText":
+        """The same model over the same memory, its steps as `adapt` changes them."""
+        twin = shallow_copy(self)
+        twin._attention = _AdaptedAttention(self._attention, adapt)
+        twin._hidden = twin._captured(twin._forward)
+        return twin
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Hidden states [tokens, hidden]."""
+        return self._model(batch.token_ids, self._attention.step(batch))
+
+    def logits(self, rows: Tensor) -> Tensor:
+        logits: Tensor = self._model.logits(rows)
+        return logits
+
+    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
+        for copy in blocks:
+            self._storage.copy_block(copy.source, copy.target)
+        for each in slots:
+            self._storage.copy_slot(each.source, each.target)
+
+
+class _AdaptedAttention:
+    def __init__(self, attention: Attention, adapt: Callable[[Step], Step]) -> None:
+        self._attention, self._adapt = attention, adapt
+
+    def step(self, batch: Batch) -> Step:
+        return self._adapt(self._attention.step(batch))
+
+
+def _without_weights(spec: ModelSpec) -> Any:
+    make = family(spec.architecture)
+    with torch.device("meta"):
+        return make(make.read(spec.config))
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    """Bytes of the weights as they are stored now; tied ones count once."""
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
+    return sum(held.values())
+
+
+def _share_slots(num_all: int, max_num_seqs: int) -> tuple[int, int]:
+    """Slots of sequences and of snapshots: as many of each, and up to two snapshots a sequence."""
+    num_slots = max(1, min(max_num_seqs, num_all // 2))
+    return num_slots, max(0, min(num_all - num_slots, 2 * num_slots))

@@ -1,0 +1,242 @@
+"""Executes a plan: computes its chunks, draws its tokens; remembers each sequence's tokens."""
+
+import contextlib
+import functools
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headrace_common.adapter import Adapter
+from headrace_common.errors import ModelError
+from headrace_common.ids import SequenceId
+from headrace_common.plan import (
+    NO_SLOT,
+    Chunk,
+    ChunkResult,
+    Drawn,
+    EncodeChunk,
+    Load,
+    PromptInputs,
+    StepPlan,
+    StepResult,
+)
+from headrace_common.sampling import Logprobs, Sampling
+from headrace_engine.runner.adapters import AdaptableLane, Adapters, ReadAdapter
+from headrace_engine.runner.block_bytes import BlockBytes
+from headrace_engine.runner.lanes.lane import EncodingLane, Lane
+from headrace_engine.runner.pooling import UNIT, PooledRows
+from headrace_engine.runner.sampling.logprobs import join, pack_logprobs
+from headrace_engine.runner.sampling.sampler import draw, draw_guessed
+from headrace_engine.runner.sampling.state import Constraint, SequenceState
+
+_ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 bytes = 38 MB
+
+
+class Runner:
+    """Runs plans in the order in which they are launched.
+
+    `constrain` gives each answer its constraint, where it has one; `head` makes vectors.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.head = UNIT
+        self.constrain: Callable[[Sampling], Constraint | None] = lambda sampling: None
+        self.tells_forced = False  # whether draws tell what their grammar forces next
+        self.forward = lane.forward  # another one while adapters are loaded
+        self._known: dict[SequenceId, SequenceState] = {}
+        self._inputs: dict[SequenceId, PromptInputs] = {}  # of those that have works
+
+    @functools.cached_property
+    def numbers(self) -> BlockBytes | None:
+        """The lane's memory as bytes, if it may be kept elsewhere."""
+        storage = self.lane.storage
+        return None if storage is None else BlockBytes(storage)
+
+    @functools.cached_property
+    def adapters(self) -> Adapters:
+        """ModelError if the lane takes none."""
+        if not self.lane.traits.takes_adapters:
+            raise ModelError(
+                f"Lane {self.lane.traits.id} takes no adapters; the native lanes do. "
+                "`headrace merge` makes a model of base and adapter."
+            )
+        return Adapters(cast(AdaptableLane, self.lane))
+
+    @torch.inference_mode()
+    def read_adapter(self, adapter: Adapter) -> ReadAdapter:
+        """May run beside steps; ModelError if it cannot be had."""
+        return self.adapters.read(adapter)
+
+    @torch.inference_mode()
+    def put_adapter(self, read: ReadAdapter) -> None:
+        """Lets chunks name it."""
+        self.adapters.put(read)
+        self.forward = self.adapters.forward
+
+    def drop_adapter(self, fingerprint: str) -> None:
+        """No chunk names it any more."""
+        self.adapters.drop(fingerprint)
+        if not self.adapters:
+            self.forward = self.lane.forward
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> "PendingStep":
+        """Computes the chunks; MemoryError, here or with the result, if the device is full."""
+        began = time.perf_counter()
+        for sequence_id in plan.ended:
+            self._known.pop(sequence_id, None)
+            if self._inputs.pop(sequence_id, None) is not None:
+                self._encoding.end(sequence_id)
+        for begin in plan.begun:
+            self._known[begin.sequence_id] = SequenceState.from_begin(
+                begin, self.constrain(begin.sampling), self.head
+            )
+            if begin.inputs.works:
+                self._inputs[begin.sequence_id] = begin.inputs
+                self._encoding.begin(begin.sequence_id, begin.inputs)
+        encode_s = load_s = 0.0
+        rows = torch.empty(0)
+        with _memory_errors():
+            self.lane.copy((), plan.restores)
+            if plan.loads:
+                load_s = self._load(plan.loads)
+            for encoded in plan.encoded:
+                if self._encode(encoded):
+                    encode_s += time.perf_counter() - began
+            if plan.chunks:
+                tokens = [self._tokens(chunk) for chunk in plan.chunks]
+                rows = self.forward(plan.chunks, tokens)
+            self.lane.copy(plan.block_copies, plan.slot_copies)
+        return PendingStep(self, plan, rows, began, encode_s, load_s)
+
+    def _load(self, loads: Sequence[Load]) -> float:
+        """Returns the seconds that it took."""
+        began = time.perf_counter()
+        assert self.numbers is not None, "nothing is loaded that was never kept"
+        for load in loads:
+            slot_id = None if load.slot_id == NO_SLOT else load.slot_id
+            for run in load.runs:
+                self.numbers.put(run.numbers, run.num_blocks, run.skip, run.block_ids, slot_id)
+        return time.perf_counter() - began
+
+    @property
+    def _encoding(self) -> EncodingLane:
+        return cast(EncodingLane, self.lane)  # no other lane has sequences with works
+
+    def _encode(self, chunk: EncodeChunk) -> bool:
+        work = self._inputs[chunk.sequence_id].works[chunk.work]
+        return self._encoding.encode(chunk, work)
+
+    def _tokens(self, chunk: Chunk) -> "array[int]":
+        end = chunk.start + chunk.num_known
+        token_ids = self._known[chunk.sequence_id].token_ids[chunk.start : end]
+        assert len(token_ids) == chunk.num_known, "a chunk goes past the known tokens"
+        token_ids.extend(chunk.guess)
+        return token_ids
+
+    def finish(self, plan: StepPlan, rows: Tensor) -> tuple[ChunkResult, ...]:
+        """Draws the tokens of a computed plan and remembers them."""
+        parts = rows.split([chunk.num_rows for chunk in plan.chunks]) if plan.chunks else ()
+        drawn = iter(self._draw(plan.chunks, parts))
+        return tuple(
+            self._pooled(chunk, part, pooled)
+            if (pooled := self._known[chunk.sequence_id].pooled) is not None
+            else ChunkResult(
+                drawn=tuple(next(drawn) for _ in chunk.draws),
+                prompt_logprobs=self._prompt_logprobs(chunk, part),
+            )
+            for chunk, part in zip(plan.chunks, parts, strict=True)
+        )
+
+    def _pooled(self, chunk: Chunk, rows: Tensor, pooled: PooledRows) -> ChunkResult:
+        pooled.add(rows, self.lane.logits)
+        if chunk.start + chunk.length < self._known[chunk.sequence_id].num_prompt:
+            return ChunkResult()
+        vector = pooled.vector()
+        error = None if vector else "The model's output for this input is not a number."
+        return ChunkResult(vector=vector or b"", error=error)
+
+    def _draw(self, chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> list[Drawn]:
+        """Draws for each sequence, chunk by chunk; siblings draw from the same row."""
+        drawing = [
+            (chunk, part[len(part) - 1 - len(chunk.guess) :])
+            for chunk, part in zip(chunks, parts, strict=True)
+            if chunk.draws
+        ]
+        if not drawing:
+            return []
+        logits = self.lane.logits(torch.cat([rows for _, rows in drawing]))  # [rows, vocab]
+        place, sequences, first = [], [], 0
+        for chunk, rows in drawing:
+            place += [first] * len(chunk.draws)
+            sequences += [self._known[sequence_id] for sequence_id in chunk.draws]
+            first += len(rows)
+        drawn = draw(logits if place == list(range(len(logits))) else logits[place], sequences)
+        for known, one in zip(sequences, drawn, strict=True):
+            known.token_ids.extend(one.token_ids)
+        guesses = [chunk.guess for chunk, _ in drawing for _ in chunk.draws]
+        return [
+            self._with_forced(known, draw_guessed(logits[row:], known, one, guess))
+            for row, known, one, guess in zip(place, sequences, drawn, guesses, strict=True)
+        ]
+
+    def _with_forced(self, known: SequenceState, drawn: Drawn) -> Drawn:
+        is_told = self.tells_forced and known.constraint is not None and known.sampling.guess
+        if not is_told or drawn.error is not None or known.is_over:
+            return drawn
+        return msgspec.structs.replace(drawn, forced=known.forced())
+
+    def _prompt_logprobs(self, chunk: Chunk, rows: Tensor) -> Logprobs | None:
+        """Rows for the prompt tokens that follow this chunk's, a bounded group at a time."""
+        known = self._known[chunk.sequence_id]
+        count = known.sampling.num_prompt_logprobs
+        end = min(chunk.start + chunk.length, known.num_prompt - 1)
+        if count is None or end <= chunk.start or chunk.num_rows != chunk.length:
+            return None
+        parts = []
+        for first in range(chunk.start, end, _ROWS_AT_ONCE):
+            last = min(first + _ROWS_AT_ONCE, end)
+            logits = self.lane.logits(rows[first - chunk.start : last - chunk.start])
+            parts.append(pack_logprobs(logits, known.token_ids[first + 1 : last + 1], count))
+        return join(parts)
+
+
+class PendingStep:
+    """A launched plan."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        plan: StepPlan,
+        rows: Tensor,
+        began: float,
+        encode_s: float,
+        load_s: float,
+    ) -> None:
+        self._runner, self._plan, self._rows = runner, plan, rows
+        self._began, self._encode_s, self._load_s = began, encode_s, load_s
+
+    @torch.inference_mode()
+    def result(self) -> StepResult:
+        with _memory_errors():
+            chunks = self._runner.finish(self._plan, self._rows)
+        seconds = time.perf_counter() - self._began
+        return StepResult(chunks, seconds, self._encode_s, self._load_s)
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Turns every form in which torch says that memory is short into MemoryError."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_short = isinstance(error, torch.OutOfMemoryError)
+        if is_short or "you tried to allocate" in str(error):  # the CPU's allocator has no type
+            raise MemoryError(str(error)) from error
+        raise

@@ -1,0 +1,104 @@
+"""Steps of a made-up sequence before the first request: they compile kernels and are timed."""
+
+import time
+from array import array
+from collections.abc import Iterator
+
+from headrace_common.ids import SequenceId, SlotId
+from headrace_common.layout import MemoryLayout
+from headrace_common.plan import (
+    NO_SLOT,
+    Begin,
+    Chunk,
+    EncodeChunk,
+    EncodeWork,
+    PromptInputs,
+    StepPlan,
+)
+from headrace_common.sampling import Pooling, Sampling
+from headrace_engine.runner.runner import Runner
+
+_TRIALS = ((4, 1), (16, 1), (64, 8, 1))
+"""Lengths of a sequence's chunks: prompt steps of four sizes, every way through the kernels."""
+_NUM_ROUNDS = 4
+_NO_MORE_AFTER_S = 4.0
+_SOURCE = 16  # tokens of the source that goes with the other trials
+_SOURCES = (16, 48, 144)
+_ID = SequenceId(-1)
+
+Timed = tuple[tuple[int, int], float]
+"""Tokens that were computed before and new ones, and the seconds of their step."""
+
+
+def one_round(runner: Runner, layout: MemoryLayout) -> Iterator[Timed]:
+    for lengths in _TRIALS:
+        if sum(lengths) < layout.max_positions:
+            whole = (sum(lengths),) if runner.lane.traits.is_whole else lengths
+            yield from _trial(runner, layout, whole)
+
+
+def timed_steps(runner: Runner, layout: MemoryLayout) -> Iterator[Timed]:
+    """Rounds on a warm runner; a slow model is timed for a few seconds only, shortest steps first.
+
+    A chunk of one token is a decode chunk.
+    """
+    end = time.monotonic() + _NO_MORE_AFTER_S
+    for _ in range(_NUM_ROUNDS):
+        for timed in one_round(runner, layout):
+            yield timed
+            if time.monotonic() > end:
+                return
+
+
+def _trial(runner: Runner, layout: MemoryLayout, lengths: tuple[int, ...]) -> Iterator[Timed]:
+    total = sum(lengths)
+    blocks = array("i", range(layout.blocks_for(total)))
+    slot = SlotId(0) if layout.num_slots else NO_SLOT
+    ids = array("i", [0] * total)
+    draws_any = "generate" in runner.lane.traits.tasks
+    pooling = None if draws_any else Pooling(runner.head.modes)
+    works = _works(runner, _SOURCE)
+    sampling = Sampling(temperature=0, ignore_eos=True, pooling=pooling)
+    begin = Begin(_ID, ids, total, 0, sampling, works)
+    runner.launch(StepPlan(begun=(begin,))).result()
+    start = 0
+    try:
+        for number, work in enumerate(works.works):
+            encoded = EncodeChunk(_ID, number, 0, work.num_units, slot)
+            runner.launch(StepPlan(encoded=(encoded,))).result()
+        for length in lengths:
+            is_last = start + length == total
+            draws = (_ID,) if is_last and draws_any else ()
+            chunk = Chunk(_ID, start, length, int(is_last), draws, blocks, slot)
+            yield (start, length), runner.launch(StepPlan(chunks=(chunk,))).result().seconds
+            start += length
+    finally:
+        runner.launch(StepPlan(ended=(_ID,))).result()
+
+
+def timed_encoding(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, int, float]]:
+    """Size, units and seconds of pieces of sources, if the lane has any; the first are warm-up."""
+    end = time.monotonic() + _NO_MORE_AFTER_S
+    for is_warm, size in enumerate((_SOURCE, *_SOURCES)):
+        works = _works(runner, min(size, layout.max_positions))
+        for number, work in enumerate(works.works):
+            start_ids = array("i", [0])
+            begin = Begin(_ID, start_ids, 1, 0, Sampling(), works)
+            runner.launch(StepPlan(begun=(begin,))).result()
+            half = work.num_units // 2
+            for start, stop in ((0, half), (half, work.num_units)):
+                if start < stop and time.monotonic() < end:
+                    chunk = EncodeChunk(_ID, number, start, stop, SlotId(0))
+                    seconds = runner.launch(StepPlan(encoded=(chunk,))).result().encode_seconds
+                    if is_warm:
+                        yield size, stop - start, seconds
+            runner.launch(StepPlan(ended=(_ID,))).result()
+
+
+def _works(runner: Runner, size: int) -> PromptInputs:
+    spec = runner.lane.traits.source
+    if spec is None:
+        return PromptInputs()
+    data = array("i", [0] * size).tobytes()
+    work = EncodeWork(0, 1 << 40, size, spec.num_units, not spec.can_be_cut, True, data)
+    return PromptInputs((work,))

@@ -1,0 +1,438 @@
+"""Chooses the chunks of one step: decode chunks first, then prompts in key order."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from headrace_common.config.settings import SchedulerConfig
+from headrace_engine.memory.memory import Match, Memory
+from headrace_engine.scheduler.budget import QUARANTINE, SPAN, WHOLE, Limits, Room, TimeBudget
+from headrace_engine.scheduler.guessing import Guessing
+from headrace_engine.scheduler.restores import Restore, Restores
+from headrace_engine.scheduler.sequence import DueWork, Sequence, SequenceStatus, by_key
+from headrace_engine.scheduler.step import PlannedStep
+from headrace_engine.scheduler.table import SequenceTable
+
+PlanStep = Callable[[float, bool], PlannedStep | None]
+UNMEASURED_ENCODING_S, UNMEASURED_PER_S = 60.0, 1000.0  # what an unknown encoder may well take
+BACKGROUND_SHARE = 4  # the background holds one part in so many of places and of memory
+BACKGROUND_PART = 0.25  # of the stall target, that one of its steps takes: who comes waits for it
+MAX_PASSED_OVER = 16  # once this many waiting sequences lacked blocks, no other starts
+
+
+class Planner:
+    """Fills steps from the table within the budget.
+
+    From step to step it keeps a count, and whom it promised a step to itself.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: Limits,
+        table: SequenceTable,
+        memory: Memory,
+        restores: Restores,
+        budget: TimeBudget,
+    ) -> None:
+        self.num_preemptions = 0
+        self.is_resting = False  # the last plan had nothing to do, nor has the next
+        self.guessing = Guessing(limits, budget, memory)
+        self._config = config
+        self._limits = limits
+        self._table = table
+        self._quarantine = table.quarantine
+        self._memory = memory
+        self._restores = restores
+        self._budget = budget
+        self._declared: Sequence | None = None  # has the next step to itself
+        self._was_exclusive = False  # whether the step before was one of those
+        self._num_preempted_before = 0  # this plan
+
+    def plan(self, now: float, can_preempt: bool) -> PlannedStep | None:
+        """The next step; None if there is nothing to do, or a commit has to come first.
+
+        `can_preempt`: nothing is in flight, so sequences may lose their memory.
+        """
+        self._num_preempted_before = self.num_preemptions
+        while True:
+            num_preemptions = self.num_preemptions
+            step = self._first_step(now, can_preempt)
+            # who waited for memory, the streams or a read may go on once one has lost its own
+            has_dropped = self._restores.drop_idle(now)
+            is_settled = self.num_preemptions == num_preemptions and not has_dropped
+            if step is not None or is_settled:
+                self.is_resting = step is None and not self._has_preempted
+                return step
+
+    @property
+    def _has_preempted(self) -> bool:
+        """Whether a sequence lost its memory in this plan: nobody may take its place in it."""
+        return self.num_preemptions > self._num_preempted_before
+
+    def _first_step(self, now: float, can_preempt: bool) -> PlannedStep | None:
+        for plan_step in self._kinds_in_turn():
+            step = plan_step(now, can_preempt)
+            if step is not None and not step.is_empty:
+                self._quarantine.took_turn(step.is_alone)
+                self._was_exclusive = step.is_exclusive
+                self._forecast(step)
+                return step
+        return None
+
+    def _kinds_in_turn(self) -> tuple[PlanStep, ...]:
+        """The kinds of steps, in the order in which they are tried."""
+        together, declared, alone = self._plan_together, self._plan_declared, self._plan_alone
+        if self._was_exclusive:  # streams sat it out: now they go first
+            return together, declared, alone, self._plan_background
+        if self._quarantine.is_turn:
+            return declared, alone, together, self._plan_background
+        return declared, together, alone, self._plan_background
+
+    def _plan_together(self, now: float, can_preempt: bool) -> PlannedStep | None:
+        """A step of everyone but the suspects and the background."""
+        if not self._give_way(can_preempt):
+            return None
+        step = self._new_step(now)
+        if self._quarantine and self._is_blocked(self._quarantine.current(), now):
+            step.seats = 0
+        return self._plan_share(step, can_preempt)
+
+    def _plan_background(self, now: float, can_preempt: bool) -> PlannedStep | None:
+        """A step of the background, where nobody else has one; it holds a share of all.
+
+        Nothing is planned ahead of it, so that who comes waits for one such step at most.
+        """
+        if not can_preempt or self._has_preempted:
+            return None
+        step = self._new_step(now)
+        step.is_background = True
+        most = max(1, self._limits.max_num_seqs // BACKGROUND_SHARE)
+        step.seats = min(step.seats, most - sum(map(step.is_for, self._table.running)))
+        return self._plan_share(step, can_preempt)
+
+    def _plan_share(self, step: PlannedStep, can_preempt: bool) -> PlannedStep | None:
+        """The step, filled with those it is for."""
+        running = [s for s in self._table.running if step.is_for(s)]
+        if self._quarantine:
+            running = [s for s in running if s not in self._quarantine]
+        waiting: Iterable[Sequence] = ()
+        if step.seats > 0:
+            in_turn = self._table.waiting.in_turn(without=self._quarantine)
+            waiting = (s for s in in_turn if step.is_for(s))
+        return step if self._fill(step, running, waiting, can_preempt) else None
+
+    def _give_way(self, can_preempt: bool) -> bool:
+        """Takes from the background what the next one needs to start; False: a commit comes first.
+
+        In its turn all others come before the background, and in its rank, too.
+        """
+        running = self._table.running
+        while running and running[-1].is_background:
+            waiting = self._table.waiting.in_turn(without=self._quarantine)
+            first = next(waiting, None)
+            if first is None or first.is_background or self._has_place(first):
+                return True
+            if not can_preempt:
+                return False
+            self._table.preempt(running[-1])
+            self.num_preemptions += 1
+        return True
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        has_seat = len(self._table.running) < self._limits.max_num_seqs and self._memory.has_slot
+        return has_seat and self._fits(sequence, self._table.match(sequence))
+
+    def _plan_alone(self, now: float, can_preempt: bool) -> PlannedStep | None:
+        """A step of the suspect under trial, if there is one."""
+        if not self._quarantine:
+            return None
+        suspect = self._quarantine.current()
+        step = self._plan_one(suspect, now, can_preempt)
+        if step is not None:
+            step.is_alone = True
+            if any(s.is_decoding for s in self._table.running if s is not suspect):
+                step.cause = QUARANTINE
+        return step
+
+    def _plan_declared(self, now: float, can_preempt: bool) -> PlannedStep | None:
+        """The step that was promised to an encoder that cannot be cut, if it still wants it."""
+        sequence, self._declared = self._declared, None
+        if sequence is None or sequence.outcome is not None or sequence in self._quarantine:
+            return None
+        context = sequence.num_planned
+        if sequence.status is SequenceStatus.WAITING:
+            if self._quarantine and self._is_blocked(self._quarantine.current(), now):
+                return None
+            if self._has_others_first(sequence, now):
+                return None
+            context = self._table.match(sequence).num_tokens
+        due = sequence.next_work(context)
+        if due is None or not due.work.is_whole or due.work.start > context:
+            return None
+        return self._plan_one(sequence, now, can_preempt)
+
+    def _has_others_first(self, sequence: Sequence, now: float) -> bool:
+        """Whether one that waits before it could start, or has waited long enough."""
+        for other in self._table.waiting.in_turn(without=self._quarantine):
+            if other is sequence:
+                return False
+            if other.due <= now or self._fits(other, self._table.match(other)):
+                return True
+        return False
+
+    def _plan_one(self, sequence: Sequence, now: float, can_preempt: bool) -> PlannedStep | None:
+        step = self._new_step(now)
+        is_running = sequence.status is SequenceStatus.RUNNING
+        running, waiting = ([sequence], ()) if is_running else ([], (sequence,))
+        return step if self._fill(step, running, waiting, can_preempt) else None
+
+    def _new_step(self, now: float) -> PlannedStep:
+        seats = self._limits.max_num_seqs - len(self._table.running)
+        return PlannedStep(now, seats, self._limits.forward_per_chunk)
+
+    def _forecast(self, step: PlannedStep) -> None:
+        step.predicted = step.allowed = self._budget.predict(step.shape)
+        if not step.predicted and step.encoded:
+            step.allowed = UNMEASURED_ENCODING_S + step.shape.num_encoded / UNMEASURED_PER_S
+        if step.is_awaited:
+            step.cause = self._budget.expect_miss(step.shape, step.cause)
+
+    def _is_blocked(self, suspect: Sequence, now: float) -> bool:
+        """Whether a suspect past its due lacks memory, so that nobody may start before it."""
+        if suspect.status is SequenceStatus.RUNNING or now < suspect.due:
+            return False
+        return not self._fits(suspect, self._table.match(suspect))
+
+    def _fits(self, sequence: Sequence, match: Match) -> bool:
+        """Whether there is memory for its tokens so far, and a block for each that runs.
+
+        What runs in the background leaves most of it free, unless it is the only one.
+        """
+        num_kept = len(self._table.running)
+        if num_kept and sequence.is_background:
+            num_blocks = self._memory.layout.num_blocks
+            num_kept += num_blocks - num_blocks // BACKGROUND_SHARE
+        return self._memory.can_reserve(match, sequence.num_tokens, num_kept)
+
+    def _fill(
+        self,
+        step: PlannedStep,
+        running: list[Sequence],
+        waiting: Iterable[Sequence],
+        can_preempt: bool,
+    ) -> bool:
+        """Give these sequences their chunks; False if a commit has to free memory first."""
+        decoders, opened = _split(running)
+        if not self._make_room(decoders, can_preempt):
+            return False
+        if self._has_preempted:
+            step.seats = 0
+            decoders, opened = _split(running)
+        self._table.tell_starts(decoders)
+        step.add_decode_chunks(decoders)
+        self._save(step, decoders)
+        beside = (s for s in self._table.running if step.is_for(s))
+        # a stream may come at any time, and then waits for the background's step
+        step.is_awaited = step.is_background or bool(decoders) or any(s.is_decoding for s in beside)
+        self._add_prompts(step, opened, waiting)
+        self.guessing.add_to(step, decoders, sum(map(step.is_for, self._table.running)))
+        return True
+
+    def _make_room(self, decoders: list[Sequence], can_preempt: bool) -> bool:
+        """Give each decoder the block it needs, preempting the newest until there are enough."""
+        memory = self._memory
+        growing = [s for s in decoders if memory.lacks_block(s.held, s.num_planned + 1)]
+        while len(growing) > memory.num_available:
+            if not can_preempt:
+                return False
+            newest = self._table.running[-1]
+            if newest.is_decoding:
+                self._budget.missed["preempted"] += 1
+            self._table.preempt(newest)
+            self.num_preemptions += 1
+            growing = [s for s in growing if s is not newest]
+        for sequence in growing:
+            memory.grow(sequence.held)
+        return True
+
+    def _save(self, step: PlannedStep, sequences: list[Sequence]) -> None:
+        """Keep the states after their chunks, of those that end where states are kept."""
+        if not self._memory.layout.num_snapshots:
+            return
+        for sequence in sequences:
+            copy = self._memory.save(sequence.held, sequence.num_planned, sequence.num_prompt)
+            if copy is not None:
+                step.save(sequence, copy)
+
+    def _add_prompts(
+        self, step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
+    ) -> None:
+        part = BACKGROUND_PART if step.is_background else 1.0
+        room = self._budget.open(step.shape, step.is_awaited, part)
+        if step.is_background and step.is_empty:
+            room.is_awaited = False  # nothing else goes on from which to save for a larger chunk
+        step.room = room.seconds
+        if len(opened) >= self._config.max_open_prompts:
+            step.first_due = min(s.due for s in opened)
+        for sequence in _in_turn(step, opened, waiting):
+            goes_on = self._add_prompt(step, room, sequence)
+            if not (goes_on and room.is_open):
+                break
+        step.cause = room.cause if step.has_prompt_work else ""
+
+    def _add_prompt(self, step: PlannedStep, room: Room, sequence: Sequence) -> bool:
+        """Give a prompt its share; False if the room cut it, and nothing may follow."""
+        match, context = None, sequence.num_planned
+        if sequence.status is SequenceStatus.WAITING:
+            match = self._table.match(sequence)
+            if not self._may_start(step, sequence, match):
+                return True
+            context = match.num_tokens
+        if (restore := self._restores.at(sequence, context, step.planned_at)) is not None:
+            return self._add_load(step, room, restore, match)
+        due = sequence.next_work(context)
+        if due is not None and due.work.start <= context:
+            return self._add_piece(step, room, sequence, due, match)
+        wanted = self._wanted(sequence, context)
+        length = self._length(step, room, sequence, context, wanted)
+        if not length:
+            return False
+        if match is not None:
+            step.begin(sequence, self._table.start(sequence, match))
+        self._table.tell_starts([sequence])
+        room.spend(context, length)
+        step.add_prompt_chunk(sequence, length, self._start_siblings(step, sequence, length))
+        self._save(step, [sequence])
+        return length == wanted
+
+    def _add_load(
+        self, step: PlannedStep, room: Room, restore: Restore, match: Match | None
+    ) -> bool:
+        """Load what was read of a prompt; True: others may follow, now or while it is read."""
+        sequence = restore.sequence
+        target_s = self._limits.max_stall_s if step.is_awaited else None
+        reads = self._restores.take(restore, step.planned_at, target_s)
+        if not reads:
+            if match is not None and step.planned_at >= sequence.due:
+                step.seats = 0  # nobody may take its place meanwhile
+            return True
+        if match is not None:
+            step.begin(sequence, self._table.start(sequence, match))
+        size = self._memory.layout.block_size
+        step.load(sequence, reads[-1].end, [read.loaded(sequence, size) for read in reads])
+        self._save(step, [sequence])
+        room.spend_seconds(self._restores.seconds_to_copy(sum(read.num_bytes for read in reads)))
+        return True
+
+    def _add_piece(
+        self, step: PlannedStep, room: Room, sequence: Sequence, due: DueWork, match: Match | None
+    ) -> bool:
+        """Encode what the next tokens need; one that cannot be cut takes an empty step, or waits.
+
+        False if nothing may follow it in this step.
+        """
+        work, is_first = due.work, not step.has_prompt_work
+        if not step.is_empty if work.is_whole else step.encoded:
+            if work.is_whole and is_first and self._declared is None:
+                self._declared = sequence
+            if match is not None:
+                step.seats = 0  # nobody starts before it
+            return True
+        if work.is_whole:
+            step.is_exclusive, num_units = True, work.num_units
+            room.cause = WHOLE if step.is_awaited else ""
+        else:
+            num_units = room.largest_piece(work.size, work.num_units - due.start, is_first)
+        if not num_units:
+            return False
+        if match is not None:
+            step.begin(sequence, self._table.start(sequence, match))
+        self._table.tell_starts([sequence])
+        room.spend_seconds(self._budget.seconds_of_units(work.size, num_units))
+        step.add_encode_chunk(sequence, due.number, due.start, num_units)
+        return not step.is_exclusive
+
+    def _length(
+        self, step: PlannedStep, room: Room, sequence: Sequence, context: int, wanted: int
+    ) -> int:
+        """The length that the room allows; no span is cut, and one that never fits goes whole."""
+        is_first = not step.has_prompt_work
+        span = sequence.span_around(context + 0.5)
+        if span is not None and not room.fits(context, span[1] - context):
+            if not is_first:
+                return 0
+            room.cause, self._budget.kept = SPAN, 0.0
+            return span[1] - context
+        length = room.largest_chunk(context, wanted, is_first)
+        cut = sequence.span_around(context + length) if length else None
+        if cut is not None:
+            length = (cut[0] if cut[0] > context else cut[1]) - context
+        return length
+
+    def _may_start(self, step: PlannedStep, sequence: Sequence, match: Match) -> bool:
+        """Asked in key order: a refusal may close the step to everyone behind."""
+        is_too_late = step.first_due is not None and sequence.due >= step.first_due
+        if is_too_late or not self._memory.has_slot:
+            step.seats = 0
+            return False
+        if self._fits(sequence, match):
+            return True
+        step.num_passed_over += 1
+        if step.planned_at >= sequence.due or step.num_passed_over == MAX_PASSED_OVER:
+            step.seats = 0
+        return False
+
+    def _wanted(self, sequence: Sequence, context: int) -> int:
+        """The rest of the prompt, or as far as one chunk may go."""
+        stops = [sequence.num_known]
+        if context < sequence.num_reported and sequence.wants_prompt_rows:
+            stops.append(sequence.num_reported)  # the rows before it were sent
+        if (due := sequence.next_work(context)) is not None:
+            stops.append(due.work.start)
+        stop = self._memory.snapshot_stop(context, sequence.num_prompt)
+        return min(stops if stop is None else [*stops, stop]) - context
+
+    def _start_siblings(self, step: PlannedStep, leader: Sequence, length: int) -> list[Sequence]:
+        """Start as many siblings as have room, if this chunk ends their common prompt."""
+        family = leader.family
+        is_final = leader.num_planned + length == leader.num_prompt == leader.num_tokens
+        if family is None or family.leader is not leader or not is_final:
+            return []
+        if leader in self._quarantine or leader.num_tokens == leader.max_total:
+            return []
+        started = []
+        for sibling in [s for s in family.waiting if s.num_tokens == leader.num_tokens]:
+            num_running = len(self._table.running)
+            if step.seats <= 0 or not self._memory.can_fork(leader.num_tokens, num_running):
+                break
+            copies = self._table.start_beside(sibling, family)
+            step.begin(sibling)
+            step.copy(*copies)
+            started.append(sibling)
+        return started
+
+
+def _split(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Sequences that decode, and those with open prompts; neither if the last token is drawn."""
+    decoders: list[Sequence] = []
+    opened: list[Sequence] = []
+    for sequence in running:
+        remaining = sequence.remaining
+        if not remaining or sequence.outcome is not None or sequence.lease is None:
+            continue
+        is_decoder = remaining == 1 and not sequence.is_taking_in
+        (decoders if is_decoder else opened).append(sequence)
+    return decoders, opened
+
+
+def _in_turn(
+    step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
+) -> Iterator[Sequence]:
+    """Waiting sequences in turn, open prompts by key among them; without seats, only the open."""
+    left = sorted(opened, key=by_key, reverse=True)
+    for sequence in waiting:
+        while left and left[-1].key < sequence.key:
+            yield left.pop()
+        if step.seats <= 0:
+            break
+        yield sequence
+    yield from reversed(left)

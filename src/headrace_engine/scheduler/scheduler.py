@@ -1,0 +1,309 @@
+"""The scheduler's front door: takes messages and results, gives plans and outputs; pure.
+
+Knows token counts, never what tokens mean; time is an argument.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from headrace_common.config.settings import SchedulerConfig
+from headrace_common.ids import SequenceId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import (
+    Cancel,
+    Finished,
+    FinishReason,
+    NewSequence,
+    Outputs,
+    Status,
+    StepTrace,
+    Submit,
+)
+from headrace_common.plan import Elsewhere, StepPlan, StepResult
+from headrace_common.prefix import DiskNews, ReadRun
+from headrace_engine.memory.disk import DiskPrefixes
+from headrace_engine.memory.memory import Memory
+from headrace_engine.memory.offers import Offer
+from headrace_engine.scheduler.budget import Limits, TimeBudget
+from headrace_engine.scheduler.commit import InFlight
+from headrace_engine.scheduler.cost import StepShape
+from headrace_engine.scheduler.guess import Guesser
+from headrace_engine.scheduler.plan import Planner
+from headrace_engine.scheduler.restores import Restores
+from headrace_engine.scheduler.sequence import NO_INPUTS, Family, Sequence, due_time, source_inputs
+from headrace_engine.scheduler.table import OutputBuffer, Quarantine, SequenceTable
+
+
+class Scheduler:
+    """Everything between a Submit and how its sequences end, except the computing."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        layout: MemoryLayout,
+        limits: Limits,
+        disk: DiskPrefixes | None = None,
+    ) -> None:
+        self.max_model_len = limits.max_total(layout)
+        self.memory = memory = Memory(layout)
+        self._patience = config.patience
+        self._source = limits.source
+        self._max_step_tokens = limits.max_step_tokens
+        self._num_admitted = 0
+        self._cancels: dict[SequenceId, FinishReason] = {}
+        self._outputs = OutputBuffer()
+        self._quarantine = quarantine = Quarantine()
+        self._budget = budget = TimeBudget(limits)
+        self._table = table = SequenceTable(memory, quarantine, self._outputs)
+        self._restores = restores = Restores(disk, budget)
+        memory.offers.are_wanted = disk is not None
+        self._planner = Planner(config, limits, table, memory, restores, budget)
+        self._in_flight = InFlight(table, quarantine, memory, self._outputs, restores, budget)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is left; there may still be outputs to take."""
+        return not self._table
+
+    @property
+    def has_work(self) -> bool:
+        """Whether plan() or take_outputs() may have something."""
+        return bool(self._table) or self.has_outputs
+
+    def rest_s(self, now: float) -> float | None:
+        """Seconds for which plan() has nothing to do unless a message comes; None: no end."""
+        if not self.has_work:
+            return None
+        due = self._restores.due
+        return max(0.0, due - now) if self._planner.is_resting and due is not None else 0.0
+
+    @property
+    def has_outputs(self) -> bool:
+        return not self._outputs.is_empty
+
+    @property
+    def must_exit(self) -> bool:
+        """Whether a fresh engine should take over: sequence after sequence fails."""
+        return self._quarantine.is_hopeless
+
+    @property
+    def missed(self) -> Counter[str]:
+        """How often the stall target was missed, by cause."""
+        return self._budget.missed
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds for which the stall target has left prompts no more than their small share."""
+        return self._budget.starved_s
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds that the step launched last should take; 0 while unmeasured."""
+        return self._in_flight.predicted_s
+
+    @property
+    def last_step(self) -> StepTrace | None:
+        """The step committed last."""
+        return self._in_flight.last_step
+
+    def take_outputs(self) -> Outputs:
+        return self._outputs.take()
+
+    def take_offers(self) -> list[Offer]:
+        """Blocks and states that may be kept on disk, since the last call."""
+        return self.memory.offers.take()
+
+    def take_wishes(self) -> list[ReadRun]:
+        """Runs that should be read from there."""
+        return self._restores.take_wishes()
+
+    def hear(self, news: DiskNews, now: float) -> None:
+        """Takes what was read, or what is new on disk."""
+        self._restores.hear(news, now)
+
+    def status(self) -> Status:
+        waiting, num_running = list(self._table.waiting), len(self._table.running)
+        return Status(
+            num_running=num_running,
+            num_waiting=len(self._table) - num_running,
+            num_waiting_tokens=sum(sequence.num_tokens for sequence in waiting),
+            blocks_free=self.memory.num_available,
+            slots_free=self.memory.num_free_slots,
+            num_steps=self._in_flight.num_steps,
+            queue=tuple(sequence.id for sequence in waiting),
+            prompt_tokens_per_s=self._budget.prompt_tokens_per_s,
+            missed=dict(self.missed),
+            num_preemptions=self._planner.num_preemptions,
+            num_guessed=self._in_flight.num_guessed,
+            num_accepted=self._in_flight.num_accepted,
+            disk=dict(self._restores.hits),
+            disk_misses=dict(self._restores.misses),
+        )
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds that the streams alone take in each step; 0 while unmeasured."""
+        return self._budget.decode_s
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether one of its streams waits for the next token."""
+        return any(sequence.is_decoding for sequence in self._table.running)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there is a prompt to read."""
+        return not all(sequence.is_decoding for sequence in self._table.running) or bool(
+            self._table.waiting
+        )
+
+    def leave_room(self, elsewhere: Elsewhere) -> None:
+        """Leaves room for engines beside this one, in the steps to come."""
+        self._budget.elsewhere = elsewhere
+
+    def observe(self, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
+        """Learn from a step timed before the first request: (context, new tokens) per chunk.
+
+        One new token counts as decoding; the runner is warm.
+        """
+        shape = StepShape()
+        for context, new in chunks:
+            shape.add(context, new, new > 1, self._budget.forwards > 0)
+        self._budget.learn(shape, seconds)
+
+    def observe_encoding(self, size: int, num_units: int, seconds: float) -> None:
+        """Learn from encoding that was timed before the first request."""
+        shape = StepShape()
+        shape.encode(size, num_units)
+        self._budget.learn_encoding(shape, seconds)
+
+    def guess_by(self, make_guesser: Callable[[Sequence], Guesser]) -> None:
+        """Lets others guess than those that come with it."""
+        self._planner.guessing.make_guesser = make_guesser
+
+    def count_missed(self, cause: str) -> None:
+        """Count a stall that the engine causes before the next step."""
+        self._budget.excuse(cause)
+
+    def add(self, submit: Submit, now: float) -> None:
+        """Admit all sequences of a stream; those that can never run end at once.
+
+        The choices of one prompt form a family, except suspects, who run alone.
+        """
+        families: dict[int, Family] = {}
+        for new in submit.sequences:
+            sequence = self._sequence(submit, new)
+            outcome = self._outcome_before_any_step(sequence)
+            if outcome is not None:
+                self._outputs.finished.append(outcome)
+                continue
+            family = families.setdefault(new.prompt, Family(sequence))
+            sequence.is_reporter = family.leader is sequence
+            sequence.family = None if submit.suspect else family
+            self._set_due(sequence)
+            self._table.admit(sequence)
+            if submit.suspect:
+                self._quarantine.suspect(sequence, sequence.num_tokens)
+
+    def _sequence(self, submit: Submit, new: NewSequence) -> Sequence:
+        token_ids = array("i", submit.prompts[new.prompt])
+        inputs = submit.inputs[new.prompt] if submit.inputs else NO_INPUTS
+        if self._source is not None and token_ids:
+            inputs = source_inputs(token_ids, self._source)
+            token_ids = array("i", self._source.start_ids)
+        num_prompt = len(token_ids)
+        token_ids.frombytes(new.generated)
+        max_total, max_tokens = self.max_model_len, submit.sampling.max_tokens
+        if max_tokens is not None:
+            max_total = min(num_prompt + max_tokens, max_total)
+        self._num_admitted += 1
+        return Sequence(
+            id=new.sequence_id,
+            token_ids=token_ids,
+            num_prompt=num_prompt,
+            choice=new.choice,
+            sampling=submit.sampling,
+            max_total=max_total,
+            priority=submit.priority,
+            client=submit.client,
+            arrival=submit.arrival,
+            number=self._num_admitted,
+            chain=self.memory.chain(submit.salt, ((w.start, w.mark) for w in inputs.works)),
+            takes_credit=submit.use_prefix,
+            inputs=inputs,
+            adapter=submit.adapter.fingerprint if submit.adapter else "",
+        )
+
+    def _outcome_before_any_step(self, sequence: Sequence) -> Finished | None:
+        """The end of a sequence that cannot run, or of a recovered one that is already whole."""
+        if not sequence.num_prompt:
+            message = "The prompt has no tokens; send at least one."
+            return Finished(sequence.id, FinishReason.ERROR, "empty_prompt", message)
+        longest = self.max_model_len - (sequence.sampling.max_tokens != 0)
+        num_given = sequence.num_prompt
+        if self._source is not None:  # the answer has a context of its own
+            longest, num_given = self.max_model_len, sequence.num_shown
+        if num_given > longest:
+            message = (
+                f"The prompt has {num_given} tokens, and the context of "
+                f"{self.max_model_len} tokens leaves room for {longest}; shorten the prompt."
+            )
+            return Finished(sequence.id, FinishReason.ERROR, "context_length_exceeded", message)
+        longest_span = max((end - start for start, end in sequence.inputs.spans), default=0)
+        if longest_span > self._max_step_tokens:
+            message = (
+                f"An image has {longest_span} tokens that attend both ways, and a step holds "
+                f"{self._max_step_tokens}; send a smaller one, or raise --max-step-tokens."
+            )
+            return Finished(sequence.id, FinishReason.ERROR, "image_too_large", message)
+        reason = sequence.end_reason() if sequence.num_generated else None
+        return Finished(sequence.id, reason) if reason else None
+
+    def _set_due(self, sequence: Sequence) -> None:
+        cached = self._table.match(sequence).num_tokens
+        alone = self._budget.seconds_alone(cached, sequence.num_tokens - cached)
+        alone += sum(self._budget.seconds_encoding(work) for work in sequence.inputs.works)
+        sequence.alone = alone
+        sequence.due = due_time(sequence.arrival, self._patience, alone, sequence.priority)
+
+    def cancel(self, cancel: Cancel) -> None:
+        """Note which sequences to end; the next plan ends them."""
+        for sequence_id in cancel.sequence_ids:
+            if self._table.living(sequence_id) is not None:
+                self._cancels.setdefault(sequence_id, cancel.finish)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step; None if there is nothing to do before a commit or a message."""
+        self._apply_cancels()
+        step = self._planner.plan(now, can_preempt=self._in_flight.is_empty)
+        return None if step is None else self._in_flight.launch(step)
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Take in the result of the oldest plan in flight."""
+        self._in_flight.commit(plan, result, now)
+
+    def fail(self, plan: StepPlan, message: str, now: float) -> None:
+        """The oldest plan in flight raised: it counts for nothing, nor do those launched after it.
+
+        Their sequences wait again. Those of the failed plan are suspects; one that was alone in
+        it ends.
+        """
+        self._in_flight.suspect(plan, message)
+        self._in_flight.drop(now)
+
+    def out_of_memory(self, plan: StepPlan, message: str, now: float) -> None:
+        """The oldest plan did not fit the device: try again with half the tokens a step.
+
+        Steps never get smaller than a block; one that small fails instead.
+        """
+        if not self._budget.halve_tokens(at_least=self.memory.layout.block_size):
+            self._in_flight.suspect(plan, message)
+        self._in_flight.drop(now)
+
+    def _apply_cancels(self) -> None:
+        cancels, self._cancels = self._cancels, {}
+        for sequence_id, finish in cancels.items():
+            sequence = self._table.living(sequence_id)
+            if sequence is not None:
+                self._table.end(sequence, finish)

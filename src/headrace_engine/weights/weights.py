@@ -1,0 +1,255 @@
+"""Loads safetensors or GGUF files into a model's parameters: each tensor once, in final form."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from headrace_common.checkpoints.headers import MXFP4, TensorHeader, read_headers, text_side
+from headrace_common.checkpoints.spec import ModelSpec
+from headrace_common.errors import ModelError
+from headrace_common.loading import tell_weights
+from headrace_engine.weights.gguf_groups import Groups, GroupScheme, common_scheme, empty_groups
+from headrace_engine.weights.gguf_weights import GgufFile
+from headrace_engine.weights.mxfp4 import copy_groups, values_of
+
+Table = Mapping[str, tuple[str, ...]]
+"""Module of ours (each `*`: a number) -> the checkpoint's modules that are stacked to make it."""
+
+_LEVEL, _HEAD = "model.", "lm_head."
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # written by old exporters, computed here
+
+
+class Settling(NamedTuple):
+    """Settles each module once it has all its parameters, so that no model is held both packed and
+    unpacked. Weights named in `schemes` come in groups, and must be replaced."""
+
+    settle: Callable[[str, Groups | None], None]
+    schemes: Mapping[str, GroupScheme]
+
+
+def load_weights(
+    model: nn.Module,
+    table: Table,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    settling: Settling | None = None,
+) -> None:
+    """Gives every (meta) parameter of `model` its values; ModelError names what does not fit."""
+    settle, schemes = settling or (lambda path, groups: None, {})
+    with ExitStack() as files:
+        checkpoint = Checkpoint(spec, files)
+        sources = _find_sources(model, table, checkpoint.headers)
+        checkpoint.refuse_unknown({source for group in sources.values() for source in group})
+        held: dict[str, Groups] = {}
+        sizes = [model.get_parameter(names[0]).numel() for names in loading_order(model)]
+        num_done = 0
+
+        def make(name: str) -> nn.Parameter:
+            shape = model.get_parameter(name).shape
+            values = checkpoint.stack(sources[name], shape, dtype, device)
+            return nn.Parameter(values, requires_grad=False)
+
+        for names, size in zip(loading_order(model), sizes, strict=True):
+            made: nn.Parameter | None = None
+            for name in names:
+                path = name.rpartition(".")[0]
+                if scheme := schemes.get(name):
+                    shape = model.get_parameter(name).shape
+                    held[path] = checkpoint.groups(sources[name], shape, scheme)
+                    _assign(model, name, nn.Parameter(torch.empty(0), requires_grad=False))
+                # A file that ties by its config and still holds two different tensors means two.
+                elif made is None or not checkpoint.same(sources[name], sources[names[0]]):
+                    own = make(name)
+                    made = own if made is None else made
+                    _assign(model, name, own)
+                else:
+                    _assign(model, name, made)
+            del made
+            for path in [name.rpartition(".")[0] for name in names]:
+                if not any(p.is_meta for p in model.get_submodule(path).parameters(recurse=False)):
+                    settle(path, held.pop(path, None))
+            num_done += size
+            tell_weights(num_done / sum(sizes))
+    model.to(device)  # buffers
+
+
+def group_schemes(model: nn.Module, table: Table, spec: ModelSpec) -> dict[str, GroupScheme]:
+    """Weights of linear layers whose files hold them in groups, and the scheme that keeps each."""
+    headers = read_headers(spec)
+    found = {}
+    for name, group in _find_sources(model, table, headers).items():
+        path, _, kind = name.rpartition(".")
+        if kind == "weight" and isinstance(model.get_submodule(path), nn.Linear):
+            scheme = common_scheme(headers[source].dtype for source in group if source in headers)
+            if scheme is not None:
+                found[name] = scheme
+    return found
+
+
+def _find_sources(
+    model: nn.Module, table: Table, headers: Mapping[str, TensorHeader]
+) -> dict[str, list[str]]:
+    """Checkpoint tensors behind each parameter; of one that is tied and absent, the other's."""
+    found = {}
+    for names in loading_order(model):
+        own = {name: sources_of(name, table) for name in names}
+        present = [group for group in own.values() if all(source in headers for source in group)]
+        for name, group in own.items():
+            found[name] = group if group in present or not present else present[0]
+    return found
+
+
+def sources_of(name: str, table: Table) -> list[str]:
+    """Checkpoint tensors behind our parameter `name`, in stacking order."""
+    module, _, kind = name.rpartition(".")
+    pattern = re.sub(r"\.\d+\.", ".*.", module)
+    sources = table[pattern]
+    for number in re.findall(r"\.(\d+)\.", name):
+        sources = tuple(source.replace("*", number, 1) for source in sources)
+    return [f"{source}.{kind}" for source in sources]
+
+
+def loading_order(model: nn.Module) -> list[list[str]]:
+    """Names of parameters, those of one and the same parameter together, the largest layer first.
+
+    Where two forms of the largest are held for a moment, little else is there yet.
+    """
+    groups: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(parameter, []).append(name)
+
+    def size(names: list[str]) -> int:
+        layers = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+        return max(sum(p.numel() for p in one.parameters(recurse=False)) for one in layers)
+
+    return sorted(groups.values(), key=size, reverse=True)
+
+
+def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, kind = name.rpartition(".")
+    setattr(model.get_submodule(module), kind, parameter)
+
+
+def text_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
+    """The headers of a model's text side, by the names that its tables have."""
+    headers = text_side(read_headers(spec))
+    # a model saved without its head names its tensors from one level below
+    level = "" if any(name.startswith(_LEVEL) for name in headers) else _LEVEL
+    return {
+        name if name.startswith(_HEAD) else level + name: header for name, header in headers.items()
+    }
+
+
+class Checkpoint:
+    """The open weight files of a model, and where each tensor lies."""
+
+    def __init__(self, spec: ModelSpec, files: ExitStack) -> None:
+        self._spec = spec
+        self.headers = text_headers(spec)
+        self._files: dict[str, Any] = {
+            name: files.enter_context(self._open(name)) for name in spec.weight_files
+        }
+
+    def _open(self, name: str) -> Any:
+        path = self._spec.folder / name
+        if path.suffix == ".gguf":
+            own = {key: header for key, header in self.headers.items() if header.file == name}
+            return GgufFile(path, self._spec, own)
+        return safe_open(path, framework="pt")
+
+    def same(self, names: Sequence[str], others: Sequence[str]) -> bool:
+        return all(
+            name == other or torch.equal(self._tensor(name), self._tensor(other))
+            for name, other in zip(names, others, strict=True)
+        )
+
+    def stack(
+        self, names: Sequence[str], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """The named tensors below each other, copied once into memory of their own."""
+        target = torch.empty(shape, dtype=dtype, device=device)
+        for name, rows in self._places(names, shape):
+            self._copy(name, target[rows])
+        return target
+
+    def groups(self, names: Sequence[str], shape: torch.Size, scheme: GroupScheme) -> Groups:
+        """The same of tensors that files hold in groups, as they are."""
+        target = empty_groups(scheme, *shape)
+        for name, rows in self._places(names, shape):
+            part = Groups(scheme, *(tensor[rows] for tensor in target[1:]))
+            header = self._header(name)
+            if header.scales[0]:
+                blocks = self._part(header, header.file, header.stored_as)
+                copy_groups(blocks, self._part(header, *header.scales), part)
+            else:
+                self._files[header.file].copy_groups_to(part, name)
+        return target
+
+    def _places(self, names: Sequence[str], shape: torch.Size) -> Iterator[tuple[str, slice]]:
+        """The rows that each tensor fills; ModelError if they do not fill the shape."""
+        headers = [self._header(name) for name in names]
+        for name, header in zip(names, headers, strict=True):
+            if len(header.shape) != len(shape) or header.shape[1:] != tuple(shape[1:]):
+                raise self._misshapen(name, header, shape)
+        if sum(header.shape[0] for header in headers) != shape[0]:
+            raise self._misshapen(names[-1], headers[-1], shape)
+        row = 0
+        for name, header in zip(names, headers, strict=True):
+            yield name, slice(row, row + header.shape[0])
+            row += header.shape[0]
+
+    def refuse_unknown(self, known: set[str]) -> None:
+        for name in sorted(self.headers.keys() - known):
+            if not _DERIVED.search(name):
+                raise ModelError(
+                    f"{self._spec.name} has a tensor {name} that {self._spec.architecture} "
+                    "does not know; check config.json against the weights.",
+                    "model_corrupt",
+                )
+
+    def _copy(self, name: str, target: Tensor) -> None:
+        file = self._files[self.headers[name].file]
+        if isinstance(file, GgufFile):
+            file.copy_to(target, name)
+        else:
+            target.copy_(self._tensor(name))
+
+    def _tensor(self, name: str) -> Tensor:
+        header = self.headers[name]
+        stored = self._part(header, header.file, header.stored_as or name)
+        if header.dtype == MXFP4 and header.scales[0]:
+            return values_of(stored, self._part(header, *header.scales))
+        return stored
+
+    def _part(self, header: TensorHeader, file: str, stored: str) -> Tensor:
+        """The rows and the expert that a header means, of a tensor that is stored."""
+        if header.expert is None:
+            tensor: Tensor = self._files[file].get_tensor(stored)
+        else:
+            tensor = self._files[file].get_slice(stored)[header.expert]
+        tensor = tensor.T if header.is_transposed else tensor
+        if not header.rows:
+            return tensor
+        first, last = header.rows[0], header.rows[-1]
+        is_run = tuple(header.rows) == tuple(range(first, last + 1))
+        return tensor[first : last + 1] if is_run else tensor[list(header.rows)]
+
+    def _header(self, name: str) -> TensorHeader:
+        if name not in self.headers:
+            raise ModelError(
+                f"{self._spec.name} lacks the tensor {name}; download it again.", "model_corrupt"
+            )
+        return self.headers[name]
+
+    def _misshapen(self, name: str, header: TensorHeader, shape: torch.Size) -> ModelError:
+        return ModelError(
+            f"Tensor {name} of {self._spec.name} has the shape {list(header.shape)}, which does "
+            f"not fit into {list(shape)}; check config.json against the weights.",
+            "model_corrupt",
+        )

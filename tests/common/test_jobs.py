@@ -1,0 +1,59 @@
+"""Jobs survive the way to a worker, and their results the way back."""
+
+from typing import get_args
+
+import pytest
+
+from headrace_common.errors import RequestError
+from headrace_common.jobs import (
+    AnyJob,
+    Encoded,
+    EncodePairs,
+    EncodePrompts,
+    Job,
+    ListInput,
+    PutImages,
+    ReadNames,
+    Refusal,
+    SeeImages,
+    Tokenize,
+    decode_job,
+    decode_result,
+    encode_job,
+    encode_result,
+)
+
+
+def test_the_union_has_every_job_and_each_says_what_it_gives() -> None:
+    assert set(get_args(AnyJob)) == set(Job.__subclasses__())
+    assert all(get_args(job.__orig_bases__[0]) for job in get_args(AnyJob))
+
+
+@pytest.mark.parametrize(
+    "job", [EncodePrompts(7), PutImages((3, 0)), ListInput("resp_1", 20, True, ""), Tokenize({})]
+)
+def test_a_job_comes_as_it_was_sent(job: AnyJob) -> None:
+    assert decode_job(encode_job(job)) == job
+
+
+def test_a_result_is_what_its_job_states() -> None:
+    encoded = Encoded((b"\1\0\0\0",), num_first=1)
+    assert decode_result(EncodePairs(7, "tiny"), encode_result(encoded)) == encoded
+    assert decode_result(ReadNames(), encode_result(("a", "b"))) == ("a", "b")
+
+
+def test_bytes_are_not_packed_again() -> None:
+    written = b'{"content":""}'
+    assert encode_result(written) is written
+    assert decode_result(Tokenize({}), written) is written
+
+
+def test_only_images_go_to_the_worker_that_is_for_them() -> None:
+    assert [job for job in get_args(AnyJob) if job.is_for_images] == [SeeImages]
+
+
+def test_a_refusal_says_the_same_on_the_other_side() -> None:
+    error = RequestError("image_too_large", "Too large.", "input[0]", {"n": 3}).noting(limit=2)
+    again = Refusal.of(error).error()
+    assert (again.code, again.message, again.param) == (error.code, error.message, error.param)
+    assert (again.extra, again.noted) == ({"n": 3}, {"limit": 2})

@@ -1,0 +1,32 @@
+"""The line that a request gets: what was noted on its way, whoever noted it."""
+
+import asyncio
+import logging
+
+import pytest
+
+from headrace_common.log_context import begin_request, log_request, note
+
+
+def test_what_a_request_s_tasks_note_is_in_its_line_and_in_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def find(model: str) -> None:
+        note(model=model)
+
+    async def request(id: str, model: str) -> None:
+        begin_request(id)
+        await asyncio.create_task(find(model))
+        log_request("/v1/x", "refused", status=400)
+
+    async def run() -> None:
+        await asyncio.gather(request("a", "small"), request("b", "large"))
+
+    with caplog.at_level(logging.INFO, "headrace.requests"):
+        asyncio.run(run())
+    told = [vars(record)["fields"]["model"] for record in caplog.records]
+    assert sorted(told) == ["large", "small"]
+
+
+def test_what_is_noted_outside_of_requests_is_lost_without_harm() -> None:
+    note(model="small")
