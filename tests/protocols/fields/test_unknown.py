@@ -42,6 +42,11 @@ FUNCTION = {"name": "f", "parameters": {"x-own": 1}, "returns": {}}
             ["tools[0].defer_loading", "messages[0].content[0].x"],
         ),
         ("/api/chat", {"messages": [{"role": "user", "content": "", "x": 1}]}, ["messages[0].x"]),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"tool_calls": [{"type": "custom", "custom": {"input": "", "x": 1}}]}]},
+            ["messages[0].tool_calls[0].custom.x"],
+        ),
         ("/v1/chat/completions", {"tools": 3, "messages": [3, {"content": 3}]}, []),
     ],
 )

@@ -21,7 +21,11 @@ def _names(names: str, **within: Any) -> Known:
     return {**dict.fromkeys(names.split()), **within}
 
 
-_CALL = _names("id type index", function=_names("name arguments strict index"))
+_CALL = _names(
+    "id type index",
+    function=_names("name arguments strict index"),
+    custom=_names("name input"),
+)
 _CACHED = "type cache_control"
 _PARTS = {
     **dict.fromkeys(
