@@ -141,6 +141,19 @@ AGENTS = (
     ),
 )
 
+
+def _other_name_words(question: str, goes_on: bool) -> list[str]:
+    words = _claude_words(question, goes_on)
+    return ["claude-of-mine" if it == MODEL else it for it in words]
+
+
+def _discovery_settings(url: str, home: Path) -> dict[str, str]:
+    return _claude_settings(url, home) | {"CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY": "1"}
+
+
+CLAUDE_WITH_DISCOVERY = AGENTS[0]._replace(
+    name="Claude Code with discovery", words=_other_name_words, settings=_discovery_settings
+)
 CODEX_WITH_CATALOG = AGENTS[1]._replace(name="Codex with catalog", settings=_catalog_settings)
 
 

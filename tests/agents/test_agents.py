@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.agents import AGENTS, CODEX_WITH_CATALOG, Agent, Desk, check
+from tests.agents.agents import (
+    AGENTS,
+    CLAUDE_WITH_DISCOVERY,
+    CODEX_WITH_CATALOG,
+    Agent,
+    Desk,
+    check,
+)
 from tests.agents.conftest import CONTEXT, LONG_PROMPT, MODEL, Site
 
 QUESTION = "What is 23 + 45?"
@@ -101,3 +108,14 @@ def test_codex_takes_the_length_of_the_context_from_the_list_of_models(
     (file,) = tmp_path.rglob("models_cache.json")
     (model,) = json.loads(file.read_text())["models"]
     assert (model["slug"], model["context_window"]) == (MODEL, CONTEXT)
+
+
+def test_claude_code_finds_an_alias_and_is_answered_by_a_name_that_fits_a_pattern(
+    site: Site, desk: Desk, tmp_path: Path
+) -> None:
+    site.start(f"--alias=claude-{MODEL}={MODEL}", f"--alias=claude-*={MODEL}")
+    check(CLAUDE_WITH_DISCOVERY, desk.ask(CLAUDE_WITH_DISCOVERY, QUESTION))
+    (file,) = tmp_path.rglob("gateway-models.json")
+    found = json.loads(file.read_text())["models"]
+    alias = f"claude-{MODEL}"
+    assert found == [{"id": alias, "display_name": f"{alias} ({MODEL})"}]
