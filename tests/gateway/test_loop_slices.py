@@ -10,10 +10,10 @@ import pytest
 from starlette.applications import Starlette
 
 from headrace.gateway.app import create_app
-from headrace.gateway.loop_slices import SLICE_S, slice_of_loop
 from headrace.protocols.dialect import WireFrames
 from headrace.streams.events import AnyEvent
 from headrace.workers.job_line import OWNER
+from headrace.workers.loop_slices import SLICE_S, slice_of_loop
 from headrace_common.config.settings import ServerConfig
 from tests.gateway.builders import (
     FakeGeneration,

@@ -6,7 +6,6 @@ from headrace.batches import answers
 from headrace.batches.answers import LineAnswer, LineAsked
 from headrace.gateway.delivery import AnswerBody, is_old
 from headrace.gateway.generation_routes import GenerationRoutes, read_body
-from headrace.gateway.loop_slices import slice_of_loop
 from headrace.gateway.named_models import read_named_models
 from headrace.gateway.vector_routes import Asker, VectorRoutes
 from headrace.generation.generation import Generation
@@ -17,6 +16,7 @@ from headrace.protocols.vectors import embeddings, rerank
 from headrace.streams.log import LogGone
 from headrace.streams.record import Names
 from headrace.streams.store import ByKey
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 from headrace_common.jobs import OpenLine, ReadBody, ReadInputs, ReadJob, ReadPairs
 from headrace_common.log_context import begin_request

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
+from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.delivery import LiveAnswer, LiveFrames, pace_of, unless_left
-from headrace.gateway.loop_slices import BodyIndex
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import encode

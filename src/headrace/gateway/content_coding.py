@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from starlette.datastructures import Headers
 
-from headrace.gateway.loop_slices import slice_of_loop
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 
 ACCEPTED = "gzip, identity"

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.gateway.http_responses import cut, notice_of, request_id_of
-from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import PING, SIGN_S, WireFrames, dialect_of, encode
 from headrace.streams.events import Accepted, AnyEvent, Error, Heartbeat, Tokens, is_terminal
 from headrace.streams.log import Log
 from headrace.streams.record import Record
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 from headrace_common.system.race import race

@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left, while_connected
-from headrace.gateway.loop_slices import slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import PING, encode
 from headrace.streams.events import AnyEvent
 from headrace.streams.store import ById
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
 

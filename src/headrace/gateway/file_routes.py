@@ -16,7 +16,6 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.content_coding import BodyDecoder
 from headrace.gateway.http_responses import answer
 from headrace.gateway.listing import Paging, page
-from headrace.gateway.loop_slices import slice_of_loop
 from headrace.gateway.multipart import (
     MAX_FIELDS,
     STEP_BYTES,
@@ -25,6 +24,7 @@ from headrace.gateway.multipart import (
     PartNews,
     boundary_of,
 )
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 from headrace_common.system import awake
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth
+from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.delivery import (
     AnswerBody,
     LiveAnswer,
@@ -21,7 +22,6 @@ from headrace.gateway.delivery import (
     while_connected,
 )
 from headrace.gateway.http_responses import answer
-from headrace.gateway.loop_slices import BodyIndex, slice_of_loop
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import encode
@@ -31,6 +31,7 @@ from headrace.streams.events import AnyEvent, Error, Finish
 from headrace.streams.log import follow
 from headrace.streams.record import Record
 from headrace.streams.store import ById
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId

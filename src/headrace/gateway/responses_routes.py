@@ -17,7 +17,6 @@ from headrace.gateway.delivery import (
     unless_left,
 )
 from headrace.gateway.http_responses import answer
-from headrace.gateway.loop_slices import slice_of_loop
 from headrace.gateway.named_models import read_named_models
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found, Registry
@@ -30,6 +29,7 @@ from headrace.streams.record import Record
 from headrace.streams.store import ById
 from headrace.workers.image_file import see_images
 from headrace.workers.job_line import Body
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId

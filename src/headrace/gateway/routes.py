@@ -15,13 +15,13 @@ from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.batch_answers import BatchAnswers
 from headrace.gateway.batch_routes import BatchRoutes
 from headrace.gateway.bodies import Bodies
+from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.byte_routes import ByteRoutes
 from headrace.gateway.durable_routes import DurableRoutes
 from headrace.gateway.file_routes import FileRoutes
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
 from headrace.gateway.http_responses import answer
 from headrace.gateway.llama_routes import LlamaRoutes
-from headrace.gateway.loop_slices import BodyIndex
 from headrace.gateway.message_batch_routes import MessageBatchRoutes
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
