@@ -305,7 +305,8 @@ class LiveStream:
             return
         if isinstance(item, NewToken):
             self._is_recovering = False
-            self._blame.clear()
+            if self._blame.is_suspect:
+                self._blame.clear()
         else:
             self._is_recovering = self._is_recovering and self._builder.has_tokens
         if isinstance(item, Finished) and item.finish is FinishReason.ERROR:

@@ -148,7 +148,8 @@ class Writers:
         try:
             if stream.log.next_seq == 0:
                 await stream.accept()
-            await stream.run()
+            # A task of its own is woken without the frames around it, for each token.
+            await asyncio.create_task(stream.run(), name="stream")
             figures = host.metrics.of(stream.record.request.is_background)
             stream.note_end(figures, self._traces)
             self._queues.limits.used(

@@ -31,7 +31,7 @@ class Point:
         self.waits = {name: Counter[int]() for name in ("ttft", "queue", "gap")}
 
     def wait(self, name: str, seconds: float) -> None:
-        self.waits[name][_class_of(seconds)] += 1
+        self.waits[name][class_of(seconds)] += 1
 
     def add(self, other: "Point") -> None:
         self.computed += other.computed
@@ -71,16 +71,18 @@ class History:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.began = clock()
+        self.current = Point(-1)  # of the second that was last counted in
         self._seconds: deque[Point] = deque(maxlen=WAITS_S)
         self._points: deque[Point] = deque(maxlen=NUM_POINTS)
 
     def now(self) -> Point:
         """The point to count in; seconds without any have none."""
         number = int(self.clock())
-        if not self._seconds or self._seconds[-1].number != number:
+        if self.current.number != number:
             self._keep()
-            self._seconds.append(Point(number))
-        return self._seconds[-1]
+            self.current = Point(number)
+            self._seconds.append(self.current)
+        return self.current
 
     def _keep(self) -> None:
         """Adds the last second, which is over, to its ten."""
@@ -124,7 +126,8 @@ def hour(histories: list[History]) -> list[dict[str, Any]]:
 
 
 @functools.lru_cache(4096)  # most waits are told in whole milliseconds
-def _class_of(seconds: float) -> int:
+def class_of(seconds: float) -> int:
+    """Return the number of the latency class that these seconds fall into."""
     return round(_CLASSES * math.log(max(seconds, _SHORTEST_S)))
 
 

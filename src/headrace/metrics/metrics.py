@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from headrace.engines.client import EngineDown
 from headrace.metrics.exposition import as_vllm, merged
 from headrace.metrics.families import Families
-from headrace.metrics.history import History
+from headrace.metrics.history import History, class_of
 from headrace.metrics.traces import NoTraces, Traces
 from headrace.streams.tally import Tally
 from headrace_common.errors import OVERRAN, RequestError
@@ -60,11 +60,14 @@ class RequestFigures:
         self._wait("ttft", seconds)
 
     def tokens(self, number: int, gap_s: float | None) -> None:
-        point = self._history.now()
+        # This runs for every token, so it asks the history only when a second has passed.
+        point = self._history.current
+        if point.number != int(self._history.clock()):
+            point = self._history.now()
         point.generated += number
-        if gap_s is not None:
-            self._time("inter_token", gap_s)
-            self._wait("gap", gap_s)
+        if gap_s is not None and self._is_timed:
+            self._times["inter_token"].observe(gap_s)
+            point.waits["gap"][class_of(gap_s)] += 1
 
     def ended(self, route: str, outcome: str, tally: Tally, seconds: float) -> None:
         """A request: `outcome` is how it finished, or the code of its error."""

@@ -1,10 +1,10 @@
 """The event log of one stream: one writer, many readers, a cursor each."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
-from headrace.streams.events import AnyEvent, is_terminal
+from headrace.streams.events import AnyEvent, Error, Finish
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
 
@@ -81,53 +81,47 @@ class Tail:
     """The newest events of a log in memory, and the readers that wait for more.
 
     Only durable events enter it. With `keep` it holds the last `keep` to 2 x `keep` events,
-    without it all of them. For the event loop's thread only.
+    without it all of them. `gone` is set once the stream was forgotten or found to be damaged.
+    For the event loop's thread only.
     """
 
-    __slots__ = ("_events", "_gone", "_keep", "_waiting", "has_ended", "next_seq")
+    __slots__ = ("_keep", "_waiting", "events", "gone", "has_ended", "next_seq")
 
     def __init__(self, next_seq: int = 0, has_ended: bool = False, keep: int | None = None) -> None:
         self.next_seq = next_seq
         self.has_ended = has_ended
-        self._gone: LogGone | LogUnsound | None = None
+        self.gone: LogGone | LogUnsound | None = None
+        self.events: list[AnyEvent] = []  # oldest first
         self._keep = keep
-        self._events: list[AnyEvent] = []
         self._waiting: set[asyncio.Future[None]] = set()
 
     def extend(self, events: Sequence[AnyEvent]) -> None:
-        self._events.extend(events)
+        self.events.extend(events)
         self.next_seq += len(events)
-        self.has_ended = bool(events) and is_terminal(events[-1])
-        if self._keep is not None and len(self._events) >= 2 * self._keep:
-            del self._events[: -self._keep]
-        self._wake()
-
-    @property
-    def is_gone(self) -> bool:
-        return self._gone is not None
+        self.has_ended = bool(events) and isinstance(events[-1], Finish | Error)
+        if self._keep is not None and len(self.events) >= 2 * self._keep:
+            del self.events[: -self._keep]
+        if self._waiting:
+            self._wake()
 
     def forget(self, why: LogUnsound | None = None) -> None:
-        self._gone = why or LogGone()
-        self._events = []
+        self.gone = why or LogGone()
+        self.events = []
         self._wake()
 
     def read(self, after: int, limit: int) -> list[AnyEvent] | None:
         """Up to `limit` events that follow number `after`; None if the first was dropped."""
-        if self._gone is not None:
-            raise self._gone.with_traceback(None)  # raised often: it would grow
-        start = after + 1 - (self.next_seq - len(self._events))
-        return self._events[start : start + limit] if start >= 0 else None
-
-    def recent(self) -> list[AnyEvent]:
-        """The events of the log that are in memory, oldest first."""
-        return list(self._events)
+        if self.gone is not None:
+            raise self.gone.with_traceback(None)  # raised often: it would grow
+        start = after + 1 - (self.next_seq - len(self.events))
+        return self.events[start : start + limit] if start >= 0 else None
 
     def ends_with(self, seq: int) -> bool:
         """Whether no event follows number `seq`, now or later."""
         return self.has_ended and seq + 1 >= self.next_seq
 
     async def wait(self, after: int) -> None:
-        if after + 1 < self.next_seq or self.has_ended or self.is_gone:
+        if after + 1 < self.next_seq or self.has_ended or self.gone is not None:
             return
         future = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
@@ -148,26 +142,28 @@ class MemoryLog:
 
     def __init__(self) -> None:
         self.tail = Tail()
+        self.wait = self.tail.wait
 
     @property
     def next_seq(self) -> int:
         return self.tail.next_seq
 
     async def append(self, expected_seq: int, events: Sequence[AnyEvent]) -> None:
-        if expected_seq != self.tail.next_seq or self.tail.has_ended or self.tail.is_gone:
-            raise LogConflict(f"append at {expected_seq} to a log of {self.tail.next_seq}")
-        self.tail.extend(events)
+        tail = self.tail
+        if expected_seq != tail.next_seq or tail.has_ended or tail.gone is not None:
+            raise LogConflict(f"append at {expected_seq} to a log of {tail.next_seq}")
+        tail.extend(events)
 
     async def settle(self) -> None:
         """Nothing is ever under way."""
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
-        events = self.tail.read(after, limit)
-        assert events is not None, "a tail without limit drops nothing"
-        return events, self.tail.ends_with(after + len(events))
-
-    def wait(self, after: int) -> Coroutine[Any, Any, None]:
-        return self.tail.wait(after)
+        # Every reader calls this for each token, so it reads the tail, which drops nothing, itself.
+        tail = self.tail
+        if tail.gone is not None:
+            raise tail.gone.with_traceback(None)
+        events = tail.events[after + 1 : after + 1 + limit]
+        return events, tail.has_ended and after + 1 + len(events) >= tail.next_seq
 
 
 async def follow(log: Log, after: int = -1) -> AsyncIterator[AnyEvent]:

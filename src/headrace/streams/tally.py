@@ -51,7 +51,24 @@ class Tally:
     def feed(self, event: AnyEvent) -> None:
         if isinstance(event, Tokens):  # most events are
             if event.ids:
-                self._feed_tokens(event)
+                at_ms, gap_s = event.at_ms, None
+                if self._answered_at is None:
+                    self._answered_at = at_ms
+                    if self.watch is not None:
+                        self.watch.answered(at_ms / 1000)
+                if (before := self._token_at_of.get(event.choice)) is not None:
+                    gap_ms = at_ms - before
+                    gap_s = gap_ms / 1000
+                    self._max_gap_ms = max(self._max_gap_ms, gap_ms)
+                if self.watch is not None:
+                    self.watch.tokens(len(event.ids), gap_s)
+                self._token_at = self._token_at_of[event.choice] = at_ms
+                tokens = self._tokens
+                tokens.steps += 1
+                tokens.predicted += len(event.ids)
+                tokens.reasoning += event.num_reasoning
+                tokens.guessed += event.num_guessed
+                tokens.accepted += event.num_accepted
             if event.end is not None:
                 self.last_end = event.end.finish_reason
         elif isinstance(event, Progress):
@@ -96,27 +113,6 @@ class Tally:
             draft_n=self._tokens.guessed,
             draft_n_accepted=self._tokens.accepted,
         )
-
-    def _feed_tokens(self, event: Tokens) -> None:
-        at_ms = event.at_ms
-        if self._answered_at is None:
-            self._answered_at = at_ms
-            if self.watch is not None:
-                self.watch.answered(at_ms / 1000)
-        gap_s = None
-        if (before := self._token_at_of.get(event.choice)) is not None:
-            gap_ms = at_ms - before
-            gap_s = gap_ms / 1000
-            self._max_gap_ms = max(self._max_gap_ms, gap_ms)
-        if self.watch is not None:
-            self.watch.tokens(len(event.ids), gap_s)
-        self._token_at = self._token_at_of[event.choice] = at_ms
-        tokens = self._tokens
-        tokens.steps += 1
-        tokens.predicted += len(event.ids)
-        tokens.reasoning += event.num_reasoning
-        tokens.guessed += event.num_guessed
-        tokens.accepted += event.num_accepted
 
 
 def _length(first_ms: int | None, last_ms: int) -> float:

@@ -350,7 +350,7 @@ class _RemoteWriter:
             await link.command("PUBLISH", link.key("ask"), words)
 
     def recent(self) -> list[AnyEvent]:
-        return [] if self._tail.is_gone else self._tail.recent()
+        return list(self._tail.events)
 
 
 def _as_arguments(name: Name) -> tuple[str, str, str]:
