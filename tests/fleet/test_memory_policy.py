@@ -68,6 +68,13 @@ class Histories(RuleBasedStateMachine):
         self.policy.ask(name, ticket)
         self.act()
 
+    @rule(name=NAMES)
+    def enter_at_once(self, name: str) -> None:
+        if self.policy.enter(name):
+            assert name in self.there and not self.waiting
+            self.held.append(name)
+        self.act()
+
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
@@ -225,3 +232,18 @@ def test_a_model_that_is_to_go_is_gone_once_it_is_out_and_nobody_holds_it() -> N
     assert books.is_gone("a") and books.next_move() is None
     books.hold("a")  # as by a stream that waits for it
     assert not books.is_gone("a")
+
+
+def test_a_model_in_memory_is_used_at_once_unless_it_leaves_or_somebody_waits() -> None:
+    policy = Residency[int](max_models=1)
+    policy.add("a", 1)
+    policy.add("b", 1)
+    policy.ask("a", 0)
+    assert not policy.enter("a"), "it is not in memory"
+    moves(policy)
+    policy.loaded("a")
+    assert not policy.enter("a"), "the first request still waits"
+    moves(policy)
+    assert policy.enter("a")
+    policy.send_out("a")
+    assert not policy.enter("a"), "it is to leave"

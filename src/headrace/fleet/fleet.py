@@ -86,9 +86,10 @@ class Fleet:
 
     async def find(self, name: str | None) -> ModelHost:
         """The host of that name; RequestError if there is no such model."""
-        if name is not None:
-            name = await self.resolve(name)
-        host = self.hosts.get(name)
+        host = None if name is None else self.hosts.find(name)
+        if host is None:
+            meant = None if name is None else await self.resolve(name)  # may take up other models
+            host = self.hosts.exact(meant)
         note(model=host.name)
         return host
 
@@ -135,6 +136,8 @@ class Fleet:
         if self._refusal.done():
             raise self._refusal.result().with_traceback(None)
         name = self.roster.get(host.name).name  # RequestError if it was dropped meanwhile
+        if self._residency.enter(name):
+            return self.roster.get(name)
         ticket = _Wait(is_used)
         self._residency.ask(name, ticket)
         self._act()

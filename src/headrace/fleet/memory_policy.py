@@ -69,6 +69,14 @@ class Residency(Generic[Ticket]):
     def stage(self, model: str) -> Stage:
         return self._places[model].stage
 
+    def enter(self, model: str) -> bool:
+        """Begin a use if the model is in memory to stay and no ticket waits, else return False."""
+        place = self._places[model]
+        if self._line or place.stage is not Stage.IN or place.must_leave:
+            return False
+        self.hold(model)
+        return True
+
     def ask(self, model: str, ticket: Ticket) -> None:
         """Puts a ticket in line; `next_move` says when it enters, which counts as a use."""
         self._line[ticket] = model

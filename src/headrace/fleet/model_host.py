@@ -21,6 +21,7 @@ from headrace.fleet.model_names import adapters_of, names_of, paths_of, root_of
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Tenants
 from headrace.metrics.metrics import Metrics
+from headrace_common.adapter import Adapter
 from headrace_common.checkpoints.find import MINI, find_model, may_have_images
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import ModelError
@@ -69,6 +70,9 @@ class ModelHost:
         if config.kv_cache_memory_bytes is None and cache_bytes is not None:
             config = replace(config, kv_cache_memory_bytes=cache_bytes)
         self.config = config
+        # the model's names, the first of which the server itself uses, and those of its adapters
+        self.names = known.names if known else (*names_of(config), *adapters_of(config))
+        self.name = self.names[0]
         self.paths = known.paths if known else paths_of(config)
         self.known = known  # as it was read; it stays when the engine is unloaded
         self.metrics = metrics
@@ -78,18 +82,6 @@ class ModelHost:
         self._start = start
         self._reading: asyncio.Future[ServedModel] | None = None  # a thread that runs
         self._failure: _Failure | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The model's, and those of its adapters."""
-        if self.known is not None:
-            return self.known.names
-        return (*names_of(self.config), *adapters_of(self.config))
-
-    @property
-    def name(self) -> str:
-        """The name by which the server itself knows the model."""
-        return self.names[0]
 
     @property
     def root(self) -> str:
@@ -132,8 +124,23 @@ class ModelHost:
             return self.config.adapter
         return tuple(f"{name}={it.path}" for name, it in self.known.adapters.items())
 
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Let requests ask for an adapter by its name."""
+        self.model.add_adapter(adapter)
+        self.names = self.model.names
+
+    def remove_adapter(self, name: str) -> Adapter | None:
+        """Serve an adapter no more; None if there is none of that name."""
+        if self.known is None:
+            return None
+        adapter = self.known.remove_adapter(name)
+        self.names = self.known.names
+        return adapter
+
     def reads_like(self, other: "ModelHost") -> bool:
         """Whether both make the same prompt of a request, and the same answer of its tokens."""
+        if other is self:
+            return True
         fields = ("model", "revision", "chat_template", "tool_format", "reasoning_format")
         return all(getattr(self.config, it) == getattr(other.config, it) for it in fields)
 

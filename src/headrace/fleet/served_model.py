@@ -57,11 +57,12 @@ class ServedModel:
         self.folder = folder or find_model(config.model, config.revision, on_progress)
         self.number = next(self._numbers)  # a model that is read anew is another one
         self.root = root_of(config)
-        self.own_names = names_of(config)
+        self.own_names = self.names = names_of(config)
         self.adapters: dict[str, Adapter] = {}  # by name; those that are served now
         self.paths = paths_of(config)
         self.created = int(time.time())
         self.spec: ModelSpec = read_spec(self.folder)
+        self.has_source = self.spec.has_source  # its answers have a context of their own
         self.sentences = read_sentences(self.spec)
         self.tokenizer = Tokenizer.load(self.folder, self.sentences.lowers_case)
         self.encoder = Encoder(self.tokenizer)
@@ -83,17 +84,21 @@ class ServedModel:
         self.ready: Ready | None = None
         self._num_parameters = num_parameters
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its own, the first of them the one that it goes by, and those of its adapters."""
-        return (*self.own_names, *self.adapters)
-
     def read_adapters(self, config: ModelConfig) -> None:
-        """The adapters that its settings name; ModelError if one is not fit."""
+        """Read the adapters that the settings name; ModelError if one does not fit the model."""
         for name, path in adapters_of(config).items():
-            self.adapters[name] = name_adapter(
-                name, Path(path), self.spec.architecture, self.names[0]
-            )
+            self.add_adapter(name_adapter(name, Path(path), self.spec.architecture, self.names[0]))
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Let requests ask for an adapter by its name."""
+        self.adapters[adapter.name] = adapter
+        self.names = (*self.own_names, *self.adapters)
+
+    def remove_adapter(self, name: str) -> Adapter | None:
+        """Serve an adapter no more; None if there is none of that name."""
+        adapter = self.adapters.pop(name, None)
+        self.names = (*self.own_names, *self.adapters)
+        return adapter
 
     @property
     def sampling_words(self) -> str:
@@ -134,11 +139,6 @@ class ServedModel:
     def embeds_units(self) -> bool:
         """Whether vectors have length 1."""
         return self.pooling != "auto" or self.sentences.are_units
-
-    @property
-    def has_source(self) -> bool:
-        """Whether prompts are sources, and answers have a context of their own."""
-        return self.spec.has_source
 
     @property
     def vocab_size(self) -> int:
@@ -198,11 +198,13 @@ class Models(Generic[ByName]):
 
         Clients of Ollama may write `:latest` after any name.
         """
-        named = next((model for model in self._models if name in model.names), None)
-        named = named or next((model for model in self._models if name in model.paths), None)
-        if named is None and name.endswith(LATEST):
-            return self.find(name.removesuffix(LATEST))
-        return named
+        for model in self._models:
+            if name in model.names:
+                return model
+        for model in self._models:
+            if name in model.paths:
+                return model
+        return self.find(name.removesuffix(LATEST)) if name.endswith(LATEST) else None
 
     def resolve(self, name: str) -> str:
         """Return the name of the model or adapter that a client means by `name`.
@@ -211,8 +213,8 @@ class Models(Generic[ByName]):
         is.
         """
         if (model := self.find(name)) is not None:
-            spellings = (name, name.removesuffix(LATEST))
-            return next((it for it in spellings if it in model.names), name)
+            short = name.removesuffix(LATEST)
+            return short if name not in model.names and short in model.names else name
         meant = self._aliases.model(name)
         return name if meant is None or self.find(meant) is None else meant
 

@@ -39,13 +39,13 @@ class AdapterDesk:
                 await host.tenants.read_adapter(adapter)
             except ModelError as error:
                 raise RequestError("invalid_value", str(error), "lora_path") from error
-            host.model.adapters[name] = adapter
+            host.add_adapter(adapter)
         self.on_names()
 
     async def unload(self, name: str) -> None:
         """Takes no more requests for it at once, and returns when its streams have ended."""
         host = self._fleet.hosts.find(name)
-        adapter = host.known.adapters.pop(name, None) if host and host.known else None
+        adapter = host.remove_adapter(name) if host else None
         if host is None or adapter is None:
             raise RequestError("model_not_found", f"No adapter {name!r} is loaded.", "lora_name")
         self.on_names()

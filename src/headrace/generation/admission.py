@@ -82,11 +82,14 @@ class KeyLimits:
 
     def __init__(self, config: StreamConfig) -> None:
         self._config = config
+        self._has_any = bool(config.key_requests_per_minute or config.key_tokens_per_minute)
         self._requests: dict[str, _Allowance] = {}
         self._tokens: dict[str, _Allowance] = {}
 
     def check(self, asked: Asked, now: float) -> None:
         """RequestError if the key has used what it may; says when it may go on."""
+        if not self._has_any:
+            return
         for what, limit, allowance, amount in self._allowances(asked, now):
             wait_s = allowance.seconds_until(max(1, amount), now)
             if wait_s > 0:
@@ -111,6 +114,8 @@ class KeyLimits:
 
     def use(self, asked: Asked, now: float) -> None:
         """The request was admitted."""
+        if not self._has_any:
+            return
         for _, _, allowance, amount in self._allowances(asked, now):
             allowance.use(amount)
 
@@ -215,7 +220,7 @@ class Admission:
 
     def _num_expected(self, asked: Asked, now: float) -> int:
         """Others who were told to come back about now: who was first is not to be overtaken."""
-        if asked[:2] in self._promises:
+        if not self._promises or asked[:2] in self._promises:
             return 0
         return sum(promise.by - _EARLY_S <= now for promise in self._outstanding(asked, now))
 
@@ -260,22 +265,27 @@ class Queues:
 
         The background has one of its own, so that it takes nobody's place.
         """
-        is_pinned = host is self._fleet.pinned
-        if self.is_draining and not (is_pinned and host.engine.state == "dead"):
-            raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
-        if is_pinned and host.engine.state == "dead":
-            raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
+        self.check_open(host)
         queue = self._of(host, is_background)
         queue.set_schedule(host.tenants.eta.schedule, host.tenants.eta.tokens_per_s)
         return queue
+
+    def check_open(self, host: ModelHost) -> None:
+        """RequestError if this model takes no requests."""
+        if host is self._fleet.pinned and host.engine.state == "dead":
+            raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
+        if self.is_draining:
+            raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
 
     def resume(self, host: ModelHost, is_background: bool = False) -> Place:
         """The place of a stream that was admitted before, whatever the bounds are now."""
         return self._of(host, is_background).resume()
 
     def _of(self, host: ModelHost, is_background: bool) -> Admission:
-        fresh = Admission(self._config, self.limits)
-        return self._by_host.setdefault((host, is_background), fresh)
+        queue = self._by_host.get((host, is_background))
+        if queue is None:
+            queue = self._by_host[host, is_background] = Admission(self._config, self.limits)
+        return queue
 
     def _forget(self, host: ModelHost) -> None:
         for is_background in (False, True):

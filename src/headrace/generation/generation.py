@@ -134,7 +134,7 @@ class Generation:
         `waits`: also for a download.
         """
         host = await self.fleet.find(name)
-        self.queues.of(host)
+        self.queues.check_open(host)
         if host.known is None:
             if not (waits or host.is_here):
                 reading, _ = await asyncio.wait([self.fleet.fetch(host)], timeout=_CACHED_S)
