@@ -16,6 +16,7 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.batch_answers import BatchAnswers
 from headrace.gateway.file_routes import content_of
 from headrace.gateway.vector_routes import VectorRoutes
+from headrace.intake.intake import Intake
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import FakeGeneration
 from tests.gateway.test_http_server import served
@@ -43,8 +44,9 @@ async def test_an_answer_too_large_to_keep_is_an_error_of_its_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generation = FakeGeneration()
-    vectors = VectorRoutes(generation, Auth(CONFIG.http), None)  # type: ignore[arg-type]
-    of_lines = BatchAnswers(generation, None, vectors)  # type: ignore[arg-type]
+    intake = Intake(generation, CONFIG)  # type: ignore[arg-type]
+    vectors = VectorRoutes(generation, intake, Auth(CONFIG.http), None)  # type: ignore[arg-type]
+    of_lines = BatchAnswers(generation, intake, vectors)  # type: ignore[arg-type]
     line = {"custom_id": "a", "body": {"model": "headrace-mini", "input": ["Hi"] * 9}}
     asked = LineAsked("/v1/embeddings", "ann", "batch:1", json.dumps(line).encode())
     whole = await of_lines.answer(asked)

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 from headrace.batches.folder import folder_shelf
 from headrace.fleet.served_model import Models
 from headrace.gateway.app import create_app
-from headrace.gateway.named_models import read_named_models
 from headrace.gateway.routes import ROUTES
+from headrace.intake.intake import Intake
 from headrace.protocols.model_text import ModelText
 from headrace.protocols.worker import Jobs
 from headrace.workers.job_line import Body
@@ -54,7 +54,7 @@ async def test_a_model_is_read_within_limits_before_a_worker_meets_it(
     hosts = (host("first", False), host("used", True), host("new", False))
     fleet = SimpleNamespace(hosts=Models((*hosts, host("remote", False, is_here=False))), read=note)
     generation: Any = SimpleNamespace(fleet=fleet, work=SimpleNamespace(do=names_of))
-    await read_named_models(generation, (b"{}",))
+    await Intake(generation, CONFIG).read_models((b"{}",))
     assert found == read
 
 

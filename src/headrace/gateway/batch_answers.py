@@ -5,11 +5,10 @@ import logging
 from headrace.batches import answers
 from headrace.batches.answers import LineAnswer, LineAsked
 from headrace.gateway.delivery import AnswerBody, is_old
-from headrace.gateway.generation_routes import GenerationRoutes, read_body
-from headrace.gateway.named_models import read_named_models
 from headrace.gateway.vector_routes import Asker, VectorRoutes
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
+from headrace.intake.intake import Intake
 from headrace.protocols.dialect import DIALECTS, ErrorFormat, dialect_of
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.vectors import embeddings, rerank
@@ -35,11 +34,9 @@ _AGAIN = RequestError("server_restarting", "The stream of this line is gone; it 
 class BatchAnswers:
     """One per server. A line's stream is found again by its key, as that of any client is."""
 
-    def __init__(
-        self, generation: Generation, generates: GenerationRoutes, vectors: VectorRoutes
-    ) -> None:
+    def __init__(self, generation: Generation, intake: Intake, vectors: VectorRoutes) -> None:
         self._generation = generation
-        self._generates = generates
+        self._intake = intake
         self._vectors = vectors
 
     @property
@@ -53,7 +50,7 @@ class BatchAnswers:
         self._generation.fleet.hosts.get(name)
 
     async def read_models(self, lines: bytes) -> None:
-        await read_named_models(self._generation, [lines], "lines")
+        await self._intake.read_models([lines], "lines")
 
     async def answer(self, asked: LineAsked) -> LineAnswer:
         """RequestError for what passes; any other error is the answer."""
@@ -86,14 +83,14 @@ class BatchAnswers:
         return errors.status(error), errors.body(error)
 
     async def _answer(self, asked: LineAsked, body: bytes) -> tuple[int, bytes]:
-        checked = await read_body(self._generation, _job(asked.route), [body])
+        checked = await self._intake.read(_job(asked.route), [body])
         checked.fields["priority"] = BACKGROUND
         if asked.route not in DIALECTS:
             asker = Asker(asked.route, asked.owner, BACKGROUND)
             return 200, await self._vectors.make(checked, asker)
         # found by its key, if an earlier server began it
         names = Names(asked.owner, key=asked.key, digest=checked.digest)
-        stream, _ = await self._generates.open(asked.route, checked, names)
+        stream = (await self._intake.open(asked.route, checked, names)).stream
         return await stream.audience.pause.unless(_gathered(stream))
 
 

@@ -16,10 +16,8 @@ from headrace.gateway.delivery import unless_left
 from headrace.gateway.file_routes import content_of
 from headrace.gateway.http_responses import answer
 from headrace.gateway.listing import OF_ANTHROPIC, page
-from headrace.gateway.named_models import read_named_models
-from headrace.generation.generation import Generation
+from headrace.intake.intake import Intake
 from headrace.protocols.anthropic.messages import ROUTE
-from headrace.workers.job_line import Body
 from headrace_common.errors import RequestError
 from headrace_common.jobs import SplitRequests
 
@@ -32,7 +30,7 @@ class MessageBatchRoutes:
         self,
         batches: Batches,
         shelf: Shelf,
-        generation: Generation,
+        intake: Intake,
         auth: Auth,
         bodies: Bodies,
         prefix: str,
@@ -40,7 +38,7 @@ class MessageBatchRoutes:
         """`prefix`: the path below which all routes lie."""
         self._batches = batches
         self._blobs = shelf.blobs
-        self._generation = generation
+        self._intake = intake
         self._auth = auth
         self._bodies = bodies
         self._prefix = prefix
@@ -48,7 +46,9 @@ class MessageBatchRoutes:
     async def create(self, request: Request) -> ASGIApp:
         owner = self._owner(request)
         async with self._bodies.read(request) as body:
-            lines = await unless_left(request.receive, self._lines_of(body))
+            job = SplitRequests(self._batches.max_lines, ROUTE)
+            splitting = self._intake.do(job, body, "requests")
+            lines = await unless_left(request.receive, splitting)
         async with await self._batches.files.begin(owner) as upload:
             await upload.write(lines)
             file = await upload.finish("requests.jsonl", "messages")
@@ -60,11 +60,6 @@ class MessageBatchRoutes:
                 await self._batches.remove_file(owner, file.id)
             raise
         return answer(self._described(request, batch))
-
-    async def _lines_of(self, body: Body) -> bytes:
-        await read_named_models(self._generation, body, "requests")
-        job = SplitRequests(self._batches.max_lines, ROUTE)
-        return await self._generation.work.do(job, body)
 
     async def list(self, request: Request) -> ASGIApp:
         batches = await self._batches.of(self._owner(request), "anthropic")

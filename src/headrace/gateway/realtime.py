@@ -16,17 +16,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import LiveAnswer, Pace, unless_left
-from headrace.gateway.generation_routes import (
-    CONVERSATION,
-    KEY,
-    GenerationRoutes,
-    names_of,
-    read_body,
-)
 from headrace.gateway.http_responses import notice_of
 from headrace.gateway.native_routes import parse
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
+from headrace.intake.intake import Intake, names_of
 from headrace.protocols.dialect import DIALECTS, encode
 from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.store import ById, StoreStalled
@@ -68,12 +62,12 @@ class RealtimeSockets:
         config: ServerConfig,
         auth: Auth,
         bodies: Bodies,
-        routes: GenerationRoutes,
+        intake: Intake,
     ) -> None:
         self.generation = generation
         self.config = config.streams
         self.bodies = bodies
-        self.routes = routes
+        self.intake = intake
         self._auth = auth
 
     async def serve(self, socket: WebSocket) -> None:
@@ -298,27 +292,21 @@ class RealtimeSocket:
         if route not in DIALECTS:
             message = f"No requests are taken by that route; there are {', '.join(DIALECTS)}."
             raise RequestError("route_not_found", message, "route")
-        given = {
-            CONVERSATION: _text(fields, "conversation_id", None),
-            KEY: _text(fields, "idempotency_key", None),
-        }
-        named = {name: value for name, value in given.items() if value is not None}
-        patience_s = None if named else self._sockets.config.linger_s
-        opening = self._open(line, route, bytes(fields.pop("body")), named)
+        names = [_text(fields, name, None) for name in ("conversation_id", "idempotency_key")]
+        patience_s = self._sockets.config.linger_s if names == [None, None] else None
+        opening = self._open(line, route, bytes(fields.pop("body")), *names)
         return Opening(await unless_left(line.receive, opening, patience_s))
 
-    async def _open(self, line: Line, route: str, body: bytes, named: dict[str, str]) -> Found:
+    async def _open(
+        self, line: Line, route: str, body: bytes, conversation: str | None, key: str | None
+    ) -> Found:
+        intake = self._sockets.intake
         with self._sockets.bodies.hold(len(body)):
-            checked = await read_body(self._generation, ReadBody(route), [body])
-        try:
-            headers = Headers(named)
-        except UnicodeEncodeError:
-            raise RequestError("invalid_value", "Names take printable ASCII characters.") from None
-        names = names_of(self._owner, headers, checked)
+            checked = await intake.read(ReadBody(route), [body])
+        names = names_of(self._owner, checked, conversation, key)
         if line.is_stopped:
             raise RequestError("cancelled", "The request was stopped.")
-        stream, _ = await self._sockets.routes.open(route, checked, names)
-        return stream
+        return (await intake.open(route, checked, names)).stream
 
     async def _attach(self, fields: dict[str, msgspec.Raw]) -> Opening:
         stream_id = _text(fields, "stream", 256)

@@ -32,6 +32,7 @@ from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
 from headrace.gateway.vector_routes import ONE, VectorRoutes
 from headrace.generation.generation import Generation
+from headrace.intake.intake import Intake
 from headrace.protocols import batch_lines, body_names, worker
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
@@ -82,7 +83,7 @@ class Endpoints:
             Bodies(config.http.max_body_bytes, config.http.body_timeout_s, auth.check_simple)
             for _ in range(2)
         )
-        index = BodyIndex()
+        index, intake = BodyIndex(), Intake(generation, config)
         self.states = StateRoutes(generation, config.http)
         self.manages = ManageRoutes(generation)
         self.models = RoutesOfModels(
@@ -90,26 +91,26 @@ class Endpoints:
             ModelRoutes(generation, of_operators),
             AdapterRoutes(generation, of_operators),
         )
-        self.generates = GenerationRoutes(generation, config, auth, bodies)
-        self.vectors = VectorRoutes(generation, auth, bodies)
-        self.texts = TextRoutes(generation, config, bodies)
-        self.responses = ResponsesRoutes(generation, config, auth, bodies)
+        self.generates = GenerationRoutes(generation, intake, config, auth, bodies)
+        self.vectors = VectorRoutes(generation, intake, auth, bodies)
+        self.texts = TextRoutes(generation, intake, bodies)
+        self.responses = ResponsesRoutes(generation, intake, config, auth, bodies)
         self.native = NativeRoutes(generation, config, auth, index)
         self.by_byte = ByteRoutes(generation, config, auth, bodies, index)
         self.durable = DurableRoutes(generation, auth, config.streams.heartbeat_s)
         self.foreign = ForeignRoutes(
             LlamaRoutes(generation, auth), OllamaRoutes(generation, bodies)
         )
-        answers = BatchAnswers(generation, self.generates, self.vectors)
+        answers = BatchAnswers(generation, intake, self.vectors)
         work, pause_s = generation.work, config.http.body_timeout_s
         batches = Batches(shelf, config, work, answers)
         self.later = LaterRoutes(
             FileRoutes(batches, shelf.blobs, auth, pause_s),
             BatchRoutes(batches, work, auth, bodies),
-            MessageBatchRoutes(batches, shelf, generation, auth, bodies, self._prefix),
+            MessageBatchRoutes(batches, shelf, intake, auth, bodies, self._prefix),
             batches,
         )
-        self.sockets = RealtimeSockets(generation, config, auth, bodies, self.generates)
+        self.sockets = RealtimeSockets(generation, config, auth, bodies, intake)
 
     async def openapi(self, request: Request) -> ASGIApp:
         return answer(document(ROUTES, self._prefix))

@@ -13,11 +13,12 @@ from headrace.fleet.model_names import called
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
-from headrace.gateway.generation_routes import Marked, read_body
+from headrace.gateway.generation_routes import Marked
 from headrace.gateway.http_responses import answer
 from headrace.generation.generation import Generation
 from headrace.generation.request_span import named
 from headrace.generation.vectors import Vectors
+from headrace.intake.intake import Intake
 from headrace.metrics.traces import RequestSpan
 from headrace.protocols.dialect import encode
 from headrace.protocols.vectors import embeddings, rerank
@@ -46,8 +47,9 @@ class Asker(NamedTuple):
 
 
 class VectorRoutes:
-    def __init__(self, generation: Generation, auth: Auth, bodies: Bodies) -> None:
+    def __init__(self, generation: Generation, intake: Intake, auth: Auth, bodies: Bodies) -> None:
         self._generation = generation
+        self._intake = intake
         self._work = generation.work
         self._auth = auth
         self._bodies = bodies
@@ -69,7 +71,7 @@ class VectorRoutes:
     async def _answer(self, request: Request, job: ReadJob) -> ASGIApp:
         """The work ends with its client."""
         async with self._bodies.read(request) as body:
-            reading = read_body(self._generation, job, body)
+            reading = self._intake.read(job, body)
             checked = await unless_left(request.receive, reading)
         if checked.fields.get("is_empty"):
             empty = self._load(request.url.path, checked.fields)

@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 import msgspec
-from starlette.datastructures import Headers
 
 from headrace_common.jobs import CheckedBody
 from headrace_common.log_context import KEY_NAME
@@ -23,9 +22,9 @@ class ProgressPolicy:
     def __init__(self, rules: tuple[str, ...]) -> None:
         self._rules = [_parsed(rule) for rule in rules]
 
-    def apply(self, headers: Headers, checked: CheckedBody) -> CheckedBody:
-        """The body of this client, within whose task it is."""
-        names = {"key": KEY_NAME.get(), "agent": headers.get("user-agent", "").lower()}
+    def apply(self, agent: str, checked: CheckedBody) -> CheckedBody:
+        """Return the body of the client with this User-Agent, within whose task it is called."""
+        names = {"key": KEY_NAME.get(), "agent": agent.lower()}
         for kind, pattern, wish in self._rules:
             if fnmatchcase(names[kind], pattern):
                 return with_progress(checked, wish)

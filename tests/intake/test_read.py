@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.gateway.generation_routes import read_body
+from headrace.generation.generation import Generation
+from headrace.intake.intake import Intake
 from headrace.protocols.openai import completions as openai_completions
 from headrace.protocols.requests import to_request
 from headrace.workers.job_line import LARGE
+from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.jobs import CheckedBody, EncodePrompts, Job, ReadBody
 from tests.generation.fakes import running
@@ -20,6 +22,10 @@ ROUTE = "/v1/completions"
 
 def body(text: str = "hello", **fields: Any) -> list[bytes]:
     return [json.dumps({"prompt": text, **fields}).encode()]
+
+
+async def read(generation: Generation, body: list[bytes]) -> CheckedBody:
+    return await Intake(generation, ServerConfig()).read(ReadBody(ROUTE), body)
 
 
 class Counted:
@@ -42,7 +48,7 @@ class Counted:
 async def test_a_request_goes_to_a_worker_once(folder: Path) -> None:
     async with running(folder) as (generation, _):
         work = Counted(generation)
-        checked = await read_body(generation, ReadBody(ROUTE), body())
+        checked = await read(generation, body())
         model = generation.fleet.hosts.first.model
         request = to_request(openai_completions, checked, model)
         stream = await generation.open(request, checked=checked)
@@ -57,7 +63,7 @@ async def test_a_request_goes_to_a_worker_once(folder: Path) -> None:
 async def test_a_model_that_has_changed_since_is_asked_again(folder: Path, change: str) -> None:
     async with running(folder) as (generation, _):
         work = Counted(generation)
-        checked = await read_body(generation, ReadBody(ROUTE), body())
+        checked = await read(generation, body())
         model = generation.fleet.hosts.first.model
         if change == "number":
             model.number += 1
@@ -72,7 +78,7 @@ async def test_a_template_that_overruns_is_no_fault_of_the_body(folder: Path) ->
     async with running(folder) as (generation, _):
         work = Counted(generation)
         work.overruns = True
-        checked = await read_body(generation, ReadBody(ROUTE), body())
+        checked = await read(generation, body())
         assert checked.ahead is None and checked.stubs
         request = to_request(openai_completions, checked, generation.fleet.hosts.first.model)
         with pytest.raises(RequestError, match="overran"):
@@ -81,7 +87,7 @@ async def test_a_template_that_overruns_is_no_fault_of_the_body(folder: Path) ->
 
 async def test_a_large_body_is_read_alone(folder: Path) -> None:
     async with running(folder) as (generation, _):
-        checked = [await read_body(generation, ReadBody(ROUTE), body("x" * size))
+        checked = [await read(generation, body("x" * size))
                    for size in (LARGE - 100, LARGE)]  # fmt: skip
         assert [each.ahead is None for each in checked] == [False, True]
 
@@ -91,5 +97,5 @@ async def test_a_model_that_cannot_do_it_is_not_asked_for_tokens(folder: Path) -
         model = generation.fleet.hosts.first.model
         assert model.ready is not None
         model.ready = msgspec.structs.replace(model.ready, tasks=("embed",))
-        checked: CheckedBody = await read_body(generation, ReadBody(ROUTE), body())
+        checked: CheckedBody = await read(generation, body())
         assert checked.ahead is None
