@@ -1,7 +1,7 @@
 """One choice on its way out: tokens in, events' worth of text out; judges ends in token order."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.events import ChoiceEnd, TokenLogprob, Tokens
@@ -12,7 +12,7 @@ from headrace.text.output_splitter import PLAIN, Splitting, make_splitting
 from headrace.text.stops import StopMatcher
 from headrace.text.tokenizer import Tokenizer
 from headrace_common.ids import SequenceId
-from headrace_common.messages import FinishReason, Guessed, NewSequence, NewToken, PromptLogprobs
+from headrace_common.messages import FinishReason, Guessed, NewSequence, PromptLogprobs
 from headrace_common.pieces import ChannelPiece
 from headrace_common.request import Chat
 from headrace_common.sampling import Logprobs
@@ -24,11 +24,11 @@ _TAIL = 16  # tokens of a prompt in which reasoning may have been opened
 class _Untold:
     """News of a choice that no event has carried yet, beside the text's own entries."""
 
-    ids: tuple[int, ...] = ()
+    ids: list[int] = field(default_factory=list)
     num_reasoning: int = 0
     num_guessed: int = 0
     num_accepted: int = 0
-    pieces: tuple[ChannelPiece, ...] = ()
+    pieces: list[ChannelPiece] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -40,6 +40,7 @@ class ChoiceWriter:
         self.index = index
         self.prompt, self.number = divmod(index, request.n)
         self.end: ChoiceEnd | None = None
+        self.is_stopped = False  # by its own tokens; later ones from the engine are void
         self.num_prompt = len(record.prompts[self.prompt]) // 4
         self._has_source = model.has_source
         self._max_tokens = request.sampling.max_tokens
@@ -53,11 +54,6 @@ class ChoiceWriter:
         )
         self._token_ids: array[int] = array("i")  # all so far: a new engine continues them
         self._untold = _Untold()
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the choice was ended by its own tokens; later ones from the engine are void."""
-        return self._text.has_ended
 
     @property
     def num_tokens(self) -> int:
@@ -74,11 +70,15 @@ class ChoiceWriter:
         """This choice as an engine is to begin or continue it."""
         return NewSequence(sequence_id, self.prompt, self.number, self._token_ids.tobytes())
 
-    def feed(self, token: NewToken) -> None:
-        entry = None
-        if token.logprobs is not None:
-            entry = token_logprobs(token.logprobs, self._tokenizer)[0]
-        self._advance(token.token_id, entry)
+    def feed(self, token_id: int, logprobs: Logprobs | None = None) -> None:
+        """Takes the next token, with its log probabilities if they were asked for."""
+        entry = None if logprobs is None else token_logprobs(logprobs, self._tokenizer)[0]
+        self._token_ids.append(token_id)
+        untold, splitter = self._untold, self._splitting.splitter
+        untold.ids.append(token_id)
+        untold.num_reasoning += splitter is not None and splitter.is_reasoning
+        untold.pieces += self._text.feed(token_id, entry)
+        self.is_stopped = self._text.has_ended
 
     def count_guessed(self, guessed: Guessed) -> None:
         self._untold.num_guessed += guessed.num_tokens
@@ -95,7 +95,7 @@ class ChoiceWriter:
     def replay(self, event: Tokens) -> bool:
         """Returns to the state after an event of an earlier run; whether its text is the same."""
         for token_id in event.ids:
-            self._advance(token_id)
+            self.feed(token_id)
         if event.end is not None:
             self._flush()
             self.end = event.end
@@ -104,7 +104,7 @@ class ChoiceWriter:
 
     def echo(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         """Puts the prompt before the choice's own text."""
-        self._untold.pieces += (ChannelPiece(text),)
+        self._untold.pieces.append(ChannelPiece(text))
         self._untold.prompt_logprobs = logprobs
 
     def take(self, seq: int, at_ms: int) -> Tokens | None:
@@ -113,7 +113,9 @@ class ChoiceWriter:
         The event with the end is the last: nothing comes after it.
         """
         untold = self._untold
-        logprobs = untold.prompt_logprobs + self._text.take_entries()
+        logprobs = untold.prompt_logprobs
+        if self._text.entries:
+            logprobs += self._text.take_entries()
         if not (untold.ids or untold.pieces or logprobs or self.end):
             return None
         self._untold = _Untold()
@@ -121,8 +123,8 @@ class ChoiceWriter:
             seq=seq,
             at_ms=at_ms,
             choice=self.index,
-            ids=untold.ids,
-            pieces=untold.pieces,
+            ids=tuple(untold.ids),
+            pieces=tuple(untold.pieces),
             logprobs=logprobs,
             num_reasoning=untold.num_reasoning,
             num_guessed=untold.num_guessed,
@@ -137,21 +139,10 @@ class ChoiceWriter:
             return None
         return array("i", record.prompts[self.prompt][-4:])[0]
 
-    def _advance(self, token_id: int, entry: TokenLogprob | None = None) -> None:
-        self._token_ids.append(token_id)
-        untold = self._untold
-        untold.ids += (token_id,)
-        untold.num_reasoning += self._is_reasoning
-        untold.pieces += self._text.feed(token_id, entry)
-
-    @property
-    def _is_reasoning(self) -> bool:
-        splitter = self._splitting.splitter
-        return splitter is not None and splitter.is_reasoning
-
     def _flush(self) -> None:
         if not self.is_stopped:
             self._untold.pieces += self._text.flush()
+            self.is_stopped = self._text.has_ended
 
 
 def splitting_of(record: Record, prompt: int, tokenizer: Tokenizer) -> Splitting:

@@ -302,7 +302,7 @@ class EventBuilder:
 
     def _feed(self, choice: ChoiceWriter, token: NewToken) -> bool:
         self._begin(choice)
-        choice.feed(token)
+        choice.feed(token.token_id, token.logprobs)
         self.has_tokens = True
         return choice.is_stopped
 

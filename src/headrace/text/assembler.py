@@ -4,6 +4,7 @@ Owns the text that is held back; never writes an event.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from headrace.text.detokenizer import Detokenizer
@@ -47,13 +48,15 @@ class TextAssembler(Generic[Entry]):
         self._stops = stops
         self._sampling = sampling
         self._waiting: deque[_Waiting[Entry]] = deque()
-        self._entries: tuple[Entry, ...] = ()
+        self.entries: tuple[Entry, ...] = ()  # those that `take_entries` gives out next
         self._num_delivered = 0  # characters
         self._num_tokens = 0
+        self._ends = frozenset((*sampling.end_token_ids, *sampling.stop_token_ids))
+        self._is_plain = not stops.has_stops and sampling.num_logprobs is None
 
-    def feed(self, token_id: int, entry: Entry | None = None) -> tuple[ChannelPiece, ...]:
+    def feed(self, token_id: int, entry: Entry | None = None) -> Sequence[ChannelPiece]:
         self._num_tokens += 1
-        if self._sampling.ends_with(token_id, self._num_tokens):
+        if token_id in self._ends and self._sampling.ends_with(token_id, self._num_tokens):
             return self._end_by(token_id)
         marker = self._markers.get(token_id)
         text = self._detokenizer.feed(token_id)
@@ -61,12 +64,17 @@ class TextAssembler(Generic[Entry]):
             start, end = self._detokenizer.span
             if start < end:
                 self._waiting.append(_Waiting(start, end, entry))
+        # Without stop strings and entries nothing has to know how much text was delivered.
+        is_plain = self._is_plain and entry is None
         if self.splitter is None:
+            if is_plain:
+                return (ChannelPiece(text),) if text else ()
             return self._stopped(text)
         if marker is None:
-            return self._all_stopped(self.splitter.feed(text))
-        pieces = self.splitter.feed(text.removesuffix(marker))
-        return self._all_stopped(pieces + self.splitter.mark(marker))
+            pieces = self.splitter.feed(text)
+        else:
+            pieces = self.splitter.feed(text.removesuffix(marker)) + self.splitter.mark(marker)
+        return pieces if is_plain else self._all_stopped(pieces)
 
     def flush(self) -> tuple[ChannelPiece, ...]:
         """Everything held back. What an unfinished code point adds can complete a stop string."""
@@ -79,7 +87,7 @@ class TextAssembler(Generic[Entry]):
 
     def take_entries(self) -> tuple[Entry, ...]:
         """Takes the entries of tokens whose last byte was delivered since the last call."""
-        entries, self._entries = self._entries, ()
+        entries, self.entries = self.entries, ()
         return entries
 
     def _end_by(self, token_id: int) -> tuple[ChannelPiece, ...]:
@@ -111,7 +119,7 @@ class TextAssembler(Generic[Entry]):
         if stop is not None:
             self.has_ended, self.stop = True, stop
             cut = (entry for start, _, entry in self._waiting if start < self._num_delivered)
-            self._entries += tuple(cut)
+            self.entries += tuple(cut)
             self._waiting.clear()
         return pieces
 
@@ -133,4 +141,4 @@ class TextAssembler(Generic[Entry]):
 
     def _take_ready(self) -> None:
         while self._waiting and self._waiting[0].end <= self._num_delivered:
-            self._entries += (self._waiting.popleft().entry,)
+            self.entries += (self._waiting.popleft().entry,)

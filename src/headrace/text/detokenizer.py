@@ -24,6 +24,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, after: int | None = None
     ) -> None:
         self._tokenizer = tokenizer
+        self._bytes = tokenizer.bytes_by_id
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._previous = None if after in self._skipped else after
         self.pending = b""
@@ -32,7 +33,13 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """The characters that this token completes."""
-        data = self._spell(token_id)
+        if token_id in self._skipped:
+            data = b""
+        elif self._bytes is not None:  # a token's bytes do not depend on the one before it
+            data = self._bytes[token_id]
+        else:
+            data = self._tokenizer.spell(token_id, self._previous)
+            self._previous = token_id
         if not data:
             self.span = (self.num_chars, self.num_chars)
             return ""
@@ -52,13 +59,6 @@ class Detokenizer:
         text, self.pending = self.pending.decode(errors="replace"), b""
         self.num_chars += len(text)
         return text
-
-    def _spell(self, token_id: int) -> bytes:
-        if token_id in self._skipped:
-            return b""
-        data = self._tokenizer.spell(token_id, self._previous)
-        self._previous = token_id
-        return data
 
 
 def _whole_characters(data: bytes) -> tuple[str, bytes]:

@@ -64,7 +64,7 @@ class TagSplitter:
         self._tools = tools
         self._tokens = frozenset(tokens)
         self._is_text = is_text
-        self._channel = starts_in
+        self.is_reasoning = starts_in == REASONING
         self._held = ""
         self._is_after_marker = starts_in == REASONING
         self._has_content = False
@@ -72,6 +72,13 @@ class TagSplitter:
         self._raw = ""  # all that the body was given: what it owes if it finds no call
         self._call = -1  # the last call
         self._num_calls_before = -1  # when the body began
+        # Text without these characters cannot begin a marker in this channel.
+        self._content_openers = self._first_characters(tools.starts if tools else ())
+        self._reasoning_openers = self._first_characters(tags[1:] if tags else ())
+
+    def _first_characters(self, markers: Iterable[str]) -> frozenset[str]:
+        """Return the first characters of those markers that count by their text."""
+        return frozenset(marker[0] for marker in markers if marker not in self._tokens)
 
     @property
     def num_held(self) -> int:
@@ -82,11 +89,18 @@ class TagSplitter:
     def num_calls(self) -> int:
         return self._call + 1
 
-    @property
-    def is_reasoning(self) -> bool:
-        return self._channel == REASONING
-
     def feed(self, text: str) -> list[ChannelPiece]:
+        # Most text of an answer is far from any marker, and is placed as it comes. White space at
+        # its end could belong to a marker that follows.
+        if (
+            (self._has_content or self.is_reasoning)
+            and not (self._held or self._is_after_marker or self._body is not None)
+            and text
+            and not text[-1].isspace()
+        ):
+            openers = self._reasoning_openers if self.is_reasoning else self._content_openers
+            if openers.isdisjoint(text):
+                return [ChannelPiece(text, REASONING if self.is_reasoning else CONTENT)]
         pieces: list[ChannelPiece] = []
         while text:
             text = self._advance(text, pieces)
@@ -142,7 +156,7 @@ class TagSplitter:
 
     def _markers(self, text: str) -> tuple[str, ...]:
         """The markers that count in this text, which is not placed yet."""
-        if self._channel == REASONING:
+        if self.is_reasoning:
             return self._reasoning[1:] if self._reasoning else ()
         found: tuple[str, ...] = ()
         if self._reasoning and not self._has_content:  # only an answer's beginning is reasoning
@@ -153,19 +167,20 @@ class TagSplitter:
     def _leads(self, text: str) -> bool:
         leads = self._tools.leads if self._tools else ""
         first = text.lstrip()[:1]
-        return bool(first) and first in leads and self._channel == CONTENT and not self._has_content
+        is_start = not (self.is_reasoning or self._has_content)
+        return bool(first) and first in leads and is_start
 
     def _take_marker(self, marker: str, pieces: list[ChannelPiece]) -> str:
         """Returns the marker if it belongs to the body that it opens."""
         text, space = self._held.rstrip(), self._held[len(self._held.rstrip()) :]
         self._put(text, pieces)
         self._held = ""
-        if self._tools and marker in self._tools.starts and self._channel == CONTENT:
+        if self._tools and marker in self._tools.starts and not self.is_reasoning:
             own = marker if marker in self._tools.kept else ""
             self._open_body(space + marker.removesuffix(own))
             return own
         self._is_after_marker = True
-        self._channel = CONTENT if self._channel == REASONING else REASONING
+        self.is_reasoning = not self.is_reasoning
         return ""
 
     def _open_body(self, raw: str) -> None:
@@ -201,8 +216,8 @@ class TagSplitter:
             text = text.lstrip()
         if text:
             self._is_after_marker = False
-            self._has_content = self._has_content or self._channel == CONTENT
-            pieces.append(ChannelPiece(text, self._channel))
+            self._has_content = self._has_content or not self.is_reasoning
+            pieces.append(ChannelPiece(text, REASONING if self.is_reasoning else CONTENT))
 
 
 def _first_of(markers: list[str], text: str) -> tuple[int, str]:

@@ -16,6 +16,7 @@ class StopMatcher:
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
         self._stops = tuple(dict.fromkeys(stops))
+        self.has_stops = bool(self._stops)
         self._include = include
         self._matched = [0] * len(self._stops)  # how much of each the text ends with
         self._beginnings = frozenset(stop[0] for stop in self._stops)
@@ -23,7 +24,7 @@ class StopMatcher:
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """The text that may be shown now, and the stop string that ended it, if one did."""
-        if not self._stops:
+        if not self.has_stops:
             return text, None
         text, start = self._held + text, len(self._held)
         for end, character in enumerate(text[start:], start + 1):

@@ -5,7 +5,7 @@ is dropped at a text's start), never on anything further back, nor on what follo
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -17,6 +17,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes(Protocol):
+    @property
+    def by_id(self) -> Mapping[int, bytes] | None:
+        """The bytes of each token by its id; None if they depend on the token before it."""
+
     def spell(self, token_id: int, after: int | None) -> bytes:
         """Bytes that `token_id` adds after the token `after`; None: it begins the text."""
 
@@ -25,19 +29,30 @@ class ByteLevelTokenBytes:
     """Vocabularies written in 256 printable characters, each standing for a byte."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        self._inner = inner
-        self._bytes = _byte_of_character()
-        self._known = lru_cache(maxsize=1 << 16)(self._spell)
+        self.by_id = _BytesById(inner)
 
     def spell(self, token_id: int, after: int | None) -> bytes:
-        return self._known(token_id)
+        return self.by_id[token_id]
 
-    def _spell(self, token_id: int) -> bytes:
-        token = self._inner.id_to_token(token_id) or ""
+
+class _BytesById(dict[int, bytes]):
+    """The bytes of the tokens that were looked up so far; ids without a token are not kept."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._inner = inner
+        self._byte_of = _byte_of_character()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._inner.id_to_token(token_id)
+        if token is None:
+            return b""
         try:
-            return bytes([self._bytes[character] for character in token])
+            data = bytes([self._byte_of[character] for character in token])
         except KeyError:  # an added token, written as itself
-            return token.encode()
+            data = token.encode()
+        self[token_id] = data
+        return data
 
 
 class ProbedTokenBytes:
@@ -46,6 +61,8 @@ class ProbedTokenBytes:
     Tokens such as `<0xE2>` are single bytes if the decoder has a byte fallback. They are never
     probed: alone they are no text yet.
     """
+
+    by_id: Mapping[int, bytes] | None = None
 
     def __init__(self, inner: tokenizers.Tokenizer, has_byte_tokens: bool) -> None:
         self._inner = inner

@@ -61,7 +61,8 @@ class Tokenizer:
         vocabulary = self._inner.get_vocab()
         _check_tokens(vocabulary)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.spell = token_bytes_for(self._inner, sections.decoder).spell
+        token_bytes = token_bytes_for(self._inner, sections.decoder)
+        self.spell, self.bytes_by_id = token_bytes.spell, token_bytes.by_id
         self.special_tokens = _special_tokens(config or {})
         added = self._inner.get_added_tokens_decoder()
         self.added_tokens = tuple(token.content for token in added.values())
