@@ -44,6 +44,11 @@ RULES = (
         re.compile(r'("total_bytes":|beyond the )([0-9]+)(?=[,}]| bytes)'),
         "A stream has as many bytes as its durations have digits.",
     ),
+    Rule(
+        "size",
+        re.compile(r'("bytes":)([0-9]+)(?=[^{}]*"filename":"batch_)'),
+        "So has a file of results.",
+    ),
     Rule("seed", re.compile(r'("seed":)([0-9]{9,})'), "A seed that nobody gave is random."),
     Rule("port", re.compile(r"(127\.0\.0\.1:)([0-9]{2,5})"), "Servers listen on a free port."),
     Rule(
@@ -108,6 +113,15 @@ def metric_names(text: str) -> str:
     return "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
 
 
+def entries(text: str) -> str:
+    """Return a list of files in a fixed order; those of one second are listed by random ids."""
+    given = json.loads(text)
+    given["data"].sort(key=lambda entry: entry.get("filename", "")[-12:])
+    return json.dumps(
+        given | {"first_id": "", "last_id": ""}, ensure_ascii=False, separators=(",", ":")
+    )
+
+
 def sorted_lines(text: str) -> str:
     """Return results of a batch in a fixed order; they are written as their requests end."""
     return "".join(
@@ -120,4 +134,5 @@ VIEWS: dict[str, Callable[[str], str]] = {
     "shape": shape,
     "names": metric_names,
     "lines": sorted_lines,
+    "entries": entries,
 }
