@@ -128,12 +128,7 @@ def _inputs(session: Session) -> None:
         made = history(seed)
         fixed = {limits.get(made.route, "max_tokens"): 4, "temperature": 0, "model": MODEL}
         session.post(made.route, made.body | fixed, f"history {seed}")
-    for route in READING.keys() & {
-        "/tokenize",
-        "/detokenize",
-        "/apply-template",
-        "/v1/streams/lookup",
-    }:
+    for route in ("/tokenize", "/detokenize", "/apply-template", "/v1/streams/lookup"):
         rng = random.Random(route)
         for number in range(NUM_DRAWN):
             session.post(route, drawn_body(rng, route, 2000)[0], f"drawn {number}")
