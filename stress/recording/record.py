@@ -101,6 +101,7 @@ def _information(session: Session) -> None:
         session.get(path, "as Anthropic", **ANTHROPIC)
     session.get("/", "as a browser", Accept="text/html")
     session.get("/", "packed", Accept_Encoding="gzip", Accept="text/html")
+    session.until("/manage/history", lambda it: it["points"])  # every ten seconds
     for path in FIGURES:
         session.get(path, "figures", view="shape")
     session.get("/metrics", view="names")
