@@ -1,5 +1,6 @@
 """Sends requests one at a time and writes down each answer, normalised."""
 
+import contextlib
 import http.client
 import json
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from stress.recording.rules import HEADER_RULES, VIEWS, frames, normalise
@@ -139,9 +141,9 @@ class Session:
                 url, additional_headers=self._headers | headers, compression=None
             ) as socket:
                 for message in messages:
-                    socket.send(
-                        message if isinstance(message, str | bytes) else json.dumps(message)
-                    )
+                    is_raw = isinstance(message, str | bytes)
+                    with contextlib.suppress(ConnectionClosed):  # after its reason has been sent
+                        socket.send(message if is_raw else json.dumps(message))
                 while num_answers:
                     came.append(str(socket.recv(timeout=SILENCE_S)))
                     num_answers -= _ends(came[-1])
