@@ -2,14 +2,14 @@
 
 import asyncio
 
-from headrace.batches.answers import LineAnswer, LineAsked
+from headrace.batches.answers import LineAnswer, LineAnswers, LineAsked
 from headrace.batches.shelf import NOBODY, Blobs
 from headrace.protocols.batch_lines import custom_id_of
 from headrace.streams.store import StoreStalled
 from headrace_common.errors import RequestError
 
 
-class FakeAnswers:
+class FakeAnswers(LineAnswers):
     """Answers a line at once, unless `gate` is closed or `refusals` of its custom_id are left."""
 
     num_at_once = 4

@@ -7,15 +7,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace.batches import answers, batches
-from headrace.batches.answers import LineAsked
+from headrace.batches.answers import LineAnswers, LineAsked
 from headrace.batches.folder import folder_shelf
 from headrace.batches.lines import PIECE
 from headrace.batches.records import FileRecord
 from headrace.gateway.app import create_app
-from headrace.gateway.auth import Auth
-from headrace.gateway.batch_answers import BatchAnswers
 from headrace.gateway.file_routes import content_of
-from headrace.gateway.vector_routes import VectorRoutes
 from headrace.intake.intake import Intake
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import FakeGeneration
@@ -45,8 +42,7 @@ async def test_an_answer_too_large_to_keep_is_an_error_of_its_line(
 ) -> None:
     generation = FakeGeneration()
     intake = Intake(generation, CONFIG)  # type: ignore[arg-type]
-    vectors = VectorRoutes(generation, intake, Auth(CONFIG.http), None)  # type: ignore[arg-type]
-    of_lines = BatchAnswers(generation, intake, vectors)  # type: ignore[arg-type]
+    of_lines = LineAnswers(generation, intake)  # type: ignore[arg-type]
     line = {"custom_id": "a", "body": {"model": "headrace-mini", "input": ["Hi"] * 9}}
     asked = LineAsked("/v1/embeddings", "ann", "batch:1", json.dumps(line).encode())
     whole = await of_lines.answer(asked)

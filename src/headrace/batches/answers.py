@@ -1,26 +1,56 @@
-"""The seam to what answers a line, and the check of all lines before the first one is."""
+"""Answers the lines of batches, and checks all lines before it answers the first."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from headrace.batches.lines import chunks_of
 from headrace.batches.records import BatchRecord
 from headrace.batches.shelf import Blobs
+from headrace.generation.generation import Generation
+from headrace.generation.registry import Found
+from headrace.intake.answers import AnswerBody, is_old
+from headrace.intake.intake import Intake
+from headrace.intake.vectors import Asker
 from headrace.protocols.batch_lines import MAX_FAULTS
+from headrace.protocols.dialect import DIALECTS, ErrorFormat, dialect_of
+from headrace.protocols.openai import chunks as openai
+from headrace.protocols.vectors import embeddings, rerank
+from headrace.streams.log import LogGone
+from headrace.streams.record import Names
+from headrace.streams.store import ByKey
+from headrace.workers.loop_slices import slice_of_loop
 from headrace.workers.pool import Work
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedLines, CheckLines, LineFault
-from headrace_common.request import Route
+from headrace_common.jobs import (
+    CheckedLines,
+    CheckLines,
+    LineFault,
+    OpenLine,
+    ReadBody,
+    ReadInputs,
+    ReadJob,
+    ReadPairs,
+)
+from headrace_common.log_context import begin_request
+from headrace_common.request import BACKGROUND, Route
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+ROUTES: tuple[Route, ...] = (*DIALECTS, embeddings.ROUTE, *rerank.ROUTES)
+"""Routes that lines may name."""
 
 MAX_ANSWER_BYTES = 256 << 20
 """Bytes of one answer; every shelf takes so many in one write, and Redis no more than 512 MB."""
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 _DIGEST = 16
+_SHARE = 4  # lines in work: one part in so many of the sequences that run at once
+_UNKNOWN = 8  # lines in work while no model is in memory
+_AGAIN = RequestError("server_restarting", "The stream of this line is gone; it is asked again.")
 
 
 async def patiently(work: Callable[[], Awaitable[T]]) -> T:
@@ -53,24 +83,71 @@ class LineAnswer(NamedTuple):
     body: bytes
 
 
-class Answers(Protocol):
-    """Answers lines from what other requests leave."""
+class LineAnswers:
+    """Answers lines as their routes answer requests, but from what other requests leave.
+
+    A line's stream is found again by its key, as that of any client is.
+    """
+
+    def __init__(self, generation: Generation, intake: Intake) -> None:
+        self._generation = generation
+        self._intake = intake
 
     @property
     def num_at_once(self) -> int:
-        """Lines of all batches that may be in work."""
+        """Lines of all batches that may be in work: a share of the smallest engine's sequences."""
+        hosts = self._generation.fleet.hosts.all()
+        places = [host.ready.max_num_seqs for host in hosts if host.ready]
+        return max(1, min(places) // _SHARE) if places else _UNKNOWN
 
     def check_model(self, name: str) -> None:
         """RequestError if no model of that name is served."""
+        self._generation.fleet.hosts.get(name)
 
     async def read_models(self, lines: bytes) -> None:
         """Read the models that lines name; RequestError if one of them cannot be read."""
+        await self._intake.read_models([lines], "lines")
 
     async def answer(self, asked: LineAsked) -> LineAnswer:
-        """RequestError if it cannot be answered now, and should be asked again."""
+        """RequestError if the line should be asked again later; any other error is the answer."""
+        begin_request(asked.key)
+        line = await self._generation.work.do(OpenLine(), [asked.line])
+        try:
+            status, body = await self._answer(asked, line.body)
+            if len(body) > MAX_ANSWER_BYTES:
+                message = f"The answer has {len(body)} bytes, and a batch keeps "
+                message += f"{MAX_ANSWER_BYTES} of one; ask for less in a line."
+                raise RequestError("request_too_large", message)
+        except RequestError as error:
+            if error.kind.retry:
+                raise
+            status, body = self._failed(asked, error)
+        except LogGone:
+            raise _AGAIN.with_traceback(None) from None
+        except Exception:  # one line, and not its batch
+            logger.exception("A line of a batch failed")
+            failure = RequestError("internal_error", "The server failed on this request.")
+            status, body = self._failed(asked, failure)
+        return LineAnswer(line.custom_id, status, body)
 
     async def forget(self, asked: LineAsked) -> None:
-        """Ends what a line began, and forgets it."""
+        """Stop and remove the stream of a line, if there is one."""
+        await self._generation.streams.discard(asked.owner, ByKey(asked.owner, asked.key))
+
+    def _failed(self, asked: LineAsked, error: RequestError) -> tuple[int, bytes]:
+        errors = _errors_of(asked.route)
+        return errors.status(error), errors.body(error)
+
+    async def _answer(self, asked: LineAsked, body: bytes) -> tuple[int, bytes]:
+        checked = await self._intake.read(_job(asked.route), [body])
+        checked.fields["priority"] = BACKGROUND
+        if asked.route not in DIALECTS:
+            asker = Asker(asked.route, asked.owner, BACKGROUND)
+            return 200, await self._intake.vectors.answer(checked, asker)
+        # An earlier server may have begun the stream; it is found by its key.
+        names = Names(asked.owner, key=asked.key, digest=checked.digest)
+        stream = (await self._intake.open(asked.route, checked, names)).stream
+        return await stream.audience.pause.unless(_gathered(stream))
 
 
 class Verdict(NamedTuple):
@@ -83,7 +160,7 @@ class Verdict(NamedTuple):
 class LineCheck:
     """Checks the lines of one batch in workers, some at a time."""
 
-    def __init__(self, blobs: Blobs, work: Work, answers: Answers, max_bytes: int) -> None:
+    def __init__(self, blobs: Blobs, work: Work, answers: LineAnswers, max_bytes: int) -> None:
         self._blobs = blobs
         self._work = work
         self._answers = answers
@@ -148,3 +225,29 @@ class LineCheck:
             except RequestError as error:
                 faults.append(LineFault(line, error.code, str(error), "body.model"))
         return faults
+
+
+async def _gathered(stream: Found) -> tuple[int, bytes]:
+    """Status and body of its whole answer; RequestError if it was cut by what passes."""
+    answer = AnswerBody(stream.record)
+    async with stream.audience.reader() as events:
+        async for event in events:
+            if is_old(stream.log, event):
+                await slice_of_loop()
+            answer.feed(event)
+            events.sent(event)
+    error = answer.error
+    if error is not None and error.retryable:
+        raise RequestError(error.code, error.message)
+    errors = dialect_of(stream.record.request.route).ERRORS
+    return 200 if error is None else errors.status(error), await answer.body()
+
+
+def _job(route: Route) -> ReadJob:
+    if route == embeddings.ROUTE:
+        return ReadInputs()
+    return ReadPairs() if route in rerank.ROUTES else ReadBody(route)
+
+
+def _errors_of(route: Route) -> ErrorFormat:
+    return dialect_of(route).ERRORS if route in DIALECTS else openai.ERRORS

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-from headrace.batches.answers import Answers, LineCheck
+from headrace.batches.answers import LineAnswers, LineCheck
 from headrace.batches.files import Files
 from headrace.batches.records import (
     BATCH,
@@ -52,7 +52,9 @@ class BatchWish(NamedTuple):
 class Batches:
     """`run` is its one task, and owns those of all batches that this server works on."""
 
-    def __init__(self, shelf: Shelf, config: ServerConfig, work: Work, answers: Answers) -> None:
+    def __init__(
+        self, shelf: Shelf, config: ServerConfig, work: Work, answers: LineAnswers
+    ) -> None:
         self.files = Files(shelf, config.batches)
         self._records = shelf.records
         self._answers = answers

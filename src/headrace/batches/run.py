@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.batches.answers import Answers, LineAsked, LineCheck, patiently
+from headrace.batches.answers import LineAnswers, LineAsked, LineCheck, patiently
 from headrace.batches.files import Files
 from headrace.batches.lines import answered, lines_of
 from headrace.batches.records import (
@@ -41,7 +41,7 @@ class Bench(NamedTuple):
 
     shelf: Shelf
     files: Files
-    answers: Answers
+    answers: LineAnswers
     check: LineCheck
     max_lines: int
     max_line_bytes: int

@@ -7,10 +7,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from headrace.batches.answers import ROUTES
 from headrace.batches.batches import Batches, BatchWish
 from headrace.batches.records import SUCCEEDED, BatchRecord
 from headrace.gateway.auth import Auth
-from headrace.gateway.batch_answers import ROUTES
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer

@@ -7,7 +7,6 @@ import asyncio
 import math
 import random
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -16,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.gateway.http_responses import cut, notice_of, request_id_of
 from headrace.generation.registry import Found
-from headrace.protocols.dialect import PING, SIGN_S, WireFrames, dialect_of, encode
-from headrace.streams.events import Accepted, AnyEvent, Error, Heartbeat, Tokens, is_terminal
-from headrace.streams.log import Log
+from headrace.intake.answers import AnswerBody, encoded, is_old
+from headrace.protocols.dialect import PING, SIGN_S, WireFrames, dialect_of
+from headrace.streams.events import Accepted, AnyEvent, Heartbeat, Tokens, is_terminal
 from headrace.streams.record import Record
 from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.config.settings import StreamConfig
@@ -27,9 +26,7 @@ from headrace_common.system.race import race
 
 T = TypeVar("T")
 
-_whole_bodies = ThreadPoolExecutor(1, "whole-body")
 _PAGE = 256
-_NUM_NEW = 8  # last events of a log that count as new: what a few steps write together
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -60,42 +57,6 @@ async def unless_left(
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def is_old(log: Log, event: AnyEvent) -> bool:
-    """Whether it has lain in its log: it waits for a slice of the loop; a new one goes at once."""
-    return log.next_seq - event.seq > _NUM_NEW
-
-
-class AnswerBody:
-    """Gathers the whole answer of a stream, in the dialect of its request."""
-
-    def __init__(self, record: Record) -> None:
-        self.error: Error | None = None  # the stream was cut
-        self._dialect = dialect_of(record.request.route)
-        self._body = self._dialect.response_body(record)
-
-    def feed(self, event: AnyEvent) -> None:
-        """Takes every event from seq 0, in order."""
-        if isinstance(event, Error):
-            self.error = event
-        else:
-            self._body.feed(event)
-
-    async def body(self) -> bytes:
-        """The body, encoded in a thread: long log probabilities take seconds; no stream may wait.
-
-        One after the other: each holds the whole answer several times over.
-        """
-        if self.error:
-            return self.failure(self.error)
-        return await asyncio.get_running_loop().run_in_executor(_whole_bodies, self._whole)
-
-    def _whole(self) -> bytes:
-        return encode(self._body.whole())
-
-    def failure(self, error: RequestError | Error) -> bytes:
-        return self._dialect.ERRORS.body(error)
 
 
 class WholeAnswer:
@@ -152,9 +113,7 @@ class AnswerSoFar:
                 await slice_of_loop()
                 body.feed(event)
             after = page[-1].seq
-        loop = asyncio.get_running_loop()
-        shown = await loop.run_in_executor(_whole_bodies, lambda: encode(body.whole()))
-        return Response(shown, 200, {"X-Stream-Id": record.id}, "application/json")
+        return Response(await encoded(body), 200, {"X-Stream-Id": record.id}, "application/json")
 
 
 class Rendering(Protocol):

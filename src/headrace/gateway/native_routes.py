@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 from headrace.gateway.auth import Auth
 from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.delivery import (
-    AnswerBody,
     LiveAnswer,
     LiveFrames,
     Pace,
@@ -24,6 +23,7 @@ from headrace.gateway.delivery import (
 from headrace.gateway.http_responses import answer
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
+from headrace.intake.answers import AnswerBody
 from headrace.protocols.dialect import encode
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai.chunks import error_of

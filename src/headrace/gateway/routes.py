@@ -7,12 +7,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from headrace.batches.answers import LineAnswers
 from headrace.batches.batches import Batches
 from headrace.batches.shelf import Shelf
 from headrace.gateway import adapter_routes
 from headrace.gateway.adapter_routes import AdapterRoutes
 from headrace.gateway.auth import Auth, Endpoint
-from headrace.gateway.batch_answers import BatchAnswers
 from headrace.gateway.batch_routes import BatchRoutes
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.body_index import BodyIndex
@@ -30,9 +30,10 @@ from headrace.gateway.openapi import EITHER_ERROR, EVENTS, JSON, Operation, docu
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
-from headrace.gateway.vector_routes import ONE, VectorRoutes
+from headrace.gateway.vector_routes import VectorRoutes
 from headrace.generation.generation import Generation
 from headrace.intake.intake import Intake
+from headrace.intake.vectors import ONE
 from headrace.protocols import batch_lines, body_names, worker
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
@@ -101,7 +102,7 @@ class Endpoints:
         self.foreign = ForeignRoutes(
             LlamaRoutes(generation, auth), OllamaRoutes(generation, bodies)
         )
-        answers = BatchAnswers(generation, intake, self.vectors)
+        answers = LineAnswers(generation, intake)
         work, pause_s = generation.work, config.http.body_timeout_s
         batches = Batches(shelf, config, work, answers)
         self.later = LaterRoutes(

@@ -1,10 +1,7 @@
 """The routes that answer with vectors or scores: no stream, and nobody to come back to one."""
 
-import secrets
-import time
-from collections.abc import Coroutine, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -16,34 +13,10 @@ from headrace.gateway.delivery import unless_left
 from headrace.gateway.generation_routes import Marked
 from headrace.gateway.http_responses import answer
 from headrace.generation.generation import Generation
-from headrace.generation.request_span import named
-from headrace.generation.vectors import Vectors
 from headrace.intake.intake import Intake
-from headrace.metrics.traces import RequestSpan
-from headrace.protocols.dialect import encode
-from headrace.protocols.vectors import embeddings, rerank
-from headrace_common.jobs import (
-    CheckedBody,
-    RankDocuments,
-    ReadInputs,
-    ReadJob,
-    ReadPairs,
-    VectorForm,
-    WriteVectors,
-)
-from headrace_common.log_context import PARENT
+from headrace.intake.vectors import ONE, Asker
+from headrace_common.jobs import ReadInputs, ReadJob, ReadPairs
 from headrace_common.request import Route
-
-ONE: Route = "/api/embeddings"
-_SLICE_BYTES = 256 << 10  # of vectors that one job writes
-
-
-class Asker(NamedTuple):
-    """The route by which vectors are asked for, whose they are, and how urgently."""
-
-    route: Route
-    owner: str
-    priority: int = 0
 
 
 class VectorRoutes:
@@ -77,7 +50,7 @@ class VectorRoutes:
             empty = self._load(request.url.path, checked.fields)
             return Marked(await unless_left(request.receive, empty), checked.ignored, False)
         asker = Asker(request.url.path, self._auth.owner(request.headers))
-        whole = await unless_left(request.receive, self.make(checked, asker))
+        whole = await unless_left(request.receive, self._intake.vectors.answer(checked, asker))
         return Marked(HeldAnswer(whole, self._bodies), checked.ignored, False)
 
     async def _load(self, route: Route, fields: Mapping[str, Any]) -> ASGIApp:
@@ -88,88 +61,3 @@ class VectorRoutes:
         if route == ONE:
             return answer({"embedding": []})
         return answer({"model": fields.get("alias") or called(host, name), "embeddings": []})
-
-    async def make(self, checked: CheckedBody, asker: "Asker") -> bytes:
-        """The whole answer of the asker's route."""
-        if asker.route == embeddings.ROUTE:
-            return await self._embed(checked, asker)
-        if asker.route in rerank.ROUTES:
-            return await self._rerank(checked, asker)
-        if asker.route == ONE:
-            _, data = await self._embedded(checked, asker, "bare")
-            return b'{"embedding":' + data + b"}"
-        return await self._embed_bare(checked, asker)
-
-    async def _embed(self, checked: CheckedBody, asker: "Asker") -> bytes:
-        as_base64 = checked.fields.get("encoding_format") == "base64"
-        made, data = await self._embedded(checked, asker, "base64" if as_base64 else "float")
-        rest = {"model": _name(checked.fields, made), "usage": _usage(made)}
-        return b'{"object":"list","data":[' + data + b"]," + encode(rest)[1:]
-
-    async def _embed_bare(self, checked: CheckedBody, asker: "Asker") -> bytes:
-        began = time.monotonic_ns()
-        made, data = await self._embedded(checked, asker, "bare")
-        rest = {
-            "model": _name(checked.fields, made),
-            "total_duration": time.monotonic_ns() - began,
-            "prompt_eval_count": made.num_tokens,
-        }
-        return b'{"embeddings":[' + data + b"]," + encode(rest)[1:]
-
-    async def _embedded(
-        self, checked: CheckedBody, asker: "Asker", form: VectorForm
-    ) -> tuple[Vectors, bytes]:
-        """The vectors, and how they stand in an answer."""
-        fields = checked.fields
-        asked = embeddings.to_request(checked, asker.owner, asker.priority)
-        making = self._generation.vectors.make(asked, partial(embeddings.check, checked))
-        made = await self._traced(asker.route, "embeddings", making)
-        wanted = fields.get("dimensions")
-        size = len(made.vectors[0])
-        step = max(1, _SLICE_BYTES // size)
-        parts = []
-        for first in range(0, len(made.vectors), step):
-            vectors = made.vectors[first : first + step]
-            job = WriteVectors(size, first, wanted, form, made.model.embeds_units)
-            parts.append(await self._work.do(job, vectors))
-        return made, b",".join(parts)
-
-    async def _traced(
-        self, route: Route, operation: str, making: Coroutine[Any, Any, Vectors]
-    ) -> Vectors:
-        began = time.monotonic()
-        made = await making
-        if (traces := self._generation.metrics.traces).is_on:
-            model = made.model.names[0]
-            attributes = named(route) | {
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "headrace",
-                "gen_ai.request.model": model,
-                "gen_ai.usage.input_tokens": made.num_tokens,
-            }
-            seconds, name = time.monotonic() - began, f"{operation} {model}"
-            traces.ended(RequestSpan(name, PARENT.get(), seconds, "", attributes))
-        return made
-
-    async def _rerank(self, checked: CheckedBody, asker: "Asker") -> bytes:
-        fields = checked.fields
-        asked = rerank.to_request(checked, asker.route, asker.owner, asker.priority)
-        made = await self._traced(asker.route, "rerank", self._generation.vectors.make(asked))
-        scores, with_documents = b"".join(made.vectors), fields.get("return_documents", True)
-        job = RankDocuments(scores, made.model.names[0], fields.get("top_n"), with_documents)
-        results = await self._work.do(job, [checked.packed])
-        rest = {
-            "id": "rerank-" + secrets.token_hex(16),
-            "object": "list",
-            "model": _name(fields, made),
-            "usage": _usage(made),
-        }
-        return b'{"results":' + results + b"," + encode(rest)[1:]
-
-
-def _name(fields: Mapping[str, Any], made: Vectors) -> str:
-    return str(fields.get("alias") or called(made.model, fields.get("model")))
-
-
-def _usage(made: Vectors) -> dict[str, int]:
-    return {"prompt_tokens": made.num_tokens, "total_tokens": made.num_tokens}

@@ -10,6 +10,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.earlier_responses import EarlierResponses
 from headrace.intake.progress_policy import ProgressPolicy, with_progress
+from headrace.intake.vectors import VectorAnswers
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.inserted_texts import client_of
 from headrace.protocols.openai import chat as openai_chat
@@ -58,6 +59,7 @@ class Intake:
     """
 
     def __init__(self, generation: Generation, config: ServerConfig) -> None:
+        self.vectors = VectorAnswers(generation)
         self.earlier = EarlierResponses(generation, config.http.max_body_bytes)
         self._generation = generation
         self._keeps_inserted = config.streams.inserted_texts == "keep"
