@@ -155,13 +155,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     restores: tuple[SlotCopy, ...] = ()  # snapshots put into slots before the chunks
     encoded: tuple[EncodeChunk, ...] = ()
     loads: tuple[Load, ...] = ()
-
-    @property
-    def worked_on(self) -> list[SequenceId]:
-        """The sequences that it loads or computes; not those that only draw."""
-        ids = [load.sequence_id for load in self.loads]
-        ids += [chunk.sequence_id for chunk in self.encoded]
-        return ids + [chunk.sequence_id for chunk in self.chunks]
+    worked_on: tuple[SequenceId, ...] = ()  # the sequences it loads or computes, not just draws for
+    allowed_s: float = 0.0  # how long it should take, for the watch on hangs; 0 while unmeasured
 
     @property
     def named(self) -> list[SequenceId]:

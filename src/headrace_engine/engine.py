@@ -1,6 +1,5 @@
 """The step loop: joins a scheduler, a runner, an inbox and an outbox; knows no HTTP."""
 
-import contextlib
 import logging
 import queue
 import time
@@ -29,7 +28,7 @@ from headrace_common.messages import (
 )
 from headrace_common.plan import StepPlan, StepResult
 from headrace_common.prefix import DiskNews, ReadRun
-from headrace_common.system.awake import ProcessStops
+from headrace_common.system.awake import STOPPED_S, ProcessStops
 from headrace_common.system.core_lock import CoreLock
 from headrace_common.system.panics import STEERING
 from headrace_common.wire import AnyMessage
@@ -99,16 +98,6 @@ class NoStepRecord:
     def clear(self) -> None: ...
 
 
-class NoPrefixes:
-    """Nothing is kept outside memory."""
-
-    def start(self, tell: Callable[[DiskNews], None]) -> None: ...
-
-    def serve(self, offers: list[Offer], wishes: list[ReadRun]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class StatusTeller:
     """Says when a status is due: at most four times a second, and once there is nothing to do."""
 
@@ -117,9 +106,8 @@ class StatusTeller:
         self._due = 0.0
         self._untold_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
 
-    def note(self, step: StepTrace | None) -> None:
-        if step is not None:
-            self._untold_steps.append(step)
+    def note(self, step: StepTrace) -> None:
+        self._untold_steps.append(step)
 
     def due(self, scheduler: Scheduler, now: float) -> Status | None:
         """The status with the steps since the last one, if it is due and anything has changed."""
@@ -152,11 +140,13 @@ class Engine:
         outbox: Outbox,
         step_record: StepWriter | None = None,
         grammars: Grammars | None = None,
+        adapters: AdapterShelf | None = None,
+        prefixes: Prefixes | None = None,
         core_lock: CoreLock | None = None,
     ) -> None:
         """`core_lock` is shared by engines on the same cores."""
-        self.prefixes: Prefixes = NoPrefixes()
-        self.adapters = AdapterShelf(None)
+        self._prefixes = prefixes
+        self._adapters = adapters or AdapterShelf(None)
         self._core_lock = core_lock
         self._scheduler = scheduler
         self._step_record = step_record or NoStepRecord()
@@ -168,6 +158,7 @@ class Engine:
         self._status = StatusTeller()
         self._starving_due = 0.0
         self._was_held = False
+        self._ended_at = self._clock()  # the last step
         self._stops = ProcessStops()
 
     def run(self, inbox: Inbox) -> None:
@@ -175,56 +166,72 @@ class Engine:
 
         Also returns when step after step fails: a fresh engine may do better.
         """
-        self.prefixes.start(inbox.put)
-        with self._stops, contextlib.closing(self.prefixes):
-            while self._receive(inbox) and not self._scheduler.must_exit:
-                if not self._is_held_back():
-                    self._step_in_turn()
+        if self._prefixes is not None:
+            self._prefixes.start(inbox.put)
+        try:
+            with self._stops:
+                while self._receive(inbox) and not self._scheduler.must_exit:
+                    if self._is_held_back():
+                        continue
+                    if self._core_lock is not None and self._core_lock.is_shared:
+                        self._step_in_turn(self._core_lock)
+                    else:
+                        self.step()
+        finally:
+            if self._prefixes is not None:
+                self._prefixes.close()
 
-    def _step_in_turn(self) -> None:
-        if self._core_lock is None or not self._core_lock.is_shared:
-            self.step()
-            return
+    def _step_in_turn(self, core_lock: CoreLock) -> None:
+        """Run a step while no other engine on these cores does."""
         scheduler = self._scheduler
-        with self._core_lock.held():
-            scheduler.leave_room(self._core_lock.others())
+        with core_lock.held():
+            scheduler.leave_room(core_lock.others())
             self.step()
-            self._core_lock.note(scheduler.decode_s, scheduler.has_streams, scheduler.has_prompts)
+            core_lock.note(scheduler.decode_s, scheduler.has_streams, scheduler.has_prompts)
 
     def step(self) -> bool:
         """Plan, execute, commit. False: there was nothing to do."""
-        plan = self._scheduler.plan(self._clock())
-        self.prefixes.serve(self._scheduler.take_offers(), self._scheduler.take_wishes())
-        if plan is None or self._scheduler.has_outputs:
-            self._send()  # who starts or was cancelled hears of it before the step executes
+        scheduler = self._scheduler
+
+        # 1. Plan. Clients hear who starts or was cancelled before the step executes.
+        plan = scheduler.plan(self._clock())
+        if self._prefixes is not None:
+            self._prefixes.serve(scheduler.take_offers(), scheduler.take_wishes())
+        outputs = scheduler.take_outputs()
+        if plan is None or outputs is not None:
+            self._send(outputs)
         if plan is None:
             return False
-        self._step_record.write(plan.worked_on, self._scheduler.predicted_s)
-        self._execute(plan)
-        self._step_record.clear()
-        self._send()
-        return True
 
-    def _execute(self, plan: StepPlan) -> None:
+        # 2. Execute. The record tells the parent whose step it was if this process dies in it.
+        self._step_record.write(plan.worked_on, plan.allowed_s)
         try:
             result = self._runner.launch(plan).result()
         except MemoryError as error:
             logger.warning("A step of %d chunks ran out of memory: %s", len(plan.chunks), error)
-            self._scheduler.out_of_memory(plan, _NO_MEMORY, self._clock())
+            scheduler.out_of_memory(plan, _NO_MEMORY, self._clock())
         except STEERING:
             raise
         except BaseException as error:  # a library's panic is not an Exception
             logger.exception("A step of %d chunks failed", len(plan.chunks))
-            self._scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
-        else:
-            if self._stops.take():  # the time that passed is not what the step took
-                result = msgspec.structs.replace(result, is_timed=False)
-            self._scheduler.commit(plan, result, self._clock())
-            self._status.note(self._scheduler.last_step)
-            self._tell_of_starved_prompts()
+            scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
 
-    def _tell_of_starved_prompts(self) -> None:
-        now = self._clock()
+        # 3. Commit. If the process was stopped since the last step, the time that passed is not
+        #    what this step took. A shorter time than STOPPED_S shows that it was not.
+        else:
+            began_at, self._ended_at = self._ended_at, self._clock()
+            if self._ended_at - began_at > STOPPED_S and self._stops.take():
+                result = msgspec.structs.replace(result, is_timed=False)
+            trace = scheduler.commit(plan, result, self._ended_at)
+            if trace is not None:
+                self._status.note(trace)
+
+        # 4. Send what came of it.
+        self._step_record.clear()
+        self._send(scheduler.take_outputs())
+        return True
+
+    def _tell_of_starved_prompts(self, now: float) -> None:
         if self._scheduler.starved_s > _STARVED_S and now >= self._starving_due:
             self._starving_due = now + _STARVING_INTERVAL_S
             logger.warning(
@@ -242,7 +249,7 @@ class Engine:
     def _receive(self, inbox: Inbox) -> bool:
         """Hands every waiting message to the scheduler; False on Shutdown."""
         timeout = self._scheduler.rest_s(self._clock())
-        if self._outbox.num_unsent() > MAX_UNSENT and timeout is not None:
+        if self._was_held and timeout is not None:
             timeout = max(timeout, _IDLE_POLL_S)
         try:
             while True:
@@ -259,9 +266,9 @@ class Engine:
             self._compiled(message)
         elif isinstance(message, DiskNews):
             self._scheduler.hear(message, self._clock())
-        elif isinstance(message, Submit) and (missing := self.adapters.missing(message)):
+        elif isinstance(message, Submit) and (missing := self._adapters.missing(message)):
             self._preparing.num += 1
-            self.adapters.read(missing, inbox.put, message)
+            self._adapters.read(missing, inbox.put, message)
         elif isinstance(message, Submit) and message.sampling.grammar:
             self._preparing.num += 1
             self._grammars.prepare(message, inbox.put)
@@ -278,11 +285,11 @@ class Engine:
 
     def _hand_to_adapters(self, message: Reading | LoadAdapter | DropAdapter, inbox: Inbox) -> None:
         if isinstance(message, LoadAdapter):
-            self.adapters.read(message.adapter, inbox.put)
+            self._adapters.read(message.adapter, inbox.put)
         elif isinstance(message, DropAdapter):
-            self.adapters.drop(message.fingerprint)
+            self._adapters.drop(message.fingerprint)
         else:
-            answer, waiting = self.adapters.take(message)
+            answer, waiting = self._adapters.take(message)
             self._outbox.put(answer)
             for submit in waiting:
                 self._preparing.num -= 1
@@ -309,13 +316,16 @@ class Engine:
         if not self._preparing.num:
             self._preparing.cancels.clear()
 
-    def _send(self) -> None:
-        if self._scheduler.has_outputs:
-            outputs = self._scheduler.take_outputs()
-            self._grammars.release(end.sequence_id for end in outputs.finished)
+    def _send(self, outputs: Outputs | None) -> None:
+        """Sends these outputs, and the status if it is due."""
+        if outputs is not None:
+            if outputs.finished:
+                self._grammars.release(end.sequence_id for end in outputs.finished)
             self._outbox.put(outputs)
-        if (status := self._status.due(self._scheduler, self._clock())) is not None:
+        now = self._clock()
+        if (status := self._status.due(self._scheduler, now)) is not None:
             self._outbox.put(status)
+            self._tell_of_starved_prompts(now)
 
 
 def _ends(submit: Submit, answer: AdapterRead) -> tuple[Finished, ...]:

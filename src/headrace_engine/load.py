@@ -13,9 +13,10 @@ from headrace_common.errors import ModelError
 from headrace_common.grammar import GrammarCompiler, GrammarError
 from headrace_common.messages import Ready
 from headrace_common.system.awake import ProcessStops
+from headrace_common.system.core_lock import CoreLock
 from headrace_engine.adapters import AdapterShelf
 from headrace_engine.disk_prefixes import disk_part
-from headrace_engine.engine import NoPrefixes, Prefixes
+from headrace_engine.engine import Engine, Outbox, Prefixes, StepWriter
 from headrace_engine.grammars import Grammars
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.runner.load import load_runner
@@ -34,8 +35,26 @@ class Loaded(NamedTuple):
     scheduler: Scheduler
     ready: Ready
     grammars: Grammars
-    prefixes: Prefixes
+    prefixes: Prefixes | None
     adapters: AdapterShelf
+
+    def engine(
+        self,
+        outbox: Outbox,
+        step_record: StepWriter | None = None,
+        core_lock: CoreLock | None = None,
+    ) -> Engine:
+        """Join the parts with what the engine's process has."""
+        return Engine(
+            self.scheduler,
+            self.runner,
+            outbox,
+            step_record,
+            self.grammars,
+            self.adapters,
+            self.prefixes,
+            core_lock,
+        )
 
 
 def load(config: ModelConfig) -> Loaded:
@@ -47,7 +66,7 @@ def load(config: ModelConfig) -> Loaded:
     disk = disk_part(config.prefix_cache, config.model, runner, ready)
     known = None if disk is None else disk.known
     scheduler, ready = schedule(config.scheduler, runner, ready, known)
-    prefixes = NoPrefixes() if disk is None else disk.keeper(scheduler.memory)
+    prefixes = None if disk is None else disk.keeper(scheduler.memory)
     adapters = AdapterShelf(runner)
     for named in config.adapter:
         name, _, path = named.partition("=")

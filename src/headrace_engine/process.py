@@ -23,7 +23,7 @@ from headrace_common.messages import LoadFailed, Loading, Message, Ping, Pong
 from headrace_common.system.core_lock import CoreLock
 from headrace_common.system.step_record import StepRecord
 from headrace_common.wire import Start
-from headrace_engine.engine import Engine, Inbox
+from headrace_engine.engine import Inbox
 
 
 class _Sender:
@@ -110,10 +110,7 @@ def main() -> None:
         outbox.put(loaded.ready)
         record = StepRecord(int(sys.argv[2]))
         lock = CoreLock(tuple(map(int, sys.argv[4:])), int(sys.argv[3])) if sys.argv[4:] else None
-        engine = Engine(loaded.scheduler, loaded.runner, outbox, record, loaded.grammars, lock)
-        engine.prefixes = loaded.prefixes
-        engine.adapters = loaded.adapters
-        engine.run(inbox)
+        loaded.engine(outbox, record, lock).run(inbox)
     outbox.close()
 
 

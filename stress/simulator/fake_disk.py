@@ -66,6 +66,7 @@ class FakeDisk:
         return min((at for at, _ in self._answers), default=None)
 
     def take_offers(self, now: float) -> None:
+        assert self._memory.offers is not None
         for offer in self._memory.offers.take():
             self._assembly.add(offer, now)
         self._unwritten += self._assembly.take(now, self._rng.choice([0.0, 0.05, 0.5]))

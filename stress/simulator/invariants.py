@@ -54,12 +54,13 @@ class Invariants:
             assert (sequence.status is SequenceStatus.RUNNING) == (sequence.lease is not None)
             assert sequence.remaining >= 0
             assert 0 <= sequence.num_computed <= sequence.num_planned <= sequence.num_known
-        for suspect in self._quarantine._suspects:
+        for suspect in self._quarantine.suspects:
             assert suspect.clears_at is not None
             assert suspect.num_computed < suspect.clears_at or suspect.num_in_flight
         if self._scheduler.is_idle:
             assert memory.num_available == self._capacity
-            assert not table.running and not len(table.waiting) and not self._quarantine
+            assert not table.running and not len(table.waiting)
+            assert not self._quarantine.suspects
 
     def before_plan(self, cancelled: set[int]) -> Before:
         table = self._table
@@ -69,7 +70,7 @@ class Invariants:
             waiting=[s for s in table.waiting if s.id not in cancelled],
             decoding=[s for s in running if _needs_one(s)],
             opened=[s for s in running if _is_open(s)],
-            suspects=set(self._quarantine._suspects),
+            suspects=set(self._quarantine.suspects),
             kept=self._scheduler._budget.kept,
             available=self._scheduler.memory.num_available,
             turns={s.id: turn(s, table.waiting._had) for s in table.waiting},
@@ -222,7 +223,8 @@ class Invariants:
             for chunk in plan.chunks:
                 if _is_decode(chunk, before):
                     decoding.add(chunk.start, chunk.num_known, False, False)
-            alone = max(budget._decode_seconds(decoding), budget.model.predict(decoding))
+            beside_prompts = budget._decode_seconds(budget.model.coefficients, decoding)
+            alone = max(beside_prompts, budget.model.predict(decoding))
             assert step.predicted <= max(target, (1 + limits.prompt_share) * alone) * 1.000001
         elif not step.cause and (step.is_awaited or step.shape.num_prompt_tokens > 1):
             assert step.predicted <= target * 1.000001, "a miss without a cause"

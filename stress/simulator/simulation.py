@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace_common.messages import Cancel, FinishReason, Submit
+from headrace_common.messages import Cancel, FinishReason, Outputs, Submit
 from headrace_common.plan import StepPlan
 from headrace_engine.scheduler.scheduler import Scheduler
 from stress.simulator.clients import Clients, Heard
@@ -143,7 +143,7 @@ class Simulation:
         self._cancelled.clear()
         engine.invariants.after_any_call()
         engine.invariants.after_plan(plan, before, self._now)
-        self._clients.take(engine.scheduler.take_outputs())
+        self._clients.take(engine.scheduler.take_outputs() or Outputs())
         for wish in engine.scheduler.take_wishes():
             assert self._disk is not None
             self._disk.ask(wish, self._now)
@@ -200,7 +200,7 @@ class Simulation:
             result = engine.runner.execute(plan, seconds, faults.row_error_at)
             engine.in_flight.popleft()
             engine.scheduler.commit(plan, result, self._now)
-        self._clients.take(engine.scheduler.take_outputs())
+        self._clients.take(engine.scheduler.take_outputs() or Outputs())
         engine.invariants.after_any_call()
         if engine.scheduler.must_exit:
             self._die(None)
@@ -240,7 +240,7 @@ class Simulation:
             self._engine.scheduler.add(self._again(heard, suspects), self._now)
             if heard.new.sequence_id in self._ever_cancelled:
                 self._cancels.appendleft((self._now, self._cancel_again(heard)))
-        self._clients.take(self._engine.scheduler.take_outputs())
+        self._clients.take(self._engine.scheduler.take_outputs() or Outputs())
         self._engine.invariants.after_any_call()
 
     def _cancel_again(self, heard: Heard) -> Cancel:

@@ -35,20 +35,20 @@ def test_a_request_that_runs_out_of_memory_in_the_smallest_step_ends_alone() -> 
 
 
 def test_a_step_in_which_the_engine_was_stopped_teaches_nothing() -> None:
-    scheduler = make_scheduler(max_step_tokens=64)
-    engine = Engine(scheduler, Runner(), Sent())
+    scheduler, sent = make_scheduler(max_step_tokens=64), Sent()
+    engine = Engine(scheduler, Runner(), sent)
     scheduler.add(make_submit(1, 100, max_tokens=2), 0.0)
     engine.step()
-    assert scheduler.last_step is not None
-    num_steps = scheduler.status().num_steps
     engine._stops._ticked_at -= 600
+    engine._ended_at -= 600
     engine.step()
-    assert scheduler.last_step is None and scheduler.status().num_steps == num_steps + 1
     engine.step()
-    assert scheduler.last_step is not None
+    assert scheduler.is_idle and scheduler.status().num_steps == 3
+    traced = [step.num_prompt_tokens for status in sent.statuses for step in status.steps]
+    assert traced == [64, 0], "the step of 36 tokens was not timed"
 
 
 def test_steps_held_back_by_a_slow_gateway_are_counted_once() -> None:
-    sent = Sent(0, 0, *[MAX_UNSENT + 1] * 6)
+    sent = Sent(0, *[MAX_UNSENT + 1] * 3)
     play(Runner(), sent, num_prompt=4)
     assert sent.statuses[-1].missed == {"gateway": 1}

@@ -5,13 +5,14 @@ from array import array
 from headrace_common.layout import MemoryLayout
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.memory import Memory
+from headrace_engine.memory.offers import Offers
 from headrace_engine.prefixes.assembly import Assembly
 from tests.prefixes.builders import BLOCK
 
 
 def test_two_prompts_that_begin_alike_never_share_a_run_beyond_that() -> None:
-    memory = Memory(MemoryLayout(BLOCK, num_blocks=8))
-    memory.offers.are_wanted = True
+    offers = Offers()
+    memory = Memory(MemoryLayout(BLOCK, num_blocks=8), offers)
     assembly = Assembly(DiskPrefixes(BLOCK, 2, 8), False, lambda run: None)
     head, tails = [1] * BLOCK, ([2] * BLOCK, [3] * BLOCK)
     prompts = [(array("i", head + tail), memory.chain("")) for tail in tails]
@@ -19,7 +20,7 @@ def test_two_prompts_that_begin_alike_never_share_a_run_beyond_that() -> None:
     for num_computed in (BLOCK, 2 * BLOCK):  # in turn, a block each
         for lease, (token_ids, chain) in zip(leases, prompts, strict=True):
             memory.publish(lease, token_ids, chain, num_computed)
-            for offer in memory.offers.take():
+            for offer in offers.take():
                 assembly.add(offer, 0.0)
     holders: dict[int, tuple[int, ...]] = {}
     for lease, (token_ids, _) in zip(leases, prompts, strict=True):

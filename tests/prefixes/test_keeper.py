@@ -14,6 +14,7 @@ from headrace_common.layout import MemoryLayout
 from headrace_common.prefix import DiskNews, PrefixRun, ReadRun, RunRead, RunsOnDisk
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.memory import Lease, Memory
+from headrace_engine.memory.offers import Offers
 from headrace_engine.memory.prefix import NameChain
 from headrace_engine.prefixes import keeper as keepers
 from headrace_engine.prefixes.folder import PrefixFolder, StoredRun
@@ -39,8 +40,8 @@ class Kept:
     """A keeper over a memory of sixteen blocks."""
 
     def __init__(self, root: Path, **limits: object) -> None:
-        self.memory = Memory(MemoryLayout(BLOCK, num_blocks=16))
-        self.memory.offers.are_wanted = True
+        self.offers = Offers()
+        self.memory = Memory(MemoryLayout(BLOCK, num_blocks=16), self.offers)
         self.folder, self.numbers = make_folder(root), FakeNumbers()
         self.disk = DiskPrefixes(BLOCK, PER_RUN, BLOCK_BYTES)
         self.disk.know(self.folder.stored())
@@ -59,7 +60,7 @@ class Kept:
 
     def serve(self) -> None:
         began = time.monotonic()
-        self.keeper.serve(self.memory.offers.take(), [])
+        self.keeper.serve(self.offers.take(), [])
         assert time.monotonic() - began < 0.5, "a step would have waited"
 
     def stored(self) -> set[tuple[int, int]]:

@@ -7,7 +7,14 @@ import msgspec
 from headrace_common.config.settings import SchedulerConfig
 from headrace_common.ids import SequenceId, StreamId
 from headrace_common.layout import MemoryLayout
-from headrace_common.messages import Cancel, FinishReason, NewSequence, Outputs, Submit
+from headrace_common.messages import (
+    Cancel,
+    FinishReason,
+    NewSequence,
+    Outputs,
+    StepTrace,
+    Submit,
+)
 from headrace_common.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
 from headrace_common.sampling import Sampling
 from headrace_engine.scheduler.budget import Limits
@@ -90,6 +97,7 @@ class Engine:
         self.progress: dict[int, list[int]] = {}
         self.finished: dict[int, tuple[str, str]] = {}
         self.outputs: list[Outputs] = []
+        self.trace: StepTrace | None = None  # of the step committed last
 
     def add(self, *submits: Submit) -> "Engine":
         for submit in submits:
@@ -110,7 +118,7 @@ class Engine:
         encode_seconds = 1e-9 if plan.encoded else 0.0
         drawn = tuple(self._draw(c, errors or {}) for c in plan.chunks)
         result = StepResult(drawn, seconds, encode_seconds)
-        self.scheduler.commit(plan, result, self.now)
+        self.trace = self.scheduler.commit(plan, result, self.now)
         self.take()
 
     def fail(self, message: str = "it broke") -> StepPlan:
@@ -132,7 +140,7 @@ class Engine:
         return plans
 
     def take(self) -> None:
-        outputs = self.scheduler.take_outputs()
+        outputs = self.scheduler.take_outputs() or Outputs()
         self.outputs.append(outputs)
         for started in outputs.started:
             self.progress[started.sequence_id] = [started.cached]

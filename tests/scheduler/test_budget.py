@@ -26,11 +26,8 @@ class Measured(CostModel):
     def __init__(self, coefficients: Coefficients = LAPTOP) -> None:
         super().__init__()
         self._fitted = coefficients
+        self.is_measured = True
         self.largest_measured, self.most_pairs = 100_000, 1 << 60
-
-    @property
-    def is_measured(self) -> bool:
-        return True
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         pass
@@ -261,7 +258,8 @@ def test_a_cold_engine_on_a_slow_machine_halves_and_is_soon_measured():
 )
 def test_a_step_that_will_miss_the_target_is_counted_by_cause(number, cause, expected):
     budget = make_budget(stall_s=0.1)
-    budget.expect_miss(decoding(number, 2048), cause)
+    shape = decoding(number, 2048)
+    budget.expect_miss(shape, cause, budget.predict(shape))
     assert budget.missed == expected
 
 

@@ -23,7 +23,7 @@ def test_warm_up_steps_teach_what_a_step_costs():
     engine.add(make_submit(1, 4, max_tokens=50)).step(seconds=0.014)
     engine.add(make_submit(2, 500, arrival=1.0))
     engine.step()
-    trace = engine.scheduler.last_step
+    trace = engine.trace
     assert trace.num_decoding == 1 and 30 <= trace.num_prompt_tokens <= 39
     assert trace.predicted <= 0.05 and trace.room == pytest.approx(0.04, abs=0.004)
 
@@ -44,7 +44,7 @@ def test_the_time_between_two_steps_counts_unless_there_was_nothing_to_do():
     for pause in (3.0, 0.5, 9.0):
         engine.now += pause
         engine.step(seconds=0.01)
-        elapsed.append(engine.scheduler.last_step.elapsed)
+        elapsed.append(engine.trace.elapsed)
         if engine.scheduler.is_idle:
             engine.add(make_submit(2, 4))
     assert elapsed == pytest.approx([0.01, 0.51, 0.01])
@@ -52,10 +52,10 @@ def test_the_time_between_two_steps_counts_unless_there_was_nothing_to_do():
 
 def test_a_scheduler_has_work_until_its_outputs_are_taken():
     scheduler = make_scheduler()
-    assert not scheduler.has_work and scheduler.last_step is None
+    assert not scheduler.has_work and scheduler.take_outputs() is None
     scheduler.add(make_submit(1, 0), 0.0)
     assert scheduler.is_idle and scheduler.has_work
-    scheduler.take_outputs()
+    assert scheduler.take_outputs() is not None
     assert not scheduler.has_work
 
 
@@ -65,7 +65,7 @@ def test_a_stream_that_sits_out_a_suspects_step_is_counted():
     engine.add(make_submit(2, 4, suspect=True, max_tokens=9))
     assert [ids(engine.step()) for _ in range(2)] == [[2], [1, 2]]
     assert engine.scheduler.missed["quarantine"] == 1
-    assert engine.scheduler.last_step.cause == ""
+    assert engine.trace.cause == ""
 
 
 def test_nobody_starts_before_a_suspect_that_is_past_its_due():
@@ -93,6 +93,7 @@ def test_rows_of_the_prompt_leave_with_their_place():
         result = StepResult((ChunkResult(drawn, rows),), 0.1)
         engine.scheduler.commit(plan, result, 0.1)
     outputs = engine.scheduler.take_outputs()
+    assert outputs is not None
     assert [row.start for row in outputs.prompt_logprobs] == [1, 9]
 
 

@@ -111,6 +111,6 @@ def test_no_stall_goes_uncounted():
     engine.add(*[make_submit(i, 200, max_tokens=300, arrival=0.0) for i in range(40)])
     num_stalls = 0
     while machine.step() is not None:
-        num_stalls += engine.scheduler.last_step.num_decoding > 0 and machine.gaps[-1] > 0.1
+        num_stalls += engine.trace.num_decoding > 0 and machine.gaps[-1] > 0.1
     assert num_stalls <= sum(engine.scheduler.missed.values())
     assert engine.scheduler.missed["decode"] > 50

@@ -42,11 +42,8 @@ class LocalEngine:
 
         client = cls()
         loaded = await asyncio.to_thread(load, config)
-        engine = Engine(loaded.scheduler, loaded.runner, client, grammars=loaded.grammars)
-        engine.prefixes = loaded.prefixes
-        engine.adapters = loaded.adapters
         client._thread = threading.Thread(
-            target=client._run, args=(engine,), name="engine", daemon=True
+            target=client._run, args=(loaded.engine(client),), name="engine", daemon=True
         )
         client._thread.start()
         client.news.put(EngineUp(loaded.ready))

@@ -41,13 +41,14 @@ NO_MATCH = Match(array("i"), 0)
 class Memory:
     """The books of one lane's memory."""
 
-    def __init__(self, layout: MemoryLayout) -> None:
+    def __init__(self, layout: MemoryLayout, offers: Offers | None = None) -> None:
+        """`offers` is told of full blocks and saved states; None: they are kept nowhere else."""
+        self.offers = offers
         self.layout = layout
         self._blocks = BlockPool(layout.num_blocks)
         self._slots = SlotPool(layout.num_slots)
         self._snapshots = SnapshotPool(layout.num_slots, layout.num_snapshots)
         self._leases: set[Lease] = set()
-        self.offers = Offers()
 
     @property
     def num_available(self) -> int:
@@ -188,15 +189,17 @@ class Memory:
             name, tokens = chain.name(token_ids, index), chain.tokens(token_ids, index)
             self._blocks.index.publish(BlockId(lease.block_ids[index]), name, tokens)
             lease.num_published = index + 1
-        if self.offers.are_wanted and lease.num_published > lease.num_offered:
-            self._offer(lease, token_ids, chain)
+        if self.offers is not None and lease.num_published > lease.num_offered:
+            self._offer(self.offers, lease, token_ids, chain)
 
-    def _offer(self, lease: Lease, token_ids: "array[int]", chain: NameChain) -> None:
+    def _offer(
+        self, offers: Offers, lease: Lease, token_ids: "array[int]", chain: NameChain
+    ) -> None:
         first, lease.num_offered = lease.num_offered, lease.num_published
         block_ids = lease.block_ids[first : lease.num_offered]
         takings = tuple(self._blocks.num_taken[i] for i in block_ids)
         chain.name(token_ids, lease.num_offered - 1)  # here: other threads only read names
-        self.offers.add(FullBlocks(chain, token_ids, first, block_ids, takings))
+        offers.add(FullBlocks(chain, token_ids, first, block_ids, takings))
 
     def still_holds(self, block_ids: Iterable[int], takings: Iterable[int]) -> bool:
         """Whether none of these blocks was taken since; any thread may ask."""
@@ -247,7 +250,7 @@ class Memory:
         num_blocks = num_tokens // self.layout.block_size
         name = chain.name(token_ids, num_blocks - 1)
         self._snapshots.keep(slot_id, name, num_tokens == self._last_boundary(num_prompt))
-        if self.offers.are_wanted:
+        if self.offers is not None:
             taking = self._snapshots.num_taken[slot_id]
             self.offers.add(SavedState(name, num_blocks, slot_id, taking))
 

@@ -40,10 +40,9 @@ Offer = FullBlocks | SavedState
 
 
 class Offers:
-    """News of full blocks and saved states since they were last taken, if anybody wants them."""
+    """News of full blocks and saved states since they were last taken."""
 
     def __init__(self) -> None:
-        self.are_wanted = False
         self._offers: list[Offer] = []
 
     def add(self, offer: Offer) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from headrace_common.config.settings import SchedulerConfig
 from headrace_common.layout import MemoryLayout
 from headrace_common.plan import Elsewhere, EncodeWork, SourceSpec
-from headrace_engine.scheduler.cost import CostModel, StepShape
+from headrace_engine.scheduler.cost import Coefficients, CostModel, StepShape
 from headrace_engine.scheduler.row_times import RowTimes
 
 MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -87,9 +87,15 @@ class StepTimes(NamedTuple):
 class Room:
     """The room that one step has for prompts, in tokens and seconds; `seconds` None: no target."""
 
-    def __init__(self, budget: "TimeBudget", tokens: int, seconds: float | None) -> None:
+    def __init__(
+        self,
+        budget: "TimeBudget",
+        coefficients: Coefficients,
+        tokens: int,
+        seconds: float | None,
+    ) -> None:
         self._budget = budget
-        self._coefficients = budget.model.coefficients
+        self._coefficients = coefficients
         self._forwards = budget.forwards
         self.tokens = tokens
         self.seconds = seconds
@@ -197,7 +203,7 @@ class TimeBudget:
     def __init__(self, limits: Limits) -> None:
         self.model = CostModel()
         self.encoding = CostModel()
-        self.rows = RowTimes()
+        self.rows = RowTimes() if limits.max_guess else None  # only guesses ask for them
         self.missed: Counter[str] = Counter()  # steps that missed the stall target, by cause
         self.kept = 0.0  # seconds saved for a chunk that fits no single step
         self.starved_s = 0.0  # how long prompts have had no more than a small share
@@ -271,29 +277,34 @@ class TimeBudget:
             return 0.0
         return computing + self.encoding.predict(shape.encoding)
 
-    def open(self, decoding: StepShape, is_awaited: bool, part: float = 1.0) -> Room:
+    def open(
+        self, decoding: StepShape, is_awaited: bool, part: float = 1.0, can_save: bool = True
+    ) -> Room:
         """The room beside these decode chunks; `is_awaited`: a stream waits for the step.
 
-        `part` is that of the target which the step may take.
+        `part` is the share of the target that the step may take. `can_save`: other chunks go on
+        in a step that saves its room for a larger chunk.
         """
         tokens = max(1, self._max_tokens - decoding.num_new)
         elsewhere = self.elsewhere
         target = self._target(is_awaited or elsewhere.is_awaited)
         target = None if target is None else part * target
-        self.decode_s = self._decode_seconds(decoding) if self.model.is_measured else 0.0
+        is_measured, coefficients = self.model.is_measured, self.model.coefficients
+        self.decode_s = self._decode_seconds(coefficients, decoding) if is_measured else 0.0
         if target is None:
-            return Room(self, tokens, None)
-        if not self.model.is_measured:
-            room = Room(self, min(tokens, self._cold_tokens), None)
-            room.target, room.is_awaited = target, is_awaited
+            return Room(self, coefficients, tokens, None)
+        if not is_measured:
+            room = Room(self, coefficients, min(tokens, self._cold_tokens), None)
+            room.target, room.is_awaited = target, is_awaited and can_save
             return room
         alone = self.decode_s
         left = target / self.model.margin(True) - self.overhead - alone
         # the steps of all engines follow one another, so what one stream waits for is their sum
         left = (left - elsewhere.decode_s) / (1 + elsewhere.num_with_prompts)
         share = part * self._limits.prompt_share * (alone + elsewhere.decode_s)
-        room = Room(self, min(tokens, 2 * self.model.largest_measured), max(left, share))
-        room.is_awaited = is_awaited
+        tokens = min(tokens, 2 * self.model.largest_measured)
+        room = Room(self, coefficients, tokens, max(left, share))
+        room.is_awaited = is_awaited and can_save
         if is_awaited and left < share:
             room.cause = "decode"
         return room
@@ -301,36 +312,39 @@ class TimeBudget:
     def _target(self, is_awaited: bool) -> float | None:
         return self._limits.max_stall_s if is_awaited else self._limits.max_step_s
 
-    def _decode_seconds(self, decoding: StepShape) -> float:
+    def _decode_seconds(self, coefficients: Coefficients, decoding: StepShape) -> float:
         """Time of the decode chunks alone, in the forward that prompts share with them."""
         shape = replace(decoding)
         if not self._limits.forward_per_chunk:
             shape.num_forwards = 1
-        return self.model.coefficients.seconds(shape, with_prompt=True)
+        return coefficients.seconds(shape, with_prompt=True)
 
     def excuse(self, cause: str) -> None:
         """Count a stall before the next step; the model is not blamed if that step is late."""
         self.missed[cause] += 1
         self._is_excused = True
 
-    def expect_miss(self, shape: StepShape, cause: str) -> str:
+    def expect_miss(self, shape: StepShape, cause: str, predicted: float) -> str:
         """Count a step that a stream waits for if it should miss the target; returns why.
 
-        A step that streams have no part in always counts.
+        `predicted` is what `predict` gave for this step. A step that streams have no part in
+        always counts.
         """
-        if cause not in SAT_OUT and self.is_in_time(shape):
-            return ""
+        if cause not in SAT_OUT:
+            computing = self.model.predict(shape) if shape.num_encoded else predicted
+            if self.is_in_time(shape, computing):
+                return ""
         cause = cause or "decode"
         self.missed[cause] += 1
         return cause
 
-    def is_in_time(self, shape: StepShape) -> bool:
-        """Whether a step should meet the stall target."""
+    def is_in_time(self, shape: StepShape, computing: float) -> bool:
+        """Whether a step should meet the stall target; `computing`: what the model predicts."""
         target = self._limits.max_stall_s
         if target is None or not self.model.is_measured:
             return True
         margin = self.model.margin(shape.num_prompt_tokens > 0)
-        seconds = margin * self.model.predict(shape) + self.overhead
+        seconds = margin * computing + self.overhead
         if shape.num_encoded and self.encoding.is_measured:
             seconds += self.encoding.margin(True) * self.encoding.predict(shape.encoding)
         return seconds <= target * (1 + 1e-9)
@@ -359,8 +373,7 @@ class TimeBudget:
         Until enough is measured, steps double while they are short and halve when they are long,
         so a slow machine is measured after a few steps, too.
         """
-        target = self._target(is_awaited)
-        if shape.num_prompt_tokens and target is not None:
+        if shape.num_prompt_tokens and (target := self._target(is_awaited)) is not None:
             if seconds < target / 2:
                 self._cold_tokens = max(self._cold_tokens, 2 * shape.num_prompt_tokens)
             elif seconds > target:

@@ -25,7 +25,7 @@ from headrace_engine.scheduler.budget import StepTimes, TimeBudget
 from headrace_engine.scheduler.restores import Restores
 from headrace_engine.scheduler.sequence import Sequence
 from headrace_engine.scheduler.step import PlannedStep
-from headrace_engine.scheduler.table import OutputBuffer, Quarantine, SequenceTable
+from headrace_engine.scheduler.table import OutputBuffer, Quarantine, SequenceTable, decide
 
 
 class InFlight:
@@ -42,7 +42,6 @@ class InFlight:
     ) -> None:
         self.num_steps = 0
         self.num_guessed = self.num_accepted = 0
-        self.last_step: StepTrace | None = None
         self._table = table
         self._quarantine = quarantine
         self._memory = memory
@@ -57,21 +56,20 @@ class InFlight:
     def is_empty(self) -> bool:
         return not self._steps
 
-    @property
-    def predicted_s(self) -> float:
-        return self._steps[-1].allowed if self._steps else 0.0
-
     def launch(self, step: PlannedStep) -> StepPlan:
         self._steps.append(step)
         return step.launch(self._table.take_ended())
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepTrace | None:
+        """Take in the result of the oldest step; return its figures unless it was not timed."""
         step = self._steps.popleft()
         assert step.plan is plan
-        for load in plan.loads:
-            self._commit_load(load)
-        if num_bytes := sum(len(run.numbers) for load in plan.loads for run in load.runs):
-            self._restores.copied(num_bytes, result.load_seconds, now)
+        if plan.loads:
+            for load in plan.loads:
+                self._commit_load(load)
+            num_bytes = sum(len(run.numbers) for load in plan.loads for run in load.runs)
+            if num_bytes:
+                self._restores.copied(num_bytes, result.load_seconds, now)
         for encoded in plan.encoded:
             self._commit_encoded(encoded)
         for chunk, named, drawn in zip(plan.chunks, step.named, result.chunks, strict=True):
@@ -79,13 +77,13 @@ class InFlight:
         for sequence, slot_id, end in step.saves:
             num_prompt = sequence.num_prompt
             self._memory.saved(slot_id, sequence.token_ids, sequence.chain, end, num_prompt)
-        self._quarantine.step_was_good()
-        self._learn(step, result, now)
+        if self._quarantine.suspects or self._quarantine.num_failed_alone:
+            self._quarantine.step_was_good()
+        return self._learn(step, result, now)
 
     def _commit_load(self, load: Load) -> None:
         sequence = self._table[load.sequence_id]
-        sequence.num_in_flight -= 1
-        sequence.num_computed = load.end
+        sequence.commit_load(load.end)
         self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, load.end)
         if sequence.outcome is None and sequence.num_reported >= 0:
             self._report(sequence, load.start, ChunkResult())
@@ -93,27 +91,56 @@ class InFlight:
 
     def _commit_encoded(self, chunk: EncodeChunk) -> None:
         sequence = self._table[chunk.sequence_id]
-        sequence.num_in_flight -= 1
-        sequence.num_units_computed += chunk.end - chunk.start
+        sequence.commit_units(chunk.end - chunk.start)
         if sequence.outcome is None:
             self._report(sequence, 0, ChunkResult())
         self._table.close_if_over(sequence)
 
     def _commit_chunk(self, chunk: Chunk, named: list[Sequence], result: ChunkResult) -> None:
-        sequence, end = named[0], chunk.start + chunk.num_known
+        """Take in a chunk of the first of `named`; the others are siblings that draw with it."""
+        sequence = named[0]
+        lease, block_size = sequence.lease, self._memory.layout.block_size
+        assert lease is not None
+
+        # 1. The chunk's tokens are computed, and those of its guesses that were right.
+        end = chunk.start + chunk.length - len(chunk.guess)
         if chunk.guess:
             end += self._commit_guess(sequence, chunk, result.drawn[0])
         for computed in named:
-            computed.num_computed = end
+            computed.commit_chunk(end)
         if sequence.outcome is None:
-            self._commit_prompt(sequence, chunk, result)
+            if sequence.num_reported < sequence.num_shown:
+                self._report(sequence, chunk.start, result)
+            family = sequence.family
+            if family is not None and family.waiting and end >= sequence.num_prompt:
+                self._table.scatter(family)
+            if end == sequence.max_total:  # nothing was to be drawn
+                finish = FinishReason.ERROR if result.error is not None else FinishReason.LENGTH
+                decide(sequence, finish, result.error or "", result.vector)
+
+        # 2. Each of them gets the tokens that were drawn for it, up to the one that ends it.
         for drawing, drawn in zip(named if chunk.draws else (), result.drawn, strict=True):
-            self._commit_draw(drawing, drawn)
-        num_public = min(end, sequence.num_tokens) - sequence.num_again
-        self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, num_public)
+            drawing.commit_draw(drawn.forced)
+            for number, token_id in enumerate(drawn.token_ids):
+                if drawing.outcome is not None:
+                    break
+                finish_reason = drawing.append(token_id)
+                logprobs = drawn.logprobs and drawn.logprobs.row(number)
+                self._outputs.tokens.append(NewToken(drawing.id, token_id, logprobs))
+                if finish_reason is not None:
+                    decide(drawing, finish_reason)
+            if drawn.error is not None and drawing.outcome is None:
+                decide(drawing, FinishReason.ERROR, drawn.error)
+
+        # 3. Others may use the blocks that are full now. Sequences that are over leave. Whoever
+        # keeps blocks on disk may also want those that were public before.
+        num_public = min(end, len(sequence.token_ids)) - sequence.num_again
+        has_filled = num_public >= (lease.num_published + 1) * block_size
+        if has_filled or self._memory.offers is not None:
+            self._memory.publish(lease, sequence.token_ids, sequence.chain, num_public)
         for computed in named:
-            computed.num_in_flight -= 1
-            self._table.close_if_over(computed)
+            if computed.outcome is not None:
+                self._table.close_if_over(computed)
 
     def _commit_guess(self, sequence: Sequence, chunk: Chunk, drawn: Drawn) -> int:
         """How many of the guessed tokens were right; the others were never computed.
@@ -121,33 +148,21 @@ class InFlight:
         A state that took in a wrong one is as it was before the chunk.
         """
         num_right = max(0, len(drawn.token_ids) - 1)
-        sequence.num_guessed = 0
+        num_again = 0
         if chunk.slot_id != NO_SLOT and num_right < len(chunk.guess):
-            sequence.num_again = chunk.num_known + num_right
-        sequence.num_planned += num_right
+            num_again = chunk.num_known + num_right
+        sequence.commit_guess(num_right, num_again)
         self._outputs.guessed.append(Guessed(sequence.id, len(chunk.guess), num_right))
         self.num_guessed += len(chunk.guess)
         self.num_accepted += num_right
         return num_right
-
-    def _commit_prompt(self, sequence: Sequence, chunk: Chunk, result: ChunkResult) -> None:
-        if sequence.num_reported < sequence.num_shown:
-            self._report(sequence, chunk.start, result)
-        family = sequence.family
-        if family is not None and family.waiting and sequence.num_computed >= sequence.num_prompt:
-            self._table.scatter(family)
-        if sequence.num_computed == sequence.max_total:
-            # nothing was to be drawn
-            failed = result.error is not None
-            finish = FinishReason.ERROR if failed else FinishReason.LENGTH
-            self._table.end(sequence, finish, result.error or "", result.vector)
 
     def _report(self, sequence: Sequence, start: int, result: ChunkResult) -> None:
         """Tokens from `start` on are computed; what was reported once is not reported again."""
         processed = sequence.num_processed
         if processed <= sequence.num_reported:
             return
-        sequence.num_reported = processed
+        sequence.report(processed)
         if not sequence.is_reporter:
             return
         self._outputs.progress.append(PromptAdvance(sequence.id, processed))
@@ -155,36 +170,20 @@ class InFlight:
             rows = PromptLogprobs(sequence.id, start + 1, result.prompt_logprobs)
             self._outputs.prompt_logprobs.append(rows)
 
-    def _commit_draw(self, sequence: Sequence, drawn: Drawn) -> None:
-        sequence.num_pending -= 1
-        sequence.forced = drawn.forced
-        for number, token_id in enumerate(drawn.token_ids):
-            if sequence.outcome is not None:
-                break
-            sequence.token_ids.append(token_id)
-            logprobs = drawn.logprobs and drawn.logprobs.row(number)
-            self._outputs.tokens.append(NewToken(sequence.id, token_id, logprobs))
-            finish = sequence.end_reason()
-            if finish is not None:
-                self._table.end(sequence, finish)
-        if drawn.error is not None:
-            self._table.end(sequence, FinishReason.ERROR, drawn.error)
-
-    def _learn(self, step: PlannedStep, result: StepResult, now: float) -> None:
+    def _learn(self, step: PlannedStep, result: StepResult, now: float) -> StepTrace | None:
         # A stream waits from the end of the step before, unless nothing was to be done then.
         began_at = self._ended_at if self._was_busy else max(step.planned_at, self._ended_at)
         elapsed = now - began_at
-        self._step_ended(now)
+        self._ended_at, self._was_busy = now, len(self._table) > 0
         self.num_steps += 1
-        self.last_step = None
         if not result.is_timed:
-            return
+            return None
         computing = result.seconds - result.encode_seconds - result.load_seconds
         times = StepTimes(computing, result.encode_seconds, elapsed, result.load_seconds)
         self._budget.took(step.shape, times, step.is_awaited, step.cause)
-        if step.only_decodes:
+        if self._budget.rows is not None and step.only_decodes:
             self._budget.rows.observe(step.num_decoding, step.shape.num_new, elapsed)
-        self.last_step = StepTrace(
+        return StepTrace(
             num_decoding=step.num_decoding,
             num_prompt_tokens=step.shape.num_prompt_tokens,
             predicted=step.predicted,
@@ -193,10 +192,6 @@ class InFlight:
             room=step.room,
             cause=step.cause,
         )
-
-    def _step_ended(self, now: float) -> None:
-        self._ended_at = now
-        self._was_busy = len(self._table) > 0
 
     def suspect(self, plan: StepPlan, message: str) -> None:
         """The oldest plan raised: hold its sequences; one that was alone in it is to blame."""
@@ -223,7 +218,7 @@ class InFlight:
         dropped, self._steps = self._steps, deque()
         for sequence_id in dict.fromkeys(i for step in dropped for i in step.plan.named):
             sequence = self._table[sequence_id]
-            sequence.num_in_flight = 0
+            sequence.leave_plans()
             if sequence.outcome is None:
                 self._table.preempt(sequence)
             else:
@@ -232,4 +227,4 @@ class InFlight:
             self._table.give_back_ended(step.plan.ended)
             for _, slot_id, _ in step.saves:
                 self._memory.not_saved(slot_id)
-        self._step_ended(now)
+        self._ended_at, self._was_busy = now, len(self._table) > 0

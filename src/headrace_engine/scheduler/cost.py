@@ -89,8 +89,13 @@ class Coefficients:
         return c * shape.num_forwards + rest
 
     def scaled(self, factor: float) -> "Coefficients":
-        parts = (self.c_decode, self.c_prompt, self.g, self.b, self.a)
-        return Coefficients(*(factor * part for part in parts))
+        return Coefficients(
+            c_decode=factor * self.c_decode,
+            c_prompt=factor * self.c_prompt,
+            g=factor * self.g,
+            b=factor * self.b,
+            a=factor * self.a,
+        )
 
     def cost(self, context: int, new: int, forwards: int = 0) -> float:
         """Seconds that one prompt chunk adds to a step, with the forwards that it adds."""
@@ -133,6 +138,7 @@ class CostModel:
     """
 
     def __init__(self) -> None:
+        self.is_measured = False  # whether the coefficients can be trusted
         self._fitted = Coefficients()
         self._paces = {False: 1.0, True: 1.0}  # after the last step without and with prompt tokens
         self._last_kind = True
@@ -149,11 +155,6 @@ class CostModel:
             True: deque(maxlen=NUM_RATIOS),
         }
         self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
-
-    @property
-    def is_measured(self) -> bool:
-        enough = self._num_prompt_steps >= MEASURED_STEPS
-        return enough and len(self._prompt_sizes) >= MEASURED_SIZES
 
     @property
     def coefficients(self) -> Coefficients:
@@ -189,16 +190,20 @@ class CostModel:
             self._prompt_sizes.add(shape.num_prompt_tokens.bit_length())
             self.largest_measured = max(self.largest_measured, shape.num_prompt_tokens)
             self.most_pairs = max(self.most_pairs, shape.num_pairs)
-        predicted = self.predict(shape)
+            self.is_measured = (
+                self._num_prompt_steps >= MEASURED_STEPS
+                and len(self._prompt_sizes) >= MEASURED_SIZES
+            )
+        pace = self._pace(with_prompt)
+        predicted = pace * self._fitted.seconds(shape, with_prompt)
         ratio = seconds / predicted if predicted > 0 else 1.0
         is_plausible = 1 / OUTLIER <= ratio <= OUTLIER
         if self.is_measured:
             self._ratios[with_prompt].append(ratio)
-            self._follow(with_prompt, ratio, is_plausible)
+            pace = self._follow(with_prompt, pace, ratio, is_plausible)
         ring = self._rings.setdefault(shape.ring, deque())
         is_new_region = len(ring) < MIN_RING
         if is_new_region or not self.is_measured or is_plausible:
-            pace = self._pace(with_prompt)
             is_usual = 1 / USUAL <= pace <= USUAL
             self._keep(ring, Sample(shape, seconds if is_usual else seconds / pace))
         if is_new_region or self._num_new >= REFIT_EVERY:
@@ -213,21 +218,22 @@ class CostModel:
         own, other = self._paces[with_prompt], self._paces[not with_prompt]
         return own if with_prompt == self._last_kind else max(other, 1.0) * min(own, 1.0)
 
-    def _follow(self, with_prompt: bool, ratio: float, is_plausible: bool) -> None:
-        """Adapt the pace to a step; jump if the last ones were all off in the same direction."""
-        pace = self._pace(with_prompt)
+    def _follow(self, with_prompt: bool, pace: float, ratio: float, is_plausible: bool) -> float:
+        """Adapt the pace to a step; jump if the last ones were all off in the same direction.
+
+        Returns the new pace of steps of this kind.
+        """
         self._drift.append(pace * ratio)
         if is_plausible:
             pace += PACE_WEIGHT * pace * (ratio - 1)
         self._paces[with_prompt], self._last_kind = pace, with_prompt
-        if len(self._drift) == DRIFT_STEPS and self._is_off(pace):
+        is_full = len(self._drift) == DRIFT_STEPS
+        if is_full and (min(self._drift) > DRIFT * pace or max(self._drift) < pace / DRIFT):
             self._paces = dict.fromkeys(self._paces, median(self._drift))
             self._drift.clear()
             for ratios in self._ratios.values():
                 ratios.clear()
-
-    def _is_off(self, pace: float) -> bool:
-        return min(self._drift) > DRIFT * pace or max(self._drift) < pace / DRIFT
+        return self._paces[with_prompt]
 
     def _keep(self, ring: deque[Sample], sample: Sample) -> None:
         if len(ring) == RING_SIZE:
@@ -316,6 +322,8 @@ def _eliminate(matrix: list[list[float]], target: list[float], columns: list[int
                 rows[i][j] -= factor * rows[k][j]
     values = [0.0] * size
     for k in reversed(range(size)):
-        known = sum(rows[k][j] * values[j] for j in range(k + 1, size))
+        known = 0.0
+        for j in range(k + 1, size):
+            known += rows[k][j] * values[j]
         values[k] = (rows[k][size] - known) / rows[k][k]
     return values

@@ -21,7 +21,7 @@ class _Candidate(NamedTuple):
 
 
 class Guessing:
-    """Adds guesses to steps of decode chunks alone."""
+    """Adds guesses to steps of decode chunks alone, if the limits allow any."""
 
     def __init__(self, limits: Limits, budget: TimeBudget, memory: Memory) -> None:
         self.make_guesser: Callable[[Sequence], Guesser] = lambda sequence: OwnGuesser()
@@ -31,8 +31,7 @@ class Guessing:
 
     def add_to(self, step: PlannedStep, decoders: list[Sequence], num_running: int) -> None:
         """`decoders` have the step's chunks, in this order; each running one keeps a block."""
-        is_asked = self._limits.max_guess > 0 and len(decoders) <= MAX_STREAMS
-        if not (is_asked and step.only_decodes):
+        if len(decoders) > MAX_STREAMS or not step.only_decodes:
             return
         candidates = [
             _Candidate(place, sequence, guess)
@@ -61,9 +60,7 @@ class Guessing:
         is_free = sequence.num_in_flight == 1 and sequence.clears_at is None
         if most <= 0 or not is_free or not sequence.sampling.guess:
             return Guess()
-        if sequence.guesser is None:
-            sequence.guesser = self.make_guesser(sequence)
-        return sequence.guesser.guess(sequence.token_ids, sequence.forced, most)
+        return sequence.guess(self.make_guesser, most)
 
     def _counts(self, step: PlannedStep, candidates: list[_Candidate]) -> list[int]:
         """How many guesses of each candidate bring the most tokens a second, the likeliest first.
@@ -71,6 +68,7 @@ class Guessing:
         The step stays within the stall target and the token cap.
         """
         num_chunks, times = step.num_decoding, self._budget.rows
+        assert times is not None, "steps are timed by their rows where they may guess"
         num_rows = step.shape.num_new
         alone = times.seconds(num_chunks, num_rows)
         if not alone:
@@ -91,7 +89,7 @@ class Guessing:
             is_over = step.room is not None and seconds - alone > step.room
             if is_over or shape.num_new > self._limits.max_step_tokens:
                 break
-            if not self._budget.is_in_time(shape):
+            if not self._budget.is_in_time(shape, self._budget.model.predict(shape)):
                 break
             if value / seconds > best_rate:
                 best, best_rate = num_guesses, value / seconds

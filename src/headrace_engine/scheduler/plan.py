@@ -57,7 +57,7 @@ class Planner:
             num_preemptions = self.num_preemptions
             step = self._first_step(now, can_preempt)
             # who waited for memory, the streams or a read may go on once one has lost its own
-            has_dropped = self._restores.drop_idle(now)
+            has_dropped = self._restores.disk is not None and self._restores.drop_idle(now)
             is_settled = self.num_preemptions == num_preemptions and not has_dropped
             if step is not None or is_settled:
                 self.is_resting = step is None and not self._has_preempted
@@ -80,6 +80,8 @@ class Planner:
 
     def _kinds_in_turn(self) -> tuple[PlanStep, ...]:
         """The kinds of steps, in the order in which they are tried."""
+        if self._declared is None and not self._quarantine.suspects:
+            return self._plan_together, self._plan_background
         together, declared, alone = self._plan_together, self._plan_declared, self._plan_alone
         if self._was_exclusive:  # streams sat it out: now they go first
             return together, declared, alone, self._plan_background
@@ -89,11 +91,12 @@ class Planner:
 
     def _plan_together(self, now: float, can_preempt: bool) -> PlannedStep | None:
         """A step of everyone but the suspects and the background."""
-        if not self._give_way(can_preempt):
+        running, suspects = self._table.running, self._quarantine.suspects
+        if running and running[-1].is_background and not self._give_way(can_preempt):
             return None
         step = self._new_step(now)
-        if self._quarantine and self._is_blocked(self._quarantine.current(), now):
-            step.seats = 0
+        if suspects and self._is_blocked(self._quarantine.current(), now):
+            step.refuse_starts()
         return self._plan_share(step, can_preempt)
 
     def _plan_background(self, now: float, can_preempt: bool) -> PlannedStep | None:
@@ -103,19 +106,19 @@ class Planner:
         """
         if not can_preempt or self._has_preempted:
             return None
-        step = self._new_step(now)
-        step.is_background = True
         most = max(1, self._limits.max_num_seqs // BACKGROUND_SHARE)
-        step.seats = min(step.seats, most - sum(map(step.is_for, self._table.running)))
+        for sequence in self._table.running:
+            most -= sequence.is_background
+        step = self._new_step(now, most, is_background=True)
         return self._plan_share(step, can_preempt)
 
     def _plan_share(self, step: PlannedStep, can_preempt: bool) -> PlannedStep | None:
         """The step, filled with those it is for."""
         running = [s for s in self._table.running if step.is_for(s)]
-        if self._quarantine:
+        if self._quarantine.suspects:
             running = [s for s in running if s not in self._quarantine]
-        waiting: Iterable[Sequence] = ()
-        if step.seats > 0:
+        waiting: Iterable[Sequence] | None = None
+        if step.seats > 0 and self._table.waiting.num_waiting:
             in_turn = self._table.waiting.in_turn(without=self._quarantine)
             waiting = (s for s in in_turn if step.is_for(s))
         return step if self._fill(step, running, waiting, can_preempt) else None
@@ -143,14 +146,13 @@ class Planner:
 
     def _plan_alone(self, now: float, can_preempt: bool) -> PlannedStep | None:
         """A step of the suspect under trial, if there is one."""
-        if not self._quarantine:
+        if not self._quarantine.suspects:
             return None
         suspect = self._quarantine.current()
-        step = self._plan_one(suspect, now, can_preempt)
-        if step is not None:
-            step.is_alone = True
-            if any(s.is_decoding for s in self._table.running if s is not suspect):
-                step.cause = QUARANTINE
+        step = self._plan_one(suspect, now, can_preempt, is_alone=True)
+        others = (s for s in self._table.running if s is not suspect)
+        if step is not None and any(s.is_decoding for s in others):
+            step.blame(QUARANTINE)
         return step
 
     def _plan_declared(self, now: float, can_preempt: bool) -> PlannedStep | None:
@@ -160,7 +162,7 @@ class Planner:
             return None
         context = sequence.num_planned
         if sequence.status is SequenceStatus.WAITING:
-            if self._quarantine and self._is_blocked(self._quarantine.current(), now):
+            if self._quarantine.suspects and self._is_blocked(self._quarantine.current(), now):
                 return None
             if self._has_others_first(sequence, now):
                 return None
@@ -179,22 +181,33 @@ class Planner:
                 return True
         return False
 
-    def _plan_one(self, sequence: Sequence, now: float, can_preempt: bool) -> PlannedStep | None:
-        step = self._new_step(now)
+    def _plan_one(
+        self, sequence: Sequence, now: float, can_preempt: bool, is_alone: bool = False
+    ) -> PlannedStep | None:
+        step = self._new_step(now, is_alone=is_alone)
         is_running = sequence.status is SequenceStatus.RUNNING
-        running, waiting = ([sequence], ()) if is_running else ([], (sequence,))
+        running, waiting = ([sequence], None) if is_running else ([], (sequence,))
         return step if self._fill(step, running, waiting, can_preempt) else None
 
-    def _new_step(self, now: float) -> PlannedStep:
+    def _new_step(
+        self,
+        now: float,
+        most_starts: int | None = None,
+        is_background: bool = False,
+        is_alone: bool = False,
+    ) -> PlannedStep:
         seats = self._limits.max_num_seqs - len(self._table.running)
-        return PlannedStep(now, seats, self._limits.forward_per_chunk)
+        if most_starts is not None:
+            seats = min(seats, most_starts)
+        return PlannedStep(now, seats, self._limits.forward_per_chunk, is_background, is_alone)
 
     def _forecast(self, step: PlannedStep) -> None:
-        step.predicted = step.allowed = self._budget.predict(step.shape)
-        if not step.predicted and step.encoded:
-            step.allowed = UNMEASURED_ENCODING_S + step.shape.num_encoded / UNMEASURED_PER_S
+        predicted = allowed = self._budget.predict(step.shape)
+        if not predicted and step.encoded:
+            allowed = UNMEASURED_ENCODING_S + step.shape.num_encoded / UNMEASURED_PER_S
+        step.expect(predicted, allowed)
         if step.is_awaited:
-            step.cause = self._budget.expect_miss(step.shape, step.cause)
+            step.blame(self._budget.expect_miss(step.shape, step.cause, predicted))
 
     def _is_blocked(self, suspect: Sequence, now: float) -> bool:
         """Whether a suspect past its due lacks memory, so that nobody may start before it."""
@@ -217,30 +230,72 @@ class Planner:
         self,
         step: PlannedStep,
         running: list[Sequence],
-        waiting: Iterable[Sequence],
+        waiting: Iterable[Sequence] | None,
         can_preempt: bool,
     ) -> bool:
-        """Give these sequences their chunks; False if a commit has to free memory first."""
-        decoders, opened = _split(running)
-        if not self._make_room(decoders, can_preempt):
+        """Give these sequences their chunks; False if a commit has to free memory first.
+
+        Every decoding sequence advances by one token in every step: that is what keeps streams from
+        stalling. So decode chunks come first, and prompts share the time that is left.
+        """
+        # 1. Each decoder that is at the end of its last block gets another one. If there are too
+        #    few, the newest sequences lose their memory, and nobody may take it in this step.
+        decoders, opened, growing = self._split(running)
+        if growing and not self._make_room(growing, can_preempt):
             return False
         if self._has_preempted:
-            step.seats = 0
-            decoders, opened = _split(running)
-        self._table.tell_starts(decoders)
-        step.add_decode_chunks(decoders)
-        self._save(step, decoders)
-        beside = (s for s in self._table.running if step.is_for(s))
-        # a stream may come at any time, and then waits for the background's step
-        step.is_awaited = step.is_background or bool(decoders) or any(s.is_decoding for s in beside)
-        self._add_prompts(step, opened, waiting)
-        self.guessing.add_to(step, decoders, sum(map(step.is_for, self._table.running)))
+            step.refuse_starts()
+            decoders, opened, _ = self._split(running)
+
+        # 2. The decode chunks.
+        if decoders:
+            self._table.tell_starts(decoders)
+            step.add_decode_chunks(decoders)
+            if self._memory.layout.num_snapshots:
+                self._save(step, decoders)
+
+        # 3. The prompts, within the seconds that the decode chunks leave. A stream may come at any
+        #    time and then waits for a step of the background, so that one is short, too.
+        is_awaited = step.is_background or bool(decoders) or self._has_streams(step)
+        part = BACKGROUND_PART if step.is_background else 1.0
+        can_save = not (step.is_background and step.is_empty)  # else nothing else would go on
+        room = self._budget.open(step.shape, is_awaited, part, can_save)
+        step.open(room.seconds, is_awaited)
+        if opened or waiting is not None:
+            self._add_prompts(step, room, opened, waiting or ())
+
+        # 4. Guesses of what the decoders draw next, where there are no prompts.
+        if self._limits.max_guess and decoders:
+            self.guessing.add_to(step, decoders, sum(map(step.is_for, self._table.running)))
         return True
 
-    def _make_room(self, decoders: list[Sequence], can_preempt: bool) -> bool:
-        """Give each decoder the block it needs, preempting the newest until there are enough."""
+    def _split(
+        self, running: list[Sequence]
+    ) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """Sequences that decode, those with open prompts, and the decoders that need a block.
+
+        A sequence whose last token is being drawn is none of these.
+        """
+        layout = self._memory.layout
+        decoders: list[Sequence] = []
+        opened: list[Sequence] = []
+        growing: list[Sequence] = []
+        for sequence in running:
+            remaining, lease = sequence.remaining, sequence.lease
+            if not remaining or sequence.outcome is not None or lease is None:
+                continue
+            if remaining > 1 or (sequence.inputs.works and sequence.is_taking_in):
+                opened.append(sequence)
+                continue
+            decoders.append(sequence)
+            num_held = len(lease.block_ids) * layout.block_size
+            if layout.num_blocks and num_held < sequence.num_planned + 1:
+                growing.append(sequence)
+        return decoders, opened, growing
+
+    def _make_room(self, growing: list[Sequence], can_preempt: bool) -> bool:
+        """Give each of them a block, preempting the newest until there are enough."""
         memory = self._memory
-        growing = [s for s in decoders if memory.lacks_block(s.held, s.num_planned + 1)]
         while len(growing) > memory.num_available:
             if not can_preempt:
                 return False
@@ -263,21 +318,20 @@ class Planner:
             if copy is not None:
                 step.save(sequence, copy)
 
+    def _has_streams(self, step: PlannedStep) -> bool:
+        """Whether a sequence that the step is for decodes."""
+        return any(s.is_decoding for s in self._table.running if step.is_for(s))
+
     def _add_prompts(
-        self, step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
+        self, step: PlannedStep, room: Room, opened: list[Sequence], waiting: Iterable[Sequence]
     ) -> None:
-        part = BACKGROUND_PART if step.is_background else 1.0
-        room = self._budget.open(step.shape, step.is_awaited, part)
-        if step.is_background and step.is_empty:
-            room.is_awaited = False  # nothing else goes on from which to save for a larger chunk
-        step.room = room.seconds
         if len(opened) >= self._config.max_open_prompts:
-            step.first_due = min(s.due for s in opened)
+            step.start_only_before(min(s.due for s in opened))
         for sequence in _in_turn(step, opened, waiting):
             goes_on = self._add_prompt(step, room, sequence)
             if not (goes_on and room.is_open):
                 break
-        step.cause = room.cause if step.has_prompt_work else ""
+        step.blame(room.cause if step.has_prompt_work else "")
 
     def _add_prompt(self, step: PlannedStep, room: Room, sequence: Sequence) -> bool:
         """Give a prompt its share; False if the room cut it, and nothing may follow."""
@@ -313,7 +367,7 @@ class Planner:
         reads = self._restores.take(restore, step.planned_at, target_s)
         if not reads:
             if match is not None and step.planned_at >= sequence.due:
-                step.seats = 0  # nobody may take its place meanwhile
+                step.refuse_starts()  # nobody may take its place meanwhile
             return True
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
@@ -335,10 +389,10 @@ class Planner:
             if work.is_whole and is_first and self._declared is None:
                 self._declared = sequence
             if match is not None:
-                step.seats = 0  # nobody starts before it
+                step.refuse_starts()  # nobody starts before it
             return True
         if work.is_whole:
-            step.is_exclusive, num_units = True, work.num_units
+            num_units = work.num_units
             room.cause = WHOLE if step.is_awaited else ""
         else:
             num_units = room.largest_piece(work.size, work.num_units - due.start, is_first)
@@ -372,13 +426,13 @@ class Planner:
         """Asked in key order: a refusal may close the step to everyone behind."""
         is_too_late = step.first_due is not None and sequence.due >= step.first_due
         if is_too_late or not self._memory.has_slot:
-            step.seats = 0
+            step.refuse_starts()
             return False
         if self._fits(sequence, match):
             return True
-        step.num_passed_over += 1
+        step.pass_over()
         if step.planned_at >= sequence.due or step.num_passed_over == MAX_PASSED_OVER:
-            step.seats = 0
+            step.refuse_starts()
         return False
 
     def _wanted(self, sequence: Sequence, context: int) -> int:
@@ -409,19 +463,6 @@ class Planner:
             step.copy(*copies)
             started.append(sibling)
         return started
-
-
-def _split(running: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Sequences that decode, and those with open prompts; neither if the last token is drawn."""
-    decoders: list[Sequence] = []
-    opened: list[Sequence] = []
-    for sequence in running:
-        remaining = sequence.remaining
-        if not remaining or sequence.outcome is not None or sequence.lease is None:
-            continue
-        is_decoder = remaining == 1 and not sequence.is_taking_in
-        (decoders if is_decoder else opened).append(sequence)
-    return decoders, opened
 
 
 def _in_turn(

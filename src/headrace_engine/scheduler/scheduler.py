@@ -24,14 +24,14 @@ from headrace_common.plan import Elsewhere, StepPlan, StepResult
 from headrace_common.prefix import DiskNews, ReadRun
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.memory import Memory
-from headrace_engine.memory.offers import Offer
+from headrace_engine.memory.offers import Offer, Offers
 from headrace_engine.scheduler.budget import Limits, TimeBudget
 from headrace_engine.scheduler.commit import InFlight
 from headrace_engine.scheduler.cost import StepShape
 from headrace_engine.scheduler.guess import Guesser
 from headrace_engine.scheduler.plan import Planner
 from headrace_engine.scheduler.restores import Restores
-from headrace_engine.scheduler.sequence import NO_INPUTS, Family, Sequence, due_time, source_inputs
+from headrace_engine.scheduler.sequence import NO_INPUTS, Family, Sequence, source_inputs
 from headrace_engine.scheduler.table import OutputBuffer, Quarantine, SequenceTable
 
 
@@ -46,7 +46,8 @@ class Scheduler:
         disk: DiskPrefixes | None = None,
     ) -> None:
         self.max_model_len = limits.max_total(layout)
-        self.memory = memory = Memory(layout)
+        self.must_exit = False  # a fresh engine should take over: sequence after sequence fails
+        self.memory = memory = Memory(layout, None if disk is None else Offers())
         self._patience = config.patience
         self._source = limits.source
         self._max_step_tokens = limits.max_step_tokens
@@ -57,7 +58,6 @@ class Scheduler:
         self._budget = budget = TimeBudget(limits)
         self._table = table = SequenceTable(memory, quarantine, self._outputs)
         self._restores = restores = Restores(disk, budget)
-        memory.offers.are_wanted = disk is not None
         self._planner = Planner(config, limits, table, memory, restores, budget)
         self._in_flight = InFlight(table, quarantine, memory, self._outputs, restores, budget)
 
@@ -75,17 +75,13 @@ class Scheduler:
         """Seconds for which plan() has nothing to do unless a message comes; None: no end."""
         if not self.has_work:
             return None
-        due = self._restores.due
-        return max(0.0, due - now) if self._planner.is_resting and due is not None else 0.0
+        if not self._planner.is_resting or (due := self._restores.due) is None:
+            return 0.0
+        return max(0.0, due - now)
 
     @property
     def has_outputs(self) -> bool:
         return not self._outputs.is_empty
-
-    @property
-    def must_exit(self) -> bool:
-        """Whether a fresh engine should take over: sequence after sequence fails."""
-        return self._quarantine.is_hopeless
 
     @property
     def missed(self) -> Counter[str]:
@@ -97,22 +93,13 @@ class Scheduler:
         """Seconds for which the stall target has left prompts no more than their small share."""
         return self._budget.starved_s
 
-    @property
-    def predicted_s(self) -> float:
-        """Seconds that the step launched last should take; 0 while unmeasured."""
-        return self._in_flight.predicted_s
-
-    @property
-    def last_step(self) -> StepTrace | None:
-        """The step committed last."""
-        return self._in_flight.last_step
-
-    def take_outputs(self) -> Outputs:
+    def take_outputs(self) -> Outputs | None:
+        """Return the news of sequences since the last call; None if there are none."""
         return self._outputs.take()
 
     def take_offers(self) -> list[Offer]:
         """Blocks and states that may be kept on disk, since the last call."""
-        return self.memory.offers.take()
+        return [] if self.memory.offers is None else self.memory.offers.take()
 
     def take_wishes(self) -> list[ReadRun]:
         """Runs that should be read from there."""
@@ -199,8 +186,7 @@ class Scheduler:
                 self._outputs.finished.append(outcome)
                 continue
             family = families.setdefault(new.prompt, Family(sequence))
-            sequence.is_reporter = family.leader is sequence
-            sequence.family = None if submit.suspect else family
+            sequence.join(family, alone=submit.suspect)
             self._set_due(sequence)
             self._table.admit(sequence)
             if submit.suspect:
@@ -264,8 +250,7 @@ class Scheduler:
         cached = self._table.match(sequence).num_tokens
         alone = self._budget.seconds_alone(cached, sequence.num_tokens - cached)
         alone += sum(self._budget.seconds_encoding(work) for work in sequence.inputs.works)
-        sequence.alone = alone
-        sequence.due = due_time(sequence.arrival, self._patience, alone, sequence.priority)
+        sequence.set_due(alone, self._patience)
 
     def cancel(self, cancel: Cancel) -> None:
         """Note which sequences to end; the next plan ends them."""
@@ -275,13 +260,14 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to do before a commit or a message."""
-        self._apply_cancels()
+        if self._cancels:
+            self._apply_cancels()
         step = self._planner.plan(now, can_preempt=self._in_flight.is_empty)
         return None if step is None else self._in_flight.launch(step)
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Take in the result of the oldest plan in flight."""
-        self._in_flight.commit(plan, result, now)
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepTrace | None:
+        """Take in the result of the oldest plan in flight; return its figures if it was timed."""
+        return self._in_flight.commit(plan, result, now)
 
     def fail(self, plan: StepPlan, message: str, now: float) -> None:
         """The oldest plan in flight raised: it counts for nothing, nor do those launched after it.
@@ -291,6 +277,7 @@ class Scheduler:
         """
         self._in_flight.suspect(plan, message)
         self._in_flight.drop(now)
+        self.must_exit = self._quarantine.is_hopeless
 
     def out_of_memory(self, plan: StepPlan, message: str, now: float) -> None:
         """The oldest plan did not fit the device: try again with half the tokens a step.
@@ -300,6 +287,7 @@ class Scheduler:
         if not self._budget.halve_tokens(at_least=self.memory.layout.block_size):
             self._in_flight.suspect(plan, message)
         self._in_flight.drop(now)
+        self.must_exit = self._quarantine.is_hopeless
 
     def _apply_cancels(self) -> None:
         cancels, self._cancels = self._cancels, {}

@@ -2,6 +2,7 @@
 
 import enum
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -13,12 +14,13 @@ from headrace_common.request import BACKGROUND
 from headrace_common.sampling import Sampling
 from headrace_engine.memory.memory import Lease
 from headrace_engine.memory.prefix import NameChain
-from headrace_engine.scheduler.guess import Guesser
+from headrace_engine.scheduler.guess import Guess, Guesser
 
 NO_INPUTS = PromptInputs()
 EVERY_TOKEN = 1 << 40
 PRIORITY_LEVEL_S = 10.0  # what one level of priority is worth
 TURN_S = 1.0  # what a start counts for in its client's share, beside its prompt
+by_id = attrgetter("id")
 by_key = attrgetter("key")
 by_rank = attrgetter("rank")
 
@@ -63,7 +65,10 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens [0, num_computed) are in memory, [0, num_planned) will be when launched plans end."""
+    """Tokens [0, num_computed) are in memory, [0, num_planned) will be when launched plans end.
+
+    Others read its fields; only its methods write them.
+    """
 
     id: SequenceId
     token_ids: "array[int]"  # the prompt, then every token sampled so far
@@ -99,8 +104,10 @@ class Sequence:
     guesser: Guesser | None = None
     forced: tuple[int, ...] = ()  # tokens that its grammar lets follow
     num_shown: int = field(init=False)  # prompt tokens that progress counts: a source's, if any
+    is_background: bool = field(init=False)  # takes only what others leave
 
     def __post_init__(self) -> None:
+        self.is_background = self.priority >= BACKGROUND
         self.num_shown = sum(w.size for w in self.inputs.works if w.is_source) or self.num_prompt
 
     @property
@@ -148,11 +155,6 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
-    def is_background(self) -> bool:
-        """Whether it takes only what others leave."""
-        return self.priority >= BACKGROUND
-
-    @property
     def key(self) -> tuple[float, float, int]:
         """Order in which prompts are computed."""
         return self.due, self.arrival, self.number
@@ -193,6 +195,38 @@ class Sequence:
                 return start, end
         return None
 
+    def join(self, family: "Family", alone: bool) -> None:
+        """Become one of the choices of a prompt; `alone`: without waiting for the leader."""
+        self.is_reporter = family.leader is self
+        self.family = None if alone else family
+
+    def lead(self, is_reporter: bool) -> None:
+        """Take over from a leader that has ended."""
+        self.is_reporter = is_reporter
+
+    def set_due(self, alone: float, patience: float) -> None:
+        """Set when its prompt, which takes `alone` seconds by itself, should have its turn."""
+        self.alone = alone
+        self.due = due_time(self.arrival, patience, alone, self.priority)
+
+    def suspect(self, clears_at: int) -> None:
+        """Suspect it of a failed step until its first `clears_at` tokens are computed."""
+        self.clears_at = max(clears_at, self.clears_at or 0)
+
+    def clear(self) -> None:
+        """End the suspicion."""
+        self.clears_at = None
+
+    def run(self, lease: Lease) -> None:
+        """Start, with this memory."""
+        self.status, self.lease = SequenceStatus.RUNNING, lease
+
+    def run_beside(self, leader: "Sequence", lease: Lease) -> None:
+        """Start, with memory that shares what the leader has computed of their prompt."""
+        self.run(lease)
+        self.chain = leader.chain.copy()
+        self.num_units_planned = self.num_units_computed = leader.num_units_planned
+
     def start_at(self, num_cached: int) -> None:
         """Starts behind tokens in memory already; works that only they needed are not encoded."""
         self.num_planned = self.num_computed = num_cached
@@ -208,14 +242,81 @@ class Sequence:
 
     def advance(self, end: int, draws: bool) -> None:
         """A chunk that ends at token `end` is in a plan."""
-        assert self.num_computed <= self.num_planned <= end <= self.num_known
+        num_known = len(self.token_ids) + self.num_pending
+        assert self.num_computed <= self.num_planned <= end <= num_known
         self.num_planned = end
         self.num_pending += draws
         self.num_in_flight += 1
 
+    def encode(self, num_units: int) -> None:
+        """That many units of its works are in a plan."""
+        self.num_units_planned += num_units
+        self.num_in_flight += 1
+
+    def guess(self, make_guesser: Callable[["Sequence"], Guesser], most: int) -> Guess:
+        """Guess what follows, at most that many tokens."""
+        if self.guesser is None:
+            self.guesser = make_guesser(self)
+        return self.guesser.guess(self.token_ids, self.forced, most)
+
+    def plan_guess(self, num_guessed: int) -> None:
+        """Its chunk in a plan goes on with that many guessed tokens."""
+        self.num_guessed = num_guessed
+
+    def take_in_again(self) -> int:
+        """Return how many planned tokens its state lacks; a plan computes them again."""
+        num_again, self.num_again = self.num_again, 0
+        return num_again
+
+    def commit_load(self, end: int) -> None:
+        """Tokens up to `end` were loaded."""
+        self.num_in_flight -= 1
+        self.num_computed = end
+
+    def commit_units(self, num_units: int) -> None:
+        """That many units of its works were encoded."""
+        self.num_in_flight -= 1
+        self.num_units_computed += num_units
+
+    def commit_guess(self, num_right: int, num_again: int) -> None:
+        """So many guessed tokens were right; its state must take in `num_again` tokens again."""
+        self.num_guessed, self.num_again = 0, num_again
+        self.num_planned += num_right
+
+    def commit_chunk(self, end: int) -> None:
+        """The chunk that ends at token `end` was computed."""
+        self.num_in_flight -= 1
+        self.num_computed = end
+
+    def commit_draw(self, forced: tuple[int, ...]) -> None:
+        """A launched chunk has drawn for it; its grammar lets `forced` follow."""
+        self.num_pending -= 1
+        self.forced = forced
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Append a token that was drawn; return the reason if the answer ends with it."""
+        self.token_ids.append(token_id)
+        return self.end_reason()
+
+    def report(self, num_reported: int) -> None:
+        """So many tokens of its prompt were reported as done."""
+        self.num_reported = num_reported
+
+    def decide(self, outcome: Finished) -> None:
+        """Set how it ends."""
+        self.outcome = outcome
+
+    def finish(self) -> None:
+        """End, without memory."""
+        self.status, self.lease = SequenceStatus.FINISHED, None
+
+    def leave_plans(self) -> None:
+        """The launched plans that name it were dropped."""
+        self.num_in_flight = 0
+
     def rewind(self) -> None:
         """Back to waiting: keeps every token, counts none as computed."""
-        self.status = SequenceStatus.WAITING
+        self.status, self.lease = SequenceStatus.WAITING, None
         self.num_pending = self.num_guessed = self.num_again = 0
         self.num_planned = self.num_computed = 0
         self.num_units_planned = self.num_units_computed = 0
@@ -235,3 +336,12 @@ class Family:
     def __init__(self, leader: Sequence) -> None:
         self.leader = leader
         self.waiting: list[Sequence] = []
+
+    def hand_over(self) -> Sequence | None:
+        """Make the next choice the leader, if one waits; return it."""
+        if not self.waiting:
+            return None
+        leader = self.waiting.pop(0)
+        leader.lead(is_reporter=self.leader.num_reported < 0)
+        self.leader = leader
+        return leader

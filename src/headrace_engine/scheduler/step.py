@@ -17,22 +17,25 @@ from headrace_common.plan import (
     StepPlan,
 )
 from headrace_engine.scheduler.cost import StepShape
-from headrace_engine.scheduler.sequence import Sequence
+from headrace_engine.scheduler.sequence import Sequence, by_id
 
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A step from its first chunk to its commit; each sequence has at most one chunk in it."""
+    """A step from its first chunk to its commit; each sequence has at most one chunk in it.
+
+    The planner reads its fields; only its methods write them.
+    """
 
     planned_at: float
     seats: int  # sequences that may still start in it
     forward_per_chunk: bool
+    is_background: bool = False  # whether it is for those who take what others leave
+    is_alone: bool = False  # whether a suspect has it to itself
     first_due: float | None = None  # only sequences due before it may start
     num_passed_over: int = 0  # waiting sequences that lacked blocks
-    is_alone: bool = False  # whether a suspect has it to itself
     is_exclusive: bool = False  # whether an encoder that cannot be cut has it to itself
     is_awaited: bool = False  # whether a stream waits for it
-    is_background: bool = False  # whether it is for those who take what others leave
     room: float | None = None  # seconds for prompt chunks; None: no target, or none measured
     predicted: float = 0.0  # seconds in the runner; 0 while unmeasured
     allowed: float = 0.0  # the same for the watch on hangs: a guess is better than nothing
@@ -65,6 +68,30 @@ class PlannedStep:
     @property
     def is_empty(self) -> bool:
         return not (self.chunks or self.encoded or self.loads)
+
+    def refuse_starts(self) -> None:
+        """No further sequence may start in it."""
+        self.seats = 0
+
+    def pass_over(self) -> None:
+        """Count a waiting sequence that lacked blocks."""
+        self.num_passed_over += 1
+
+    def start_only_before(self, due: float) -> None:
+        """Only sequences that are due before it may start."""
+        self.first_due = due
+
+    def open(self, room: float | None, is_awaited: bool) -> None:
+        """Set the seconds for prompt chunks, and whether a stream waits for the step."""
+        self.room, self.is_awaited = room, is_awaited
+
+    def expect(self, predicted: float, allowed: float) -> None:
+        """Set how long it should take, and how long the watch on hangs should expect."""
+        self.predicted, self.allowed = predicted, allowed
+
+    def blame(self, cause: str) -> None:
+        """Set why it is expected to miss its target; empty: it is not."""
+        self.cause = cause
 
     def begin(self, sequence: Sequence, restore: SlotCopy | None = None) -> None:
         """Introduce a sequence that starts in this step."""
@@ -100,7 +127,9 @@ class PlannedStep:
         if not sequences:
             return
         self.num_decoding = len(sequences)
-        num_context = sum([sequence.num_planned for sequence in sequences])
+        num_context = 0
+        for sequence in sequences:
+            num_context += sequence.num_planned
         self.shape.decode(self.num_decoding, num_context, self.forward_per_chunk)
         for sequence in sequences:
             self._add(sequence, 1, [sequence])
@@ -109,7 +138,7 @@ class PlannedStep:
 
     def _take_in_again(self, sequence: Sequence) -> None:
         """The last chunk begins where the sequence's state went back to."""
-        num_again, sequence.num_again = sequence.num_again, 0
+        num_again = sequence.take_in_again()
         chunk, lease = self.chunks[-1], sequence.held
         start, length = chunk.start - num_again, chunk.length + num_again
         self.chunks[-1] = msgspec.structs.replace(chunk, start=start, length=length)
@@ -125,7 +154,7 @@ class PlannedStep:
         self.chunks[place] = msgspec.structs.replace(
             chunk, length=chunk.length + size, num_rows=1 + size, guess=token_ids
         )
-        sequence.num_guessed = size
+        sequence.plan_guess(size)
         for length in range(chunk.length, chunk.length + size):
             self.shape.extend(chunk.start, length)
 
@@ -137,11 +166,11 @@ class PlannedStep:
 
     def add_encode_chunk(self, sequence: Sequence, number: int, start: int, num_units: int) -> None:
         """Advance work `number` of a sequence from unit `start` on."""
-        sequence.num_units_planned += num_units
-        sequence.num_in_flight += 1
-        slot_id, end = sequence.held.slot_id, start + num_units
-        self.encoded.append(EncodeChunk(sequence.id, number, start, end, slot_id))
-        self.shape.encode(sequence.inputs.works[number].size, num_units)
+        work, slot_id = sequence.inputs.works[number], sequence.held.slot_id
+        sequence.encode(num_units)
+        self.encoded.append(EncodeChunk(sequence.id, number, start, start + num_units, slot_id))
+        self.shape.encode(work.size, num_units)
+        self.is_exclusive = work.is_whole
 
     def load(self, sequence: Sequence, end: int, runs: list[LoadedRun]) -> None:
         """Advance a sequence to token `end`, by what was computed before."""
@@ -151,9 +180,11 @@ class PlannedStep:
 
     def _add(self, sequence: Sequence, length: int, drawing: list[Sequence]) -> None:
         """The chunk that ends at the last known token draws, if there is anything to draw."""
-        start, lease = sequence.num_planned, sequence.held
+        start, lease = sequence.num_planned, sequence.lease
+        assert lease is not None
         end = start + length
-        draws = end == sequence.num_known and end < sequence.max_total
+        num_known = len(sequence.token_ids) + sequence.num_pending
+        draws = end == num_known and end < sequence.max_total
         num_rows = int(draws)
         if sequence.num_reported <= start < sequence.num_prompt - 1 and sequence.wants_prompt_rows:
             num_rows = length
@@ -164,7 +195,7 @@ class PlannedStep:
         for advancing in named:
             advancing.advance(end, draws)
         self.named.append(named)
-        ids = tuple([drawn.id for drawn in drawing]) if draws else ()
+        ids = tuple(map(by_id, drawing)) if draws else ()
         self.chunks.append(
             Chunk(
                 sequence.id,
@@ -181,6 +212,10 @@ class PlannedStep:
 
     def launch(self, ended: tuple[SequenceId, ...]) -> StepPlan:
         """Makes the plan for the runner, which may forget the sequences in `ended` first."""
+        worked_on = [chunk.sequence_id for chunk in self.chunks]
+        if self.loads or self.encoded:
+            first = [load.sequence_id for load in self.loads]
+            worked_on = first + [chunk.sequence_id for chunk in self.encoded] + worked_on
         self.plan = StepPlan(
             begun=tuple(self._begun),
             chunks=tuple(self.chunks),
@@ -190,5 +225,7 @@ class PlannedStep:
             restores=tuple(self._restores),
             encoded=tuple(self.encoded),
             loads=tuple(self.loads),
+            worked_on=tuple(worked_on),
+            allowed_s=self.allowed,
         )
         return self.plan

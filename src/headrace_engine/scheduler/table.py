@@ -5,7 +5,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from typing import TypeVar
 
 from headrace_common.ids import SequenceId
 from headrace_common.messages import (
@@ -31,7 +30,6 @@ from headrace_engine.scheduler.sequence import (
 )
 
 MAX_FAILED_ALONE = 3
-Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -50,73 +48,70 @@ class OutputBuffer:
         prompts = self.started or self.prompt_logprobs or self.progress
         return not (self.tokens or self.finished or prompts or self.guessed)
 
-    def take(self) -> Outputs:
-        return Outputs(
-            started=_drained(self.started),
-            prompt_logprobs=_drained(self.prompt_logprobs),
-            progress=_drained(self.progress),
-            guessed=_drained(self.guessed),
-            tokens=_drained(self.tokens),
-            finished=_drained(self.finished),
+    def take(self) -> Outputs | None:
+        """Return the news and forget them; None if there are none."""
+        if self.is_empty:
+            return None
+        taken = Outputs(
+            started=tuple(self.started),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            progress=tuple(self.progress),
+            guessed=tuple(self.guessed),
+            tokens=tuple(self.tokens),
+            finished=tuple(self.finished),
         )
-
-
-def _drained(items: list[Item]) -> tuple[Item, ...]:
-    taken = tuple(items)
-    items.clear()
-    return taken
+        self.started, self.prompt_logprobs, self.progress = [], [], []
+        self.guessed, self.tokens, self.finished = [], [], []
+        return taken
 
 
 class Quarantine:
     """Sequences suspected of making a step fail: they run alone, one by one, every other step."""
 
     def __init__(self) -> None:
-        self._suspects: set[Sequence] = set()
+        self.suspects: set[Sequence] = set()
+        self.num_failed_alone = 0  # since the last good step
         self._is_turn = True
-        self._num_failed_alone = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._suspects)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._suspects
+        return sequence in self.suspects
 
     @property
     def is_turn(self) -> bool:
         """Whether the next step is a suspect's, if both sides have something to do."""
-        return bool(self._suspects) and self._is_turn
+        return bool(self.suspects) and self._is_turn
 
     @property
     def is_hopeless(self) -> bool:
         """Whether the engine is to blame: several failed alone, with no good step between."""
-        return self._num_failed_alone >= MAX_FAILED_ALONE
+        return self.num_failed_alone >= MAX_FAILED_ALONE
 
     def current(self) -> Sequence:
         """The suspect under trial: the one that runs, else the newest."""
-        running = [suspect for suspect in self._suspects if suspect.lease is not None]
-        return max(running or self._suspects, key=by_rank)
+        running = [suspect for suspect in self.suspects if suspect.lease is not None]
+        return max(running or self.suspects, key=by_rank)
 
     def took_turn(self, alone: bool) -> None:
         self._is_turn = not alone
 
     def suspect(self, sequence: Sequence, clears_at: int) -> None:
         """Hold a sequence until a step has computed its first `clears_at` tokens."""
-        sequence.clears_at = max(clears_at, sequence.clears_at or 0)
-        self._suspects.add(sequence)
+        sequence.suspect(clears_at)
+        self.suspects.add(sequence)
 
     def failed_alone(self) -> None:
-        self._num_failed_alone += 1
+        self.num_failed_alone += 1
 
     def step_was_good(self) -> None:
-        self._num_failed_alone = 0
-        for suspect in list(self._suspects):
+        self.num_failed_alone = 0
+        for suspect in list(self.suspects):
             assert suspect.clears_at is not None
             if suspect.num_computed >= suspect.clears_at:
                 self.discard(suspect)
 
     def discard(self, sequence: Sequence) -> None:
-        sequence.clears_at = None
-        self._suspects.discard(sequence)
+        sequence.clear()
+        self.suspects.discard(sequence)
 
 
 class WaitingLines:
@@ -128,12 +123,13 @@ class WaitingLines:
     """
 
     def __init__(self) -> None:
+        self.num_waiting = 0
         self._lines: dict[str, list[Sequence]] = {}  # of clients that have any, by key
         self._had: dict[str, float] = {}  # share that each has had, in seconds
         self._level = 0.0  # what the client had that started last
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return self.num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
         return self.in_turn()
@@ -144,10 +140,12 @@ class WaitingLines:
             self._lines[client] = []
             self._had[client] = max(self._had.get(client, 0.0), self._level)
         insort(self._lines[client], sequence, key=by_key)
+        self.num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
         line = self._lines[sequence.client]
         del line[bisect_left(line, sequence.key, key=by_key)]
+        self.num_waiting -= 1
         if not line:
             del self._lines[sequence.client]
             if self._had[sequence.client] <= self._level:
@@ -162,7 +160,7 @@ class WaitingLines:
     def in_turn(self, without: Quarantine | None = None) -> Iterator[Sequence]:
         """The order in which they would start if each could; they may change meanwhile."""
         lines = {client: line[:] for client, line in self._lines.items()}
-        if without:
+        if without is not None and without.suspects:
             lines = {c: [s for s in line if s not in without] for c, line in lines.items()}
         lines = {client: line for client, line in lines.items() if line}
         if len(lines) == 1:
@@ -195,6 +193,14 @@ def turn(head: Sequence, had: dict[str, float]) -> float:
 
 def _share(sequence: Sequence) -> float:
     return TURN_S + sequence.alone
+
+
+def decide(
+    sequence: Sequence, finish: FinishReason, message: str = "", vector: bytes = b""
+) -> None:
+    """Decide how a sequence ends that has no outcome yet."""
+    code = "internal_error" if finish is FinishReason.ERROR else ""
+    sequence.decide(Finished(sequence.id, finish, code, message, vector))
 
 
 class SequenceTable:
@@ -239,16 +245,18 @@ class SequenceTable:
         """Lease memory for a waiting sequence; there must be enough."""
         self.waiting.charge(sequence)
         self.waiting.remove(sequence)
-        sequence.lease, restore = self._memory.reserve(match, sequence.num_tokens)
+        lease, restore = self._memory.reserve(match, sequence.num_tokens)
+        sequence.run(lease)
         sequence.start_at(match.num_tokens)
-        self._run(sequence)
+        insort(self.running, sequence, key=by_rank)
         return restore
 
     def tell_starts(self, sequences: Iterable[Sequence]) -> None:
         """Report, once, how much of a prompt is cached: the rest is about to be computed."""
         for sequence in sequences:
             if sequence.num_reported < 0:
-                sequence.num_reported = cached = min(sequence.num_planned, sequence.num_prompt)
+                cached = min(sequence.num_planned, sequence.num_prompt)
+                sequence.report(cached)
                 if sequence.is_reporter:
                     self._outputs.started.append(Started(sequence.id, sequence.num_shown, cached))
 
@@ -258,11 +266,9 @@ class SequenceTable:
         """Lease memory for a sibling in the step that computes the end of their prompt."""
         family.waiting.remove(sibling)
         leader = family.leader
-        fork = self._memory.fork(leader.held, leader.num_tokens)
-        sibling.lease, block_copy, slot_copy = fork
-        sibling.chain = leader.chain.copy()
-        sibling.num_units_planned = sibling.num_units_computed = leader.num_units_planned
-        self._run(sibling)
+        lease, block_copy, slot_copy = self._memory.fork(leader.held, leader.num_tokens)
+        sibling.run_beside(leader, lease)
+        insort(self.running, sibling, key=by_rank)
         return block_copy, slot_copy
 
     def scatter(self, family: Family) -> None:
@@ -282,8 +288,7 @@ class SequenceTable:
     ) -> None:
         """Decide the outcome, unless it is decided already."""
         if sequence.outcome is None:
-            code = "internal_error" if finish is FinishReason.ERROR else ""
-            sequence.outcome = Finished(sequence.id, finish, code, message, vector)
+            decide(sequence, finish, message, vector)
             self.close_if_over(sequence)
 
     def close_if_over(self, sequence: Sequence) -> None:
@@ -299,28 +304,16 @@ class SequenceTable:
         else:
             self.waiting.remove(sequence)
         self.quarantine.discard(sequence)
-        sequence.status = SequenceStatus.FINISHED
+        sequence.finish()
         del self._sequences[sequence.id]
         self._outputs.finished.append(sequence.outcome)
         if family is not None and family.leader is sequence:
-            self._hand_over(family)
-
-    def _hand_over(self, family: Family) -> None:
-        """The leader ended before it computed the prompt: the next sibling leads."""
-        if not family.waiting:
-            return
-        leader = family.waiting.pop(0)
-        leader.is_reporter = family.leader.num_reported < 0
-        family.leader = leader
-        self.waiting.add(leader)
-
-    def _run(self, sequence: Sequence) -> None:
-        sequence.status = SequenceStatus.RUNNING
-        insort(self.running, sequence, key=by_rank)
+            leader = family.hand_over()  # the old one may not have computed the prompt
+            if leader is not None:
+                self.waiting.add(leader)
 
     def _take_memory(self, sequence: Sequence) -> None:
         self._memory.release(sequence.held)
-        sequence.lease = None
         del self.running[bisect_left(self.running, sequence.rank, key=by_rank)]
         self._ended.append(sequence.id)
 
