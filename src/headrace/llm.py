@@ -8,7 +8,6 @@ import secrets
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
-from functools import partial
 from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
@@ -16,7 +15,6 @@ import msgspec
 from headrace.engines.local import LocalEngine
 from headrace.fleet.load_watch import LoadTeller, LoadWatch, OnLoading
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_names import Aliases, settled_aliases, told_apart
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
@@ -31,6 +29,7 @@ from headrace.protocols.vectors import embeddings, rerank
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
 from headrace.streams.stores.memory import MemoryStore
+from headrace.text.model_names import Aliases, settled_aliases, told_apart
 from headrace.workers.pool import ThreadWork
 from headrace_common.answer import Answer, Messages, Piece, Ranked, asked_for
 from headrace_common.config import sources
@@ -258,7 +257,9 @@ class _Host:
 
     async def vectors(self, checked: CheckedBody) -> list[list[float]]:
         asked = embeddings.to_request(checked, "")
-        made = await self.generation.vectors.make(asked, partial(embeddings.check, checked))
+        made = await self.generation.vectors.make(
+            asked, lambda it: embeddings.check(checked, it, it.ready)
+        )
         dimensions = checked.fields.get("dimensions")
         are_units = made.model.embeds_units
         return [embeddings.cut(one, dimensions, are_units).tolist() for one in made.vectors]

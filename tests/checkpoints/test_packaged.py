@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.fleet.model_names import names_of
+from headrace.text.model_names import names_of
 from headrace_common.checkpoints import packaged
 from headrace_common.checkpoints.find import find_here, find_model, place_of
 from headrace_common.config.settings import ModelConfig

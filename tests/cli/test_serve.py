@@ -14,10 +14,10 @@ import pytest
 from headrace.cli import exits
 from headrace.cli import serve as module
 from headrace.cli.load_lines import LoadLines
-from headrace.fleet.served_model import Models
 from headrace.metrics.metrics import Metrics
 from headrace.metrics.traces import NoTraces
 from headrace.streams.stores.memory import MemoryStore
+from headrace.text.model_names import Models
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.loading import STARTING
 

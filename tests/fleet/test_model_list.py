@@ -12,7 +12,7 @@ from headrace.fleet import model_list
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired, ModelSources, kept
 from headrace.fleet.pulls import KeptPull, Pulls
-from headrace.fleet.served_model import Models
+from headrace.text.model_names import Models
 from headrace_common.config.settings import ModelConfig
 
 

@@ -18,12 +18,11 @@ from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.model_list import Desired, ModelSources
 from headrace.fleet.pulls import Pull, Pulls
 from headrace.fleet.roster import Roster
-from headrace.fleet.served_model import Models
 from headrace.fleet.tenants import Tenants
 from headrace.generation.adapters import AdapterDesk
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
-from headrace.generation.vectors import Check, VectorRequest, Vectors
+from headrace.generation.vectors import Check, Vectors
 from headrace.metrics.metrics import Metrics
 from headrace.protocols import requests
 from headrace.protocols.dialect import dialect_of
@@ -44,6 +43,7 @@ from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.tally import Tally
 from headrace.text.encoder import Encoder
 from headrace.text.infill import InfillMarks
+from headrace.text.model_names import Models
 from headrace.workers.pool import ThreadWork
 from headrace_common.checkpoints.find import find_model
 from headrace_common.checkpoints.sentences import SentenceSpec
@@ -57,6 +57,7 @@ from headrace_common.messages import Ready
 from headrace_common.pieces import REASONING, ChannelPiece
 from headrace_common.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace_common.sampling import Sampling
+from headrace_common.vector_request import VectorRequest
 
 _NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats(-1e308, 1e308)
 JSON = st.recursive(

@@ -10,12 +10,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace.batches.folder import folder_shelf
-from headrace.fleet.served_model import Models
 from headrace.gateway.app import create_app
 from headrace.gateway.routes import ROUTES
 from headrace.intake.intake import Intake
-from headrace.protocols.model_text import ModelText
 from headrace.protocols.worker import Jobs
+from headrace.protocols.worker_model import WorkerModel
+from headrace.text.model_names import Models
 from headrace.workers.job_line import Body
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
@@ -92,7 +92,7 @@ def test_the_models_that_a_worker_would_use_are_named(
     def load() -> Any:
         raise AssertionError("names are found without the model")
 
-    texts = [ModelText((it, f"{it}-adapter"), load, contextlib.nullcontext) for it in "ab"]
+    texts = [WorkerModel((it, f"{it}-adapter"), load, contextlib.nullcontext) for it in "ab"]
     body = json.dumps({} if name is None else {"model": name}).encode()
     assert Jobs(*texts).do(NameModels("body"), body) == read
     line = b'{"body": ' + body + b"}"
@@ -105,7 +105,7 @@ def test_a_name_that_nobody_has_makes_no_worker_read_a_model() -> None:
     def load() -> Any:
         raise AssertionError("the first model was read")
 
-    jobs = Jobs(ModelText(("a",), load, contextlib.nullcontext))
+    jobs = Jobs(WorkerModel(("a",), load, contextlib.nullcontext))
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     asked = {"messages": [{"role": "user", "content": [image]}], "guided_json": {"const": 1}}
     checked = jobs.read(json.dumps({"model": "nobody", **asked}).encode(), "/v1/chat/completions")

@@ -9,11 +9,12 @@ import pytest
 
 from headrace.engines.client import EngineUp
 from headrace.generation.generation import Generation
-from headrace.generation.vectors import VectorRequest, Vectors
+from headrace.generation.vectors import Vectors
 from headrace_common.errors import RequestError
 from headrace_common.ids import SequenceId
 from headrace_common.messages import Finished, FinishReason, Outputs
 from headrace_common.request import Ids
+from headrace_common.vector_request import VectorRequest
 from tests.fleet.fakes import DOWN, READY, FakeEngine
 from tests.generation.fakes import running
 from tools.harness.eventually import settle

@@ -19,11 +19,11 @@ from headrace.cli.doctor_loss import loss
 from headrace.cli.doctor_machine import Finding, Verdict, machine
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.state import is_redis, streams_folder
-from headrace.fleet.model_names import told_apart
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import DESCRIPTORS_BESIDE
 from headrace.streams.stores.state_dir import StateError
 from headrace.text.encoder import Encoder
+from headrace.text.model_names import told_apart
 from headrace.text.output_splitter import HARMONY, reasoning_format
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer

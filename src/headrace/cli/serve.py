@@ -30,7 +30,6 @@ from headrace.fleet.fleet import pinned_model
 from headrace.fleet.model_check import read_checked
 from headrace.fleet.model_host import CACHE_BYTES, ModelHost, Start
 from headrace.fleet.model_list import Desired, ModelSources, kept
-from headrace.fleet.model_names import settled_aliases, told_apart
 from headrace.fleet.pulls import Pulls
 from headrace.fleet.replicas import Replicas, between
 from headrace.fleet.served_model import ServedModel
@@ -52,6 +51,7 @@ from headrace.streams.store import Store
 from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace.streams.stores.state_dir import StateError, StateInUse
+from headrace.text.model_names import settled_aliases, told_apart
 from headrace.workers.pool import WorkerPool
 from headrace_common.config.document import reread_folder
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.fleet.model_names import adapters_of
+from headrace.text.model_names import adapters_of
 from headrace_common.checkpoints.find import place_of
 from headrace_common.config.settings import ModelConfig
 

@@ -9,9 +9,8 @@ from typing import Any
 from headrace.fleet.engine_life import EngineClosed
 from headrace.fleet.memory_policy import Residency, Stage
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_names import Aliases
 from headrace.fleet.roster import Roster
-from headrace.fleet.served_model import Models
+from headrace.text.model_names import Aliases, Models
 from headrace_common.config.settings import ModelConfig, ServerConfig
 from headrace_common.errors import ModelError, RequestError
 from headrace_common.log_context import note

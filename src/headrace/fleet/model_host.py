@@ -17,10 +17,10 @@ from headrace.fleet.file_stamp import Stamp, file_stamp
 from headrace.fleet.in_thread import start_thread
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.model_check import NotChecked, read_checked
-from headrace.fleet.model_names import adapters_of, names_of, paths_of, root_of
 from headrace.fleet.served_model import ServedModel
 from headrace.fleet.tenants import Tenants
 from headrace.metrics.metrics import Metrics
+from headrace.text.model_names import adapters_of, names_of, paths_of, root_of
 from headrace_common.adapter import Adapter
 from headrace_common.checkpoints.find import MINI, find_model, may_have_images
 from headrace_common.config.settings import ModelConfig

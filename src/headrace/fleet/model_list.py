@@ -11,8 +11,8 @@ import msgspec
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.kept_file import KeptFile
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_names import told_apart
 from headrace.fleet.pulls import Pull, Pulls
+from headrace.text.model_names import told_apart
 from headrace_common.checkpoints.downloads import discard
 from headrace_common.config.document import read_document, to_document
 from headrace_common.config.settings import ModelConfig

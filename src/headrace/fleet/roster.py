@@ -1,8 +1,7 @@
 """The models that a server has, and how they follow the models that it should have."""
 
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_names import Aliases
-from headrace.fleet.served_model import Models
+from headrace.text.model_names import Aliases, Models
 
 
 class Roster:

@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_names import called
-from headrace.fleet.served_model import Models, ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.gateway.introductions import introduction
+from headrace.text.model_names import Models, called
 from headrace_common.messages import Ready
 
 _LIMIT_NAMES = ("context_length", "context_window", "max_context_length")

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired
 from headrace.fleet.pulls import Pull
-from headrace.fleet.served_model import Models, ServedModel
+from headrace.fleet.served_model import ServedModel
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left, while_connected
 from headrace.gateway.http_responses import answer
@@ -25,6 +25,7 @@ from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fi
 from headrace.protocols.framing import LINES
 from headrace.protocols.ollama.errors import ERRORS
 from headrace.protocols.requests import decode
+from headrace.text.model_names import Models
 from headrace_common.errors import RequestError
 from headrace_common.jobs import ReadModelName
 from headrace_common.version import __version__

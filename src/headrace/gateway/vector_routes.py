@@ -6,7 +6,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.fleet.model_names import called
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
@@ -15,6 +14,7 @@ from headrace.gateway.http_responses import answer
 from headrace.generation.generation import Generation
 from headrace.intake.intake import Intake
 from headrace.intake.vectors import ONE, Asker
+from headrace.text.model_names import called
 from headrace_common.jobs import ReadInputs, ReadJob, ReadPairs
 from headrace_common.request import Route
 

@@ -9,7 +9,6 @@ from headrace_common.jobs import Encoded, EncodedAhead, EncodePairs, EncodePromp
 from headrace_common.request import Chat, Ids, Request
 
 _PROMPT_FIELDS = {"/v1/responses": "input"}  # where it has another name than usual
-_UNKNOWN = 1 << 30  # tokens; where no limit is known, none is checked
 
 
 def check_generates(model: ServedModel) -> None:
@@ -61,16 +60,7 @@ async def admit(
 
 
 def _longest_prompt(model: ServedModel, request: Request) -> int:
-    return longest_prompt(model, model.max_model_len, request.sampling.max_tokens)
-
-
-def longest_prompt(model: ServedModel, max_model_len: int, max_tokens: int | None) -> int:
-    """Tokens of the longest prompt that the model can answer with so many."""
-    if not max_model_len:
-        return _UNKNOWN  # the engine will say
-    if model.has_source:
-        return max_model_len  # the answer has a context of its own
-    return max_model_len - (max_tokens != 0)
+    return model.longest_prompt(model.max_model_len, request.sampling.max_tokens)
 
 
 def check_can_begin(record: Record, model: ServedModel) -> None:

@@ -15,25 +15,12 @@ from headrace.generation.model_checks import encode, too_long
 from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import Work
 from headrace_common.errors import RequestError
-from headrace_common.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
-from headrace_common.request import BACKGROUND, Route
+from headrace_common.jobs import Encoded, EncodePairs, EncodePrompts
+from headrace_common.request import BACKGROUND
 from headrace_common.sampling import Pooling
+from headrace_common.vector_request import VectorRequest
 
 Check = Callable[[ServedModel], None]
-
-
-class VectorRequest(msgspec.Struct, frozen=True):
-    """A request for vectors, one per input; `packed` holds the inputs for a worker."""
-
-    route: Route
-    task: str  # embed or score
-    packed: bytes
-    field: str  # that the inputs stand in
-    is_list: bool = True
-    model: str | None = None
-    owner: str = ""
-    ahead: EncodedAhead | None = None
-    priority: int = 0
 
 
 class Vectors(msgspec.Struct, frozen=True):

@@ -3,16 +3,15 @@
 import secrets
 import time
 from collections.abc import Coroutine, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
-from headrace.fleet.model_names import called
 from headrace.generation.generation import Generation
 from headrace.generation.request_span import named
 from headrace.generation.vectors import Vectors
 from headrace.metrics.traces import RequestSpan
 from headrace.protocols.dialect import encode
 from headrace.protocols.vectors import embeddings, rerank
+from headrace.text.model_names import called
 from headrace_common.jobs import CheckedBody, RankDocuments, VectorForm, WriteVectors
 from headrace_common.log_context import PARENT
 from headrace_common.request import Route
@@ -68,7 +67,9 @@ class VectorAnswers:
         """The vectors, and how they stand in an answer."""
         fields = checked.fields
         asked = embeddings.to_request(checked, asker.owner, asker.priority)
-        making = self._generation.vectors.make(asked, partial(embeddings.check, checked))
+        making = self._generation.vectors.make(
+            asked, lambda it: embeddings.check(checked, it, it.ready)
+        )
         made = await self._traced(asker.route, "embeddings", making)
         wanted = fields.get("dimensions")
         size = len(made.vectors[0])

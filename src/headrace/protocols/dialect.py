@@ -11,11 +11,11 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields.kinds import Kind
 from headrace.protocols.framing import SSE, Framing
 from headrace.streams.events import AnyEvent, Error, Heartbeat
 from headrace.streams.record import Record
+from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
 from headrace_common.request import Prompt, Request, Route
 
@@ -109,7 +109,7 @@ class Dialect(PromptReader, Protocol):
         """
 
     def to_request(
-        self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel
+        self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel
     ) -> Request:
         """The request, within the model's limits and with its defaults."""
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields.structure import CallsWanted, Structure, Tool, Wanted
 from headrace.text import json_schema, schema_rules
 from headrace.text.harmony import answer_rules
@@ -15,6 +14,7 @@ from headrace.text.json_schema import Node, ReadSchema, SchemaFinding
 from headrace.text.output_splitter import HARMONY, REASONING_TAGS
 from headrace.text.schema_limits import children, unsatisfied
 from headrace.text.schema_rules import Grammars, grammars_of
+from headrace.text.text_model import TextModel
 from headrace.text.tool_formats.table import format_of
 from headrace_common.errors import RequestError
 from headrace_common.grammar import (
@@ -70,7 +70,7 @@ class _Part(NamedTuple):
 class GrammarMaker:
     """Makes grammars for one model; made once, since it reads the whole vocabulary."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: TextModel) -> None:
         self._model = model
         self._compiler: GrammarCompiler | None = None
         self._why_not = ""

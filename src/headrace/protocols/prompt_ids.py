@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
-from headrace.protocols.model_text import Bound
+from headrace.protocols.worker_model import Bound
 from headrace.text.broken_tokens import break_tokens
 from headrace.text.rendering import Rendered
 from headrace.text.rendering import render as rendered
+from headrace.text.text_model import TextModel
 from headrace.text.tool_formats.generic import GENERIC, with_tools_in_words
 from headrace_common.errors import RequestError
 from headrace_common.request import Chat, Ids, Infill, Prompt, Text
@@ -30,7 +30,7 @@ class PromptIds(NamedTuple):
 
 
 def ids_of(
-    model: ServedModel, prompt: Prompt, rendering: Bound, longest: int | None = None
+    model: TextModel, prompt: Prompt, rendering: Bound, longest: int | None = None
 ) -> PromptIds:
     """Tokenize a prompt, at least its first `longest` + 1 tokens.
 
@@ -48,7 +48,7 @@ def ids_of(
             return PromptIds(*_text_ids(model, text, False, longest), changes)
 
 
-def render(model: ServedModel, chat: Chat, rendering: Bound) -> Rendered:
+def render(model: TextModel, chat: Chat, rendering: Bound) -> Rendered:
     """Render a chat; RequestError if the model has no template, or its template refuses."""
     if model.template is None:
         raise RequestError(
@@ -65,7 +65,7 @@ def render(model: ServedModel, chat: Chat, rendering: Bound) -> Rendered:
 
 
 def _text_ids(
-    model: ServedModel, text: str, adds_special_tokens: bool, longest: int | None
+    model: TextModel, text: str, adds_special_tokens: bool, longest: int | None
 ) -> tuple["array[int]", str]:
     """All ids, or the first ones, more than `longest`; one-shot or streamed."""
     encoding = model.encoder.begin(text, adds_special_tokens, longest)
@@ -75,7 +75,7 @@ def _text_ids(
     return encoding.token_ids, "streamed" if num_windows > 1 else "one-shot"
 
 
-def _gap_ids(model: ServedModel, gap: Infill, longest: int | None) -> tuple["array[int]", str]:
+def _gap_ids(model: TextModel, gap: Infill, longest: int | None) -> tuple["array[int]", str]:
     """The same for the two sides of a gap, with the model's marks between them."""
     tokenizer, ways = model.tokenizer, []
 
@@ -94,9 +94,7 @@ def _gap_ids(model: ServedModel, gap: Infill, longest: int | None) -> tuple["arr
     return ids + marks.joined(before, behind), max(ways)
 
 
-def listed_tokens(
-    model: ServedModel, token_ids: list[int], fields: dict[str, Any]
-) -> dict[str, Any]:
+def listed_tokens(model: TextModel, token_ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
     """Token ids as `/tokenize` shows them."""
     tokenizer, tokens = model.tokenizer, list[Any](token_ids)
     if fields.get("with_pieces"):

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.model_names import called
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import Dialect, PromptReader
 from headrace.protocols.fields import samplers
 from headrace.protocols.fields.common import max_tokens
 from headrace.protocols.fields.kinds import wrong_value
 from headrace.text.json_schema import exact_number
+from headrace.text.model_names import called
+from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
 from headrace_common.jobs import CheckedBody
 from headrace_common.request import Chat, Ids, Infill, Prompt, Request, ResponseOptions, Route, Text
@@ -84,7 +84,7 @@ def exact_schemas(body: bytes, given: dict[str, Any]) -> dict[int, Any]:
 
 
 def make_request(
-    route: Route, prompts: tuple[Prompt, ...], fields: dict[str, Any], model: ServedModel
+    route: Route, prompts: tuple[Prompt, ...], fields: dict[str, Any], model: TextModel
 ) -> Request:
     """Makes the request, with the model's defaults; RequestError where it passes the limits.
 
@@ -114,7 +114,7 @@ def check_token_ids(token_ids: tuple[int, ...], path: str, size: int) -> None:
     raise not_in_vocabulary(token_id, f"{path}[{place}]", size)
 
 
-def _to_sampling(fields: dict[str, Any], model: ServedModel) -> Sampling:
+def _to_sampling(fields: dict[str, Any], model: TextModel) -> Sampling:
     size = model.vocab_size
     stop_ids, biases = tuple(fields.get("stop_token_ids", ())), fields.get("logit_bias", {})
     check_token_ids(stop_ids, "stop_token_ids", size)
@@ -176,7 +176,7 @@ def not_in_vocabulary(token_id: int, path: str, size: int) -> RequestError:
     return wrong_value(token_id, path, f"a token id from 0 to {size - 1}")
 
 
-def _resolve(name: str, fields: dict[str, Any], model: ServedModel, otherwise: float) -> Any:
+def _resolve(name: str, fields: dict[str, Any], model: TextModel, otherwise: float) -> Any:
     if name in fields:
         return fields[name]
     own = getattr(model.defaults, name) if model.defaults else None
@@ -198,14 +198,14 @@ def pack(dialect: PromptReader, fields: dict[str, Any]) -> CheckedBody:
     )
 
 
-def to_request(dialect: Dialect, checked: CheckedBody, model: ServedModel) -> Request:
+def to_request(dialect: Dialect, checked: CheckedBody, model: TextModel) -> Request:
     """The request, by the model's limits and with its defaults; its prompts are stubs."""
     check_ids(checked, model)
     request = dialect.to_request(checked.fields, checked.stubs, model)
     return msgspec.structs.replace(request, kept=checked.kept) if checked.kept else request
 
 
-def check_ids(checked: CheckedBody, model: ServedModel) -> None:
+def check_ids(checked: CheckedBody, model: TextModel) -> None:
     """RequestError if a token id of the prompts is not in the model's vocabulary."""
     if checked.largest_id >= model.vocab_size:
         raise not_in_vocabulary(checked.largest_id, checked.largest_path, model.vocab_size)

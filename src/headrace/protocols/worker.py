@@ -17,9 +17,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.model_names import Aliases, adapters_of, names_of, paths_of
-from headrace.fleet.served_model import Models, ServedModel
-from headrace.generation.model_checks import longest_prompt
 from headrace.protocols import batch_lines, body_names
 from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.body_names import MODEL
@@ -31,13 +28,15 @@ from headrace.protocols.fields.messages import placeholder_in_text, refuse_image
 from headrace.protocols.fields.unknown import header_of, renamed, unknown_within
 from headrace.protocols.grammars import NO_GRAMMAR
 from headrace.protocols.inserted_texts import take_out
-from headrace.protocols.model_text import Bound, MemoryBound, ModelText, text_of
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.openai.response_items import PAST, messages_of
 from headrace.protocols.prompt_ids import ids_of, listed_tokens, prompts_of, put_images, render
 from headrace.protocols.requests import check_token_ids, decode, exact_schemas, pack
 from headrace.protocols.vectors import embeddings, rerank
+from headrace.protocols.worker_model import Bound, MemoryBound, WorkerModel, in_worker
+from headrace.text.model_names import Aliases, Models, adapters_of, names_of, paths_of
+from headrace.text.text_model import TextModel
 from headrace.workers.pool import (
     IMAGE_MEMORY_BYTES,
     IMAGES,
@@ -80,11 +79,11 @@ class Jobs:
 
     def __init__(
         self,
-        *models: ServedModel | ModelText,
+        *models: TextModel | WorkerModel,
         rendering: Bound = contextlib.nullcontext,
         aliases: Aliases | None = None,
     ) -> None:
-        self._texts = Models(tuple(map(text_of, models)), aliases)
+        self._texts = Models(tuple(map(in_worker, models)), aliases)
         self._rendering = rendering
 
     def do(self, job: jobs.AnyJob, body: bytes) -> object:
@@ -204,7 +203,7 @@ class Jobs:
                 error.noting(model=text.names[0])
             raise
 
-    def _asked(self, fields: dict[str, Any]) -> ModelText | None:
+    def _asked(self, fields: dict[str, Any]) -> WorkerModel | None:
         """The model that is asked for; None for a name that nobody has.
 
         Such a request is refused later, unless it finds the stream of an earlier one.
@@ -235,7 +234,7 @@ class Jobs:
         try:
             longest = known.max_model_len
             if isinstance(job, jobs.ReadBody):
-                longest = longest_prompt(text.model, longest, max_tokens(checked.fields))
+                longest = text.model.longest_prompt(longest, max_tokens(checked.fields))
             if isinstance(job, jobs.ReadPairs):
                 encoded = self._encode_pairs(jobs.EncodePairs(longest, name), checked.packed)
             else:
@@ -360,7 +359,7 @@ class Jobs:
 
     def _read(
         self, body: bytes, table: Mapping[str, Kind], required: str | None = None
-    ) -> tuple[ServedModel, dict[str, Any]]:
+    ) -> tuple[TextModel, dict[str, Any]]:
         given = decode(body)
         with self._noting(given):
             if required and given.get(required) is None:
@@ -400,9 +399,9 @@ def _work(connection: socket.socket, is_for_images: bool) -> None:
     start_type = tuple[tuple[ModelConfig, ...], tuple[str, ...]]
     configs, aliases = msgspec.msgpack.decode(start[1], type=start_type)
     texts = [
-        ModelText(
+        WorkerModel(
             (*names_of(config), *adapters_of(config)),
-            functools.partial(ServedModel, config),
+            functools.partial(TextModel, config),
             bound.lifted,
             paths_of(config),
         )

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols.anthropic.errors import AnthropicErrors
 from headrace.protocols.anthropic.input import (
     ClientTools,
@@ -41,6 +40,7 @@ from headrace.streams.events import (
 )
 from headrace.streams.record import Record
 from headrace.streams.tally import Tally
+from headrace.text.text_model import TextModel
 from headrace_common.answer import Run, call_id, runs
 from headrace_common.errors import RequestError
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
@@ -110,7 +110,7 @@ def _skipped(own: dict[str, Any]) -> tuple[str, ...]:
     return tuple(system.skipped + own["messages"].skipped + tools.skipped)
 
 
-def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """The request that chat would make of the same fields."""
     request = openai_chat.to_request(fields, prompts, model)
     return msgspec.structs.replace(request, route=ROUTE)

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.kinds import Kind
 from headrace.protocols.framing import SSE
@@ -13,6 +12,7 @@ from headrace.protocols.llamacpp import answers as llama
 from headrace.protocols.llamacpp.answers import LlamaBody, LlamaFrames
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.completions import PromptList, Prompts
+from headrace.text.text_model import TextModel
 from headrace_common.request import Ids, Prompt, Request, Route, Text
 
 ROUTE: Route = "/completion"
@@ -37,7 +37,7 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     return tuple(Text(prompt) if is_text else Ids(prompt) for prompt in asked.prompts)
 
 
-def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """The request, by the model's limits and with its defaults."""
     request = requests.make_request(ROUTE, prompts, fields, model)
     asked = fields.get("n_probs") or None

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.kinds import Array, Kind, Object, String
 from headrace.protocols.framing import SSE
@@ -13,6 +12,7 @@ from headrace.protocols.llamacpp import answers as llama
 from headrace.protocols.llamacpp.answers import LlamaBody, LlamaFrames
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.completions import ends_of_gap
+from headrace.text.text_model import TextModel
 from headrace_common.request import Infill, Prompt, Request, Route
 
 ROUTE: Route = "/infill"
@@ -47,7 +47,7 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     return (Infill(before, fields["input_suffix"], files),)
 
 
-def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """The request, by the model's limits and with its defaults."""
     request = requests.make_request(ROUTE, prompts, fields, model)
     stops = request.sampling.stop_token_ids + ends_of_gap(prompts, model, "input_suffix")

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import ErrorFormat
 from headrace.protocols.fields.common import read_known
 from headrace.protocols.fields.kinds import Kind
@@ -14,6 +13,7 @@ from headrace.protocols.ollama import errors, fields
 from headrace.protocols.ollama.answers import OllamaBody, OllamaFrames, as_message
 from headrace.protocols.openai import chat as openai_chat
 from headrace.streams.record import Record
+from headrace.text.text_model import TextModel
 from headrace_common.request import Prompt, Request, Route
 
 ROUTE: Route = "/api/chat"
@@ -42,7 +42,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     return fields.finished(read_, own, bool(messages))
 
 
-def to_request(given: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+def to_request(given: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """The request that chat would make of the same fields."""
     request = openai_chat.to_request(given, prompts, model)
     return msgspec.structs.replace(request, route=ROUTE)

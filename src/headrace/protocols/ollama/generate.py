@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import ErrorFormat
 from headrace.protocols.fields.common import read_known
 from headrace.protocols.fields.kinds import Flag, Kind, String
@@ -15,6 +14,7 @@ from headrace.protocols.ollama.answers import OllamaBody, OllamaFrames, as_respo
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import completions as openai_completions
 from headrace.streams.record import Record
+from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
 from headrace_common.request import Chat, Prompt, Request, Route
 
@@ -64,7 +64,7 @@ def to_prompts(given: dict[str, Any]) -> tuple[Prompt, ...]:
     return openai_completions.to_prompts(given) if texts else openai_chat.to_prompts(given)
 
 
-def to_request(given: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+def to_request(given: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """The request that the other route would make of the same fields."""
     is_chat = isinstance(prompts[0], Chat)
     make = openai_chat.to_request if is_chat else openai_completions.to_request

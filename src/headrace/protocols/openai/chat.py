@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.client_tools import OfferedTools
 from headrace.protocols.fields.common import COMMON, read_common
@@ -25,6 +24,7 @@ from headrace.protocols.openai.custom_calls import CallDeltas
 from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
+from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
 from headrace_common.request import Channels, Chat, Prompt, Request, Route
 
@@ -79,7 +79,7 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     return (to_chat(fields),)
 
 
-def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """The request, by the model's limits and with its defaults."""
     request = requests.make_request(ROUTE, prompts, fields, model)
     num_logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols import requests
 from headrace.protocols.fields.common import COMMON, TokenIds, read_common
 from headrace.protocols.fields.kinds import (
@@ -23,6 +22,7 @@ from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.chunks import Choice, ChunkBody, ChunkFrames, Part
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
+from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
 from headrace_common.request import Ids, Infill, Prompt, Request, Route, Text
 
@@ -93,7 +93,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """The request, by the model's limits and with its defaults."""
     request = requests.make_request(ROUTE, prompts, fields, model)
     echo, asked = fields.get("echo", False), fields.get("logprobs")
@@ -119,7 +119,7 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     return tuple(Ids(ids) for ids in asked.prompts)
 
 
-def ends_of_gap(prompts: tuple[Prompt, ...], model: ServedModel, field: str) -> tuple[int, ...]:
+def ends_of_gap(prompts: tuple[Prompt, ...], model: TextModel, field: str) -> tuple[int, ...]:
     """Further end tokens of prompts that have a gap to fill; RequestError if the model cannot."""
     if not any(isinstance(prompt, Infill) for prompt in prompts):
         return ()

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols.dialect import encode, named
 from headrace.protocols.fields import samplers
 from headrace.protocols.fields.client_tools import OfferedTools
@@ -43,6 +42,7 @@ from headrace.protocols.openai.response_items import (
 from headrace.protocols.requests import stub_of
 from headrace.streams.events import AnyEvent, Heartbeat, Progress, Queued
 from headrace.streams.record import Record
+from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
 from headrace_common.jobs import CheckedBody
 from headrace_common.request import Chat, Prompt, Request, Route
@@ -167,7 +167,7 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     return (openai_chat.to_chat(chat),)
 
 
-def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: ServedModel) -> Request:
+def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """The request, by the model's limits and with its defaults."""
     has_logprobs = bool(fields.get("top_logprobs")) or _LOGPROBS in fields.get("include", ())
     shared = fields | {"logprobs": has_logprobs}

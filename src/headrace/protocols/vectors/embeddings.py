@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.fleet.served_model import ServedModel
-from headrace.generation.vectors import VectorRequest
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.common import TokenIds, read_known
 from headrace.protocols.fields.kinds import (
@@ -24,10 +22,13 @@ from headrace.protocols.fields.kinds import (
 )
 from headrace.protocols.openai.completions import PromptList
 from headrace.protocols.requests import check_ids
+from headrace.text.text_model import TextModel
 from headrace_common.checkpoints.sentences import SentenceSpec
 from headrace_common.errors import RequestError
 from headrace_common.jobs import CheckedBody, WriteVectors
+from headrace_common.messages import Ready
 from headrace_common.request import Ids, Prompt, Route, Text
+from headrace_common.vector_request import VectorRequest
 
 ROUTE: Route = "/v1/embeddings"
 KEYS = ("object", "data", "model", "usage")
@@ -118,10 +119,11 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     return tuple(Ids(ids) for ids in asked.prompts)
 
 
-def check(checked: CheckedBody, model: ServedModel) -> None:
-    """RequestError for what passes the limits of the model, which has been loaded."""
+def check(checked: CheckedBody, model: TextModel, ready: Ready | None) -> None:
+    """RequestError if the request exceeds what the model and its engine can do."""
     check_ids(checked, model)
-    _check_dimensions(checked.fields.get("dimensions"), model)
+    size = ready.vector_size if ready is not None else 0
+    _check_dimensions(checked.fields.get("dimensions"), size, model)
 
 
 def to_request(checked: CheckedBody, owner: str, priority: int = 0) -> VectorRequest:
@@ -139,9 +141,8 @@ def to_request(checked: CheckedBody, owner: str, priority: int = 0) -> VectorReq
     )
 
 
-def _check_dimensions(wanted: int | None, model: ServedModel) -> None:
-    """RequestError unless the model's vectors may be cut to that many numbers."""
-    size = model.ready.vector_size if model.ready is not None else 0
+def _check_dimensions(wanted: int | None, size: int, model: TextModel) -> None:
+    """RequestError unless the model's vectors of `size` may be cut to that many numbers."""
     if wanted is None or not size or wanted == size:
         return
     allowed = None if model.cuts_any else model.sentences.dimensions

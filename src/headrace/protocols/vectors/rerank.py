@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.generation.vectors import VectorRequest
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.common import read_known
 from headrace.protocols.fields.kinds import Array, Flag, Integer, Kind, String, wrong_type
 from headrace_common.errors import RequestError
 from headrace_common.jobs import CheckedBody
 from headrace_common.request import Route
+from headrace_common.vector_request import VectorRequest
 
 ROUTES: tuple[Route, ...] = ("/v1/rerank", "/rerank")
 KEYS = ("id", "object", "model", "results", "usage")

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.fleet.model_names import (
+from headrace.protocols.worker_model import WorkerModel
+from headrace.text.model_names import (
     Aliases,
+    Models,
     called,
     names_of,
     paths_of,
@@ -13,8 +15,6 @@ from headrace.fleet.model_names import (
     settled_aliases,
     told_apart,
 )
-from headrace.fleet.served_model import Models
-from headrace.protocols.model_text import ModelText
 from headrace_common.config.settings import ModelConfig
 from headrace_common.config.sources import check_names
 from headrace_common.errors import ConfigError, RequestError
@@ -80,8 +80,8 @@ def test_the_path_finds_the_model_and_is_shown_to_nobody(
     def never() -> None:
         raise AssertionError("only its names are asked for")
 
-    model = ModelText(names_of(config), never, never, paths_of(config))  # type: ignore[arg-type]
-    models = Models((ModelText(("first",), never, never), model))  # type: ignore[arg-type]
+    model = WorkerModel(names_of(config), never, never, paths_of(config))  # type: ignore[arg-type]
+    models = Models((WorkerModel(("first",), never, never), model))  # type: ignore[arg-type]
     for name in ("m", "./m.gguf", "m.gguf", file):
         assert models.get(name) is model
         assert called(model, name) == called(model, None) == "m"
@@ -90,11 +90,11 @@ def test_the_path_finds_the_model_and_is_shown_to_nobody(
     assert "there is: first, m." in str(unknown.value)
 
 
-def models_named(*names: str, aliases: tuple[str, ...]) -> Models[ModelText]:
+def models_named(*names: str, aliases: tuple[str, ...]) -> Models[WorkerModel]:
     def never() -> None:
         raise AssertionError("only its names are asked for")
 
-    texts = tuple(ModelText((name,), never, never) for name in names)  # type: ignore[arg-type]
+    texts = tuple(WorkerModel((name,), never, never) for name in names)  # type: ignore[arg-type]
     return Models(texts, Aliases(aliases))
 
 

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headrace.fleet.served_model import ServedModel
 from headrace.protocols.fields.messages import placeholder_in_text
 from headrace.protocols.grammars import GrammarMaker
+from headrace.text.text_model import TextModel
 from headrace.workers.pool import MEMORY_BYTES
 from headrace_common.errors import ModelError, RequestError
 
@@ -25,13 +25,13 @@ _KEPT_BYTES = MEMORY_BYTES // 4  # beyond what was loaded, between two jobs
 Bound = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-class ModelText:
+class WorkerModel:
     """The text side of one model, read when it is first needed, within `bound`."""
 
     def __init__(
         self,
         names: tuple[str, ...],
-        load: Callable[[], ServedModel],
+        load: Callable[[], TextModel],
         bound: Bound,
         paths: frozenset[str] = frozenset(),
     ) -> None:
@@ -40,7 +40,7 @@ class ModelText:
         self._bound = bound
 
     @cached_property
-    def model(self) -> ServedModel:
+    def model(self) -> TextModel:
         with self._bound():
             try:
                 return self._load()
@@ -81,10 +81,10 @@ class ModelText:
             return GrammarMaker(model)
 
 
-def text_of(model: ServedModel | ModelText) -> ModelText:
-    if isinstance(model, ModelText):
+def in_worker(model: TextModel | WorkerModel) -> WorkerModel:
+    if isinstance(model, WorkerModel):
         return model
-    return ModelText(model.names, lambda: model, contextlib.nullcontext, model.paths)
+    return WorkerModel(model.names, lambda: model, contextlib.nullcontext, model.paths)
 
 
 class MemoryBound:

@@ -4,17 +4,18 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from headrace_common.checkpoints.find import place_of
 from headrace_common.checkpoints.gguf_folder import stem_of
 from headrace_common.config.settings import ModelConfig
-from headrace_common.errors import ConfigError
+from headrace_common.errors import ConfigError, RequestError
 
 LATEST = ":latest"
 """Clients of Ollama may write this after any name."""
+_SHOWN = 100  # characters of an unknown name
 
 
 class Named(Protocol):
@@ -75,6 +76,85 @@ class Aliases:
             if spelling in self.fixed:
                 return self.fixed[spelling]
         return next((model for it, model in self._patterns if fnmatchcase(name, it)), None)
+
+
+ByName = TypeVar("ByName", bound=Named)
+
+
+class Models(Generic[ByName]):
+    """The served models, by the names that clients ask for."""
+
+    def __init__(self, models: tuple[ByName, ...], aliases: Aliases | None = None) -> None:
+        self._models = models
+        self._aliases = aliases or Aliases()
+
+    def all(self) -> tuple[ByName, ...]:
+        return self._models
+
+    @property
+    def first(self) -> ByName:
+        """The model that answers where no name is given."""
+        return self._models[0]
+
+    def find(self, name: str) -> ByName | None:
+        """Return the model of a name, or else of the path that it was given by, if there is one.
+
+        Clients of Ollama may write `:latest` after any name.
+        """
+        for model in self._models:
+            if name in model.names:
+                return model
+        for model in self._models:
+            if name in model.paths:
+                return model
+        return self.find(name.removesuffix(LATEST)) if name.endswith(LATEST) else None
+
+    def resolve(self, name: str) -> str:
+        """Return the name of the model or adapter that a client means by `name`.
+
+        An alias gives the name that it stands for. A path, or a name that nobody has, stays as it
+        is.
+        """
+        if (model := self.find(name)) is not None:
+            short = name.removesuffix(LATEST)
+            return short if name not in model.names and short in model.names else name
+        meant = self._aliases.model(name)
+        return name if meant is None or self.find(meant) is None else meant
+
+    def answering(self, name: str) -> ByName | None:
+        """Return the model that answers to a name, a path or an alias, if there is one."""
+        return self.find(self.resolve(name))
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The aliases without *, each with the name that it stands for."""
+        fixed = {name: self.resolve(name) for name in self._aliases.fixed}
+        return {name: meant for name, meant in fixed.items() if meant != name}
+
+    def get(self, name: str | None) -> ByName:
+        """The model that answers to `name`; without a name, the first one."""
+        return self.exact(None if name is None else self.resolve(name))
+
+    def exact(self, name: str | None) -> ByName:
+        """Return the model of a name that `resolve` gave; RequestError if it was removed since.
+
+        No alias may take the place of that model.
+        """
+        if name is None:
+            return self.first
+        if (model := self.find(name)) is not None:
+            return model
+        raise self.unknown(name)
+
+    def unknown(self, name: str) -> RequestError:
+        """The error for a name that no model has."""
+        names = [name for model in self._models for name in model.names]
+        served = ", ".join((*names, *self.aliases))
+        return RequestError(
+            "model_not_found",
+            f"No model {name[:_SHOWN]!r} is served here; there is: {served}.",
+            "model",
+        ).noting(asked=name[:_SHOWN], served=served)
 
 
 def settled_aliases(pairs: Iterable[str], configs: Iterable[ModelConfig]) -> tuple[str, ...]:
