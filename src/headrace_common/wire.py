@@ -1,5 +1,6 @@
 """Messages between gateway and engine, each a frame of MessagePack; owns no socket."""
 
+import logging
 import socket
 
 import msgspec
@@ -22,6 +23,8 @@ from headrace_common.messages import (
     Submit,
 )
 from headrace_common.system import framing
+
+logger = logging.getLogger(__name__)
 
 
 class Start(Message, frozen=True):
@@ -53,12 +56,23 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 def encode(message: Message) -> bytes:
     """One frame."""
-    return b"".join(framing.frame(_ENCODER.encode(message)))
+    packed = _ENCODER.encode(message)
+    return framing.LENGTH.pack(len(packed)) + packed
 
 
-async def read(reader: framing.FrameReader) -> AnyMessage:
-    """Next message; asyncio.IncompleteReadError when the other side is gone."""
-    return _DECODER.decode(await framing.read(reader))
+async def read(reader: framing.FrameReader) -> AnyMessage | None:
+    """Next message; None when the other side is gone, or sent something else.
+
+    It reads the frame itself: the gateway calls this for every step of an engine.
+    """
+    try:
+        (length,) = framing.LENGTH.unpack(await reader.readexactly(framing.LENGTH.size))
+        return _DECODER.decode(await reader.readexactly(length))
+    except (EOFError, ConnectionError):  # asyncio.IncompleteReadError is an EOFError
+        return None
+    except msgspec.DecodeError:
+        logger.exception("The other side sent something that is not a message")
+        return None
 
 
 def receive(connection: socket.socket) -> AnyMessage | None:

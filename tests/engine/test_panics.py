@@ -3,15 +3,18 @@
 import asyncio
 import queue
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from headrace.cli import exits
 from headrace.cli import main as command
-from headrace.engines.client import EngineDown, EngineNews, EngineUp, NewsQueue
+from headrace.engines.client import EngineDown, EngineUp, NewsQueue
 from headrace.engines.local import LocalEngine
-from headrace_common.messages import FinishReason, Shutdown
+from headrace.engines.supervisor import Supervisor
+from headrace_common import wire
+from headrace_common.messages import FinishReason, Outputs, Pong, Shutdown
 from headrace_engine.adapters import AdapterShelf, Reading
 from headrace_engine.engine import Engine, Inbox
 from tests.engine.fakes import Runner, Sent
@@ -55,14 +58,32 @@ def test_an_adapter_that_panics_is_one_that_could_not_be_read() -> None:
 
 
 async def test_a_reader_of_news_that_panics_reports_its_end() -> None:
-    def hear(news: EngineNews) -> None:
+    def hear(news: object) -> None:
         raise Panic
 
     ends: list[BaseException | None] = []
     news = NewsQueue()
-    news.hand_to(hear, ends.append)
+    news.hand_to(hear, hear, ends.append)
     news.put(EngineUp(READY))
     assert [type(end) for end in ends] == [Panic]
+
+
+async def test_outputs_that_cannot_be_delivered_end_their_reader_and_not_the_engine() -> None:
+    def deliver(outputs: Outputs) -> None:
+        raise Panic
+
+    reader = asyncio.StreamReader()
+    reader.feed_data(2 * wire.encode(Outputs()) + wire.encode(Pong(1)))
+    reader.feed_eof()
+    ends: list[BaseException | None] = []
+    answers: list[str] = []
+    news = NewsQueue()
+    news.hand_to(deliver, lambda news: None, ends.append)
+    pulse = SimpleNamespace(beats=lambda: answers.append("pong"))
+    supervisor, child = SimpleNamespace(news=news), SimpleNamespace(reader=reader)
+    await Supervisor._pass_on(cast(Any, supervisor), cast(Any, child), cast(Any, pulse))
+    assert [type(end) for end in ends] == [Panic]
+    assert answers == ["pong"]
 
 
 async def test_an_engine_in_a_thread_that_panics_is_reported_down() -> None:

@@ -57,9 +57,19 @@ async def test_messages_in_one_packet_come_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\4\0", struct.pack("<I", 100) + b"cut"])
-def test_a_side_that_left_in_mid_message_reads_as_gone(sent: bytes) -> None:
+async def test_a_side_that_left_in_mid_message_reads_as_gone(sent: bytes) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
             ours.sendall(sent)
         assert wire.receive(theirs) is None
+    reader = asyncio.StreamReader()
+    reader.feed_data(sent)
+    reader.feed_eof()
+    assert await wire.read(reader) is None
+
+
+async def test_a_side_that_sends_something_else_reads_as_gone() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(struct.pack("<I", 3) + b"abc")
+    assert await wire.read(reader) is None

@@ -8,10 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
-
-import msgspec
 
 from headrace.engines.client import EngineDown
 from headrace_common import wire
@@ -19,7 +16,6 @@ from headrace_common.config.sources import SECRETS
 from headrace_common.ids import SequenceId
 from headrace_common.messages import Message
 from headrace_common.system.step_record import StepRecord
-from headrace_common.wire import AnyMessage
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +46,7 @@ class Child:
         self._was_killed = False  # by us
         self._suspects: tuple[SequenceId, ...] = ()
         self._socket = ours
-        self._reader: asyncio.StreamReader
+        self.reader: asyncio.StreamReader  # of its messages, until it closes its end
         self._writer: asyncio.StreamWriter
         self._last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self._listening = asyncio.create_task(self._listen())
@@ -70,7 +66,7 @@ class Child:
                 undo.callback(step_record.close)
                 process = await _start(theirs.fileno(), step_record.fd, number, lock_fds)
             child = cls(process, ours, step_record)
-            child._reader, child._writer = await asyncio.open_connection(sock=ours)
+            child.reader, child._writer = await asyncio.open_connection(sock=ours)
             undo.pop_all()
         return child
 
@@ -82,17 +78,6 @@ class Child:
         """Never blocks; messages to a dead process are dropped."""
         if not self._writer.is_closing():
             self._writer.write(wire.encode(message))
-
-    async def messages(self) -> AsyncIterator[AnyMessage]:
-        """Messages until the process closes its end, as it does when it dies, or sends nonsense."""
-        try:
-            while True:
-                yield await wire.read(self._reader)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        except msgspec.DecodeError:
-            logger.exception("The engine sent something that is not a message; killing it")
-            self.kill()
 
     def kill(self) -> None:
         """Kills the process and everything it started."""

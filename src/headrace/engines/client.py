@@ -54,7 +54,10 @@ class EngineDown(msgspec.Struct, frozen=True):
     lost: tuple[SequenceId, ...] | None = None
 
 
-EngineNews = Outputs | Status | Loading | AdapterRead | EngineUp | EngineResized | EngineDown
+StateNews = Status | Loading | AdapterRead | EngineUp | EngineResized | EngineDown
+"""News of the engine itself, not of its sequences."""
+
+EngineNews = Outputs | StateNews
 
 
 class EngineClient(Protocol):
@@ -75,6 +78,10 @@ class EngineClient(Protocol):
         """Ends the engine and drops what still runs."""
 
 
+def _drop(news: EngineNews) -> None:
+    """Ignore news that come after the end."""
+
+
 class NewsQueue:
     """News in order, for one reader; filled on the event loop's thread.
 
@@ -86,30 +93,38 @@ class NewsQueue:
         self._queue: asyncio.Queue[EngineNews | None] = asyncio.Queue()
         self._failure: BaseException | None = None
         self.put: Callable[[EngineNews], None] = self._queue.put_nowait
+        self.deliver: Callable[[Outputs], None] = self._queue.put_nowait
         self.end: Callable[[BaseException | None], None] = self._end
 
     def hand_to(
         self,
-        hear: Callable[[EngineNews], None],
+        deliver: Callable[[Outputs], None],
+        hear: Callable[[StateNews], None],
         on_end: Callable[[BaseException | None], None],
     ) -> None:
-        """Calls `hear` with each news from the first on; at the end `on_end`, with its failure.
+        """Calls `deliver` with outputs, `hear` with all other news, `on_end` at the end.
 
-        An error that `hear` raises is its reader's end, not the engine's.
+        An error that these raise ends the reader, not the engine: `put` passes it to `end`, which
+        hands it to `on_end` and drops all later news. A client that calls `deliver` itself, to
+        save a call for each step, has to pass its errors to `end` too.
         """
 
         def put(news: EngineNews) -> None:
             try:
-                hear(news)
+                deliver(news) if isinstance(news, Outputs) else hear(news)
             except STEERING:
                 raise
             except BaseException as error:  # a library's panic is not an Exception
-                on_end(error)
+                end(error)
 
-        self.put, self.end = put, on_end
+        def end(failure: BaseException | None) -> None:
+            self.put = self.deliver = _drop
+            on_end(failure)
+
+        self.put, self.deliver, self.end = put, deliver, end
         while not self._queue.empty():
             news = self._queue.get_nowait()
-            put(news) if news is not None else on_end(self._failure)
+            self.put(news) if news is not None else end(self._failure)
 
     def _end(self, failure: BaseException | None) -> None:
         self._failure = failure

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from headrace.engines.backoff import Backoff
 from headrace.engines.child import Child
 from headrace.engines.client import EngineDown, EngineUp, NewsQueue
+from headrace_common import wire
 from headrace_common.config.settings import ModelConfig
 from headrace_common.messages import (
     AdapterRead,
@@ -31,6 +31,7 @@ from headrace_common.messages import (
     Submit,
 )
 from headrace_common.system import awake
+from headrace_common.system.panics import STEERING
 from headrace_common.system.step_record import StepRecord
 from headrace_common.wire import AnyMessage, Start
 
@@ -140,14 +141,13 @@ class Supervisor:
         if self._closing.is_set():
             child.kill()  # `close` came while it was spawned and found no child
         child.send(Start(self._config))
-        messages = child.messages()
         try:
-            first = await self._first(messages)
+            first = await self._first(child)
             if isinstance(first, Ready):
                 self._is_ready = True
                 self._tell_if_back()
                 self.news.put(EngineUp(first, child.pid))
-                await self._follow(child, messages)
+                await self._follow(child)
         finally:
             was_ready, self._is_ready, self._child = self._is_ready, False, None
             await child.end()
@@ -157,27 +157,38 @@ class Supervisor:
             return False, EngineDown(first.code, first.message, given_up=False)
         return was_ready, child.obituary()
 
-    async def _first(self, messages: AsyncIterator[AnyMessage]) -> AnyMessage | None:
+    async def _first(self, child: Child) -> AnyMessage | None:
         """Ready or LoadFailed; None if the process ended or took too long."""
         with contextlib.suppress(TimeoutError):
             async with awake.within(self._load_timeout_s):
-                async for message in messages:
-                    if not isinstance(message, Loading):
-                        return message
+                while isinstance(message := await wire.read(child.reader), Loading):
                     self.news.put(message)
+                return message
         return None
 
-    async def _follow(self, child: Child, messages: AsyncIterator[AnyMessage]) -> None:
-        """Passes on the messages of a ready engine until it ends."""
+    async def _follow(self, child: Child) -> None:
+        """Passes on the messages of a ready engine, and pings it, until it ends."""
         pulse = Pulse(child)
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(pulse.watch(), name="ping")
-            async for message in messages:
-                if isinstance(message, Outputs | Status | AdapterRead):
-                    self.news.put(message)
-                elif isinstance(message, Pong):
-                    pulse.beats()
+            # A message wakes this task alone, not the frames that wait for it.
+            await tasks.create_task(self._pass_on(child, pulse), name="engine news")
             watching.cancel()
+
+    async def _pass_on(self, child: Child, pulse: "Pulse") -> None:
+        """Passes on messages until the engine ends; this runs for every token."""
+        while (message := await wire.read(child.reader)) is not None:
+            if isinstance(message, Outputs):
+                try:
+                    self.news.deliver(message)
+                except STEERING:
+                    raise
+                except BaseException as error:  # the end of those who hear it, not the engine's
+                    self.news.end(error)
+            elif isinstance(message, Status | AdapterRead):
+                self.news.put(message)
+            elif isinstance(message, Pong):
+                pulse.beats()
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -6,7 +6,7 @@ from collections import deque
 
 from msgspec.structs import replace
 
-from headrace.engines.client import EngineClient, EngineDown, EngineNews, EngineResized, EngineUp
+from headrace.engines.client import EngineClient, EngineDown, EngineResized, EngineUp, StateNews
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.replica import Replica
 from headrace.fleet.replicas import Replicas, between
@@ -20,7 +20,6 @@ from headrace_common.messages import (
     NUM_TRACED_STEPS,
     AdapterRead,
     Loading,
-    Outputs,
     Ready,
     Status,
     StepTrace,
@@ -72,7 +71,7 @@ class EngineLife:
         """Runs until the engine is closed or given up."""
         assert self._client is not None
         self._ended = asyncio.get_running_loop().create_future()
-        self._client.news.hand_to(self._hear, self._end)
+        self._client.news.hand_to(self._tenants.deliver, self._hear, self._end)
         await self._ended
         self._client = self.up = self.status = None
         self._loading.end()
@@ -119,12 +118,10 @@ class EngineLife:
         else:
             self._ended.set_exception(failure)
 
-    def _hear(self, news: EngineNews) -> None:
+    def _hear(self, news: StateNews) -> None:
         if self._ended.done():
             return
-        if isinstance(news, Outputs):
-            self._tenants.deliver(news)
-        elif isinstance(news, Status):
+        if isinstance(news, Status):
             self._show(news)
         elif isinstance(news, AdapterRead):
             self._tenants.has_read(news)

@@ -110,22 +110,24 @@ class QueueEta:
         self._num_new = 0  # tokens since the last status
         self._looked_at: float | None = None
 
-    def hear(self, outputs: Outputs) -> None:
-        for begun in outputs.started:
-            self._prompts[begun.sequence_id] = begun.total, begun.cached
-            self._prompt_length.add(begun.total, 1)
-        for progress in outputs.progress:
-            total, _ = self._prompts.get(progress.sequence_id, (progress.processed, 0))
-            self._prompts[progress.sequence_id] = total, progress.processed
-        for token in outputs.tokens:
-            self._prompts.pop(token.sequence_id, None)
-            self._num_tokens[token.sequence_id] = self._num_tokens.get(token.sequence_id, 0) + 1
-        for outcome in outputs.finished:
-            self._prompts.pop(outcome.sequence_id, None)
-            length = self._num_tokens.pop(outcome.sequence_id, 0)
-            if outcome.finish in (FinishReason.STOP, FinishReason.LENGTH):
-                self._length.add(length, 1)
-        self._num_new += len(outputs.tokens)
+    def hear(self, *said: Outputs) -> None:
+        """Learns from the outputs of one or more steps, in order."""
+        for outputs in said:
+            for begun in outputs.started:
+                self._prompts[begun.sequence_id] = begun.total, begun.cached
+                self._prompt_length.add(begun.total, 1)
+            for progress in outputs.progress:
+                total, _ = self._prompts.get(progress.sequence_id, (progress.processed, 0))
+                self._prompts[progress.sequence_id] = total, progress.processed
+            for token in outputs.tokens:
+                self._prompts.pop(token.sequence_id, None)
+                self._num_tokens[token.sequence_id] = self._num_tokens.get(token.sequence_id, 0) + 1
+            for outcome in outputs.finished:
+                self._prompts.pop(outcome.sequence_id, None)
+                length = self._num_tokens.pop(outcome.sequence_id, 0)
+                if outcome.finish in (FinishReason.STOP, FinishReason.LENGTH):
+                    self._length.add(length, 1)
+            self._num_new += len(outputs.tokens)
 
     def measure_pace(self, status: Status, now: float) -> None:
         """The pace since the last status."""

@@ -13,10 +13,10 @@ import msgspec
 from headrace.engines.client import (
     EngineClient,
     EngineDown,
-    EngineNews,
     EngineResized,
     EngineUp,
     NewsQueue,
+    StateNews,
 )
 from headrace.fleet.replica import Replica, ReplicaCount, counts_of, ready_of, total
 from headrace.fleet.request_line import Cancels, RequestLine
@@ -147,16 +147,19 @@ class Replicas:
     def _add(self) -> Replica:
         made = Replica(next(self._numbers), self._start())
         self._replicas[made.number] = made
-        made.client.news.hand_to(partial(self._hear, made), self._has_failed)
+        deliver, hear = partial(self._deliver, made), partial(self._hear, made)
+        made.client.news.hand_to(deliver, hear, self._has_failed)
         return made
 
-    def _hear(self, replica: Replica, news: EngineNews) -> None:
+    def _deliver(self, replica: Replica, outputs: Outputs) -> None:
+        if not self._is_closing and replica.number in self._replicas:
+            self.news.put(outputs)
+            self._release(outputs)
+
+    def _hear(self, replica: Replica, news: StateNews) -> None:
         if self._is_closing or replica.number not in self._replicas:
             return
-        if isinstance(news, Outputs):
-            self.news.put(news)
-            self._release(news)
-        elif isinstance(news, Status):
+        if isinstance(news, Status):
             self._show(replica, news)
         elif isinstance(news, AdapterRead) or (isinstance(news, Loading) and not self._has_engine):
             self.news.put(news)

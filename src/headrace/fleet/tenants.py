@@ -87,6 +87,7 @@ class Tenants:
 
     def __init__(self, loading: LoadWatch) -> None:
         self.eta = QueueEta()
+        self._uncounted: list[Outputs] = []  # that `eta` has not heard of
         self._loading = loading
         self._client: EngineClient | None = None  # from its first coming up to its end
         self._begun: tuple[ServedModel, EngineUp] | None = None  # while it is up
@@ -192,6 +193,7 @@ class Tenants:
         """One of several engines is gone; another takes what it had."""
         assert self._begun is not None
         self._stop_reading()  # the others may have come up after it was asked
+        self._count()
         self.eta.forget(lost)
         for owner in filter(None, dict.fromkeys(map(self._owners.get, lost))):
             owner.tell(news)
@@ -201,6 +203,7 @@ class Tenants:
         """The engine has died; another one comes unless it was given up."""
         self._begun = None
         self._stop_reading()
+        self._count()
         self.eta.forget_running()
         for tenant in self:
             if news.given_up:
@@ -212,13 +215,14 @@ class Tenants:
         """The engine has ended."""
         self._client = self._begun = None
         self._stop_reading()
+        self._count()
         self.eta.forget_running()
 
     # what the engine says
 
     def deliver(self, outputs: Outputs) -> None:
-        """Gives each tenant the news of its own sequences."""
-        self.eta.hear(outputs)
+        """Gives each tenant the news of its own sequences, in order."""
+        self._uncounted.append(outputs)  # the forecast is only made at each status
         by_tenant: defaultdict[Tenant, list[Item]] = defaultdict(list)
         for items in (
             outputs.started,
@@ -243,6 +247,7 @@ class Tenants:
 
     def tell_places(self, status: Status, now: float) -> None:
         """Tells every tenant in the queue its first place there, and when its turn may come."""
+        self._count()
         self.eta.measure_pace(status, now)
         if self._begun is None:
             return
@@ -255,6 +260,10 @@ class Tenants:
                 wait_s = self.eta.schedule.start(position).in_s
                 eta_ms = None if wait_s is None else int(wait_s * 1000)
                 tenant.tell_place(InQueue(position, status.num_waiting, eta_ms))
+
+    def _count(self) -> None:
+        self.eta.hear(*self._uncounted)
+        self._uncounted.clear()
 
     def _asked(self, sequence_id: SequenceId) -> TokensAsked:
         tenant = self._owners.get(sequence_id)

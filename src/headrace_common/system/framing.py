@@ -4,7 +4,7 @@ import socket
 import struct
 from typing import Protocol
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 
 
 class FrameReader(Protocol):
@@ -15,7 +15,7 @@ class FrameReader(Protocol):
 
 def frame(*pieces: bytes | bytearray) -> list[bytes | bytearray]:
     """The buffers of one frame; the pieces of what is in it are not copied."""
-    return [_LENGTH.pack(sum(map(len, pieces))), *pieces]
+    return [LENGTH.pack(sum(map(len, pieces))), *pieces]
 
 
 def send(connection: socket.socket, *contents: bytes) -> None:
@@ -27,14 +27,14 @@ def send(connection: socket.socket, *contents: bytes) -> None:
 
 async def read(reader: FrameReader) -> bytes:
     """The next frame; asyncio.IncompleteReadError when the other side is gone."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return await reader.readexactly(length)
 
 
 def receive(connection: socket.socket) -> bytes | None:
     """The next frame, blocking; None when the other side is gone."""
-    head = _receive_exactly(connection, _LENGTH.size)
-    return None if head is None else _receive_exactly(connection, _LENGTH.unpack(head)[0])
+    head = _receive_exactly(connection, LENGTH.size)
+    return None if head is None else _receive_exactly(connection, LENGTH.unpack(head)[0])
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
