@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import tracemalloc
 
 import pytest
 
@@ -153,10 +154,79 @@ def test_a_refusal_is_a_short_text_whatever_the_template_says():
         "{{ 1 | round(10 ** 9, 'ceil') }}",
         "{{ [1] | tojson(indent=10 ** 9) }}",
         "{{ (5).to_bytes(10 ** 10, 'big') }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ [s] * 1000 }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ 'a' ~ [s] * 1000 }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ ([s] * 1000) | string }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ ([s] * 1000) | pprint }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ ([s] * 1000) | upper }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ ([s] * 1000) | e }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ ([s] * 1000) | replace('b', 'c') }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ ([s] * 1000) | center(9) }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ [[s] * 1000] | join }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ '%s' % (([s] * 1000),) }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ '{}'.format([s] * 1000) }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ ([s] * 1000) | tojson }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ {'a': s, 'b': [s] * 1000} }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ {'b': [s] * 1000}.items() }}",
+        "{% set s = 'a' * 10 ** 6 %}{% set n = namespace(a=[s] * 1000) %}{{ n }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ {'a': [s] * 1000} | xmlattr }}",
+        "{{ ([1] * 10 ** 5) | tojson(separators=('a' * 10 ** 4, ':')) }}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(900) %}{% set n.x = [n.x, 1] %}"
+        "{% endfor %}{{ ([n.x] * 500) | tojson(indent=90) }}",
+        "{% set n = namespace(x=1) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}"
+        "{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=1) %}{% set n.x = [n, n] %}{% for i in range(40) %}"
+        "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n }}",
+        "{{ '{:{}}'.format(1, '1500000000') }}",
+        "{{ ('\n' * 10 ** 6) | indent(100) }}",
+        "{{ ('a ' * 10 ** 7).split() | length }}",
+        "{{ ('a,' * 10 ** 7).split(',') | length }}",
+        "{{ ('a' * 10 ** 7) | list | length }}",
+        "{{ ([1] * 10 ** 7) | length }}",
+        "{{ [1] | batch(10 ** 7, 1) | list | length }}",
+        "{{ [1] | slice(10 ** 7) | list | length }}",
+        "{{ ([[1] * 10 ** 5] * 100) | sum(start=[]) | length }}",
+        "{{ ('a' * 10 ** 7).encode('utf-32') | length }}",
+        "{% macro f() %}{% for i in range(1000) %}{{ messages[0].content * 100 }}{% endfor %}"
+        "{% endmacro %}{% set x = f() %}",
+        "{% set x %}{% for i in range(1000) %}{{ messages[0].content * 100 }}{% endfor %}"
+        "{% endset %}",
     ],
 )
-def test_a_template_that_grows_without_end_overruns(source):
-    assert "overran" in failure(source, {"role": "user", "content": "x" * 10_000})
+def test_a_template_that_grows_without_end_overruns_before_it_takes_memory(source):
+    tracemalloc.start()
+    try:
+        assert "overran" in failure(source, {"role": "user", "content": "x" * 10_000})
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_values_of_usual_size_are_printed_in_every_way():
+    long = "a 1\n" * 200_000
+    source = (
+        "{% set x = {'a': [1, 2.5, none, 'é']} %}{{ x }}{{ 'a' ~ [1] }}{{ [1, 2] | join('-') }}"
+        "{{ '%s|%5.1f' % ([1], 2) }}{{ '{{\"a\": {}}}'.format(3) }}{{ x | tojson }}"
+        "{{ [1, 2] | tojson(indent=1, separators=(',', ':')) }}{{ ['b', 'a'] | sort | list }}"
+        "{{ [1, 2] | sum }}{{ 'abc' | reverse }}{{ range(3) | map('string') | join }}"
+        "{% set y %}{{ 1 }}{% endset %}{{ y }}{{ 7 // 2 }}"
+    )
+    assert render(source, USER) == (
+        "{'a': [1, 2.5, None, 'é']}a[1]1-2[1]|  2.0{\"a\": 3}"
+        '{"a": [1, 2.5, null, "é"]}[\n 1,\n 2\n]'
+        "['a', 'b']3cba01213"
+    )
+    for how in (
+        "m | trim",
+        "m.split(' ', 1) | join(' ')",
+        "m | indent(0)",
+        "'%s' % m",
+        "'{}'.format(m)",
+        "m ~ ''",
+        "[m] | join",
+    ):
+        source = "{% set m = messages[0].content %}{{ " + how + " }}"
+        assert render(source, {"role": "user", "content": long}).strip() == long.strip()
 
 
 def test_a_template_that_loops_without_writing_overruns_its_time(monkeypatch):

@@ -24,12 +24,14 @@ from jinja2.visitor import NodeTransformer
 
 from headrace.text.sandbox_sizes import (
     FILTERS,
+    BoundedPieces,
     Overrun,
     bounded_format,
-    check_indent,
+    bounded_output,
+    check_json,
     check_method,
     check_operator,
-    check_size,
+    joined,
 )
 
 MAX_SECONDS = 5.0
@@ -45,12 +47,18 @@ class _Generator(CodeGenerator):
             raise nodes.Impossible
         return super()._output_child_to_const(node, frame, finalize)
 
+    def buffer(self, frame: Frame) -> None:
+        """Collect the body of a macro, a block or `{% set %}` in a list that checks its size."""
+        frame.buffer = self.temporary_identifier()
+        self.writeline(f"{frame.buffer} = environment.bounded_pieces()")
+
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Set up as model publishers expect it: trimmed blocks, plain JSON, a few functions."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
     code_generator_class = _Generator
+    bounded_pieces = BoundedPieces
 
     def __init__(self) -> None:
         super().__init__(
@@ -58,8 +66,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_GenerationTag, loopcontrols],
             optimized=False,
+            finalize=bounded_output,
         )
         del self.globals["lipsum"]  # writes any amount of filler in one call
+        del self.filters["urlize"]  # writes any attributes around each word
         self.filters |= FILTERS | {"tojson": _to_json}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -67,12 +77,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         """The whole output; Overrun beyond the limits, or whatever the template raises."""
-        pieces, size = [], 0
+        pieces = BoundedPieces()
         with self._deadline():
-            for piece in template.generate(variables):
-                size += len(piece)
-                check_size(size)
-                pieces.append(piece)
+            pieces.extend(template.generate(variables))
         return "".join(pieces)
 
     def tick(self) -> str:
@@ -83,9 +90,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def concat_bounded(self, *parts: Any) -> str:
         """The operator `~`."""
-        texts = [str(part) for part in parts]
-        check_size(sum(map(len, texts)))
-        return "".join(texts)
+        return joined(parts)
 
     def call(self, context: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
         """Make a call for a template; raise Overrun if its result would be too large."""
@@ -164,7 +169,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    check_indent(value, indent)
+    check_json(value, indent, separators)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,21 +1,32 @@
 """Computes how large the results of a template's operators, filters and methods would be.
 
 Each check runs before the call: a text that is to become a gigabyte wide is never made. The sizes
-are upper bounds in characters, or in entries of a list.
+are upper bounds in characters. Texts of lists and other values are measured by `size_of`, which
+walks a value and gives up beyond a number of entries: lists may contain each other in many places.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MappingView, Sized
+from functools import wraps
+from itertools import islice
+from types import MethodType
 from typing import Any
 
 from jinja2 import filters, pass_environment, pass_eval_context
+from jinja2.utils import Namespace
 
 MAX_SIZE = 32 << 20  # characters of output, or of one value
 _MAX_INT_BITS = 1 << 16
 _MAX_DIGITS = 4000  # to which a number is rounded or printed
 _MAX_INDENT = 100
-_MAX_VALUES = 1_000_000  # within a value that is printed
+_MAX_VALUES = 500_000  # within a value that is printed, or in a list
+_ENTRY = MAX_SIZE // _MAX_VALUES  # characters that count as one entry of a list
+_NAME = 40  # characters of a number, or of the name of an object
+_SPACES = "".join(sign for sign in map(chr, range(0x3001)) if sign.isspace())
+_LINE_BREAKS = "".join(sign for sign in _SPACES if len(f"{sign}a".splitlines()) == 2)
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d+)?(?:\.(\*|\d+)?)?")
+_QUOTED = re.compile(r"%(?:\([^)]*\))?[-#0 +*.\d]*[hlL]?[ra]")
+_NESTED_FIELD = re.compile(r"\{[^{}:]*:[^{}]*\{")
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -33,6 +44,8 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
     """Overrun if the result of `left operator right` is too large."""
     if operator == "*":
         check_size(_repeated(left, right))
+    elif operator in ("//", "%") and isinstance(left, int):
+        _check_bits(left.bit_length())
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() * abs(right))
     elif operator == "+":
@@ -50,7 +63,16 @@ def check_method(
         check_size(_whole(arguments[0] if arguments else named.get("length")))
     if not isinstance(owner, str | bytes):
         return arguments
-    if name in ("center", "ljust", "rjust", "zfill") and arguments:
+    if name in _GROWING_METHODS:
+        check_size(_GROWING_METHODS[name] * len(owner))
+    elif name in ("split", "rsplit", "splitlines"):
+        separator, most = (*arguments, None, None)[:2]
+        if name == "splitlines":
+            separator, most = _LINE_BREAKS, -1
+        num_parts = _num_parts(owner, named.get("sep", separator))
+        limit = _whole(named.get("maxsplit", -1 if most is None else most))
+        check_size(_ENTRY * (num_parts if limit < 0 else min(num_parts, limit + 1)))
+    elif name in ("center", "ljust", "rjust", "zfill") and arguments:
         check_size(_whole(arguments[0]))
     elif name == "expandtabs":
         width = arguments[0] if arguments else named.get("tabsize", 8)
@@ -60,8 +82,8 @@ def check_method(
     elif name == "translate" and arguments:
         check_size(len(owner) * (1 + _longest(arguments[0])))
     elif name == "join" and arguments:
-        pieces = list(arguments[0])
-        check_size(_printed(pieces) + len(owner) * len(pieces))
+        pieces = listed(arguments[0])
+        check_size(sum(map(size_of, pieces)) + len(owner) * len(pieces))
         return (pieces, *arguments[1:])
     return arguments
 
@@ -73,48 +95,95 @@ def bounded_format(method: Any, formatted: Callable[..., str] | None) -> Callabl
     text: str = method.__self__
 
     def wrapper(*arguments: Any, **named: Any) -> str:
-        fields = text.count("{")
+        if _NESTED_FIELD.search(text.replace("{{", "")):
+            raise Overrun("formatted a text with a width that is an argument")
         widths = sum(map(_of_digits, _NUMBERS.findall(text)))
-        if fields > text.count("{}"):  # a width may also be an argument: {:{}}
-            widths += fields * sum(_whole(it) for it in (*arguments, *named.values()))
-        check_size(len(text) + widths + fields * _printed((arguments, named)))
+        values = (*arguments, *named.values())
+        each = size_of(values) if "!" in text else sum(map(size_of, values))
+        check_size(len(text) + widths + text.count("{") * each)
         return formatted(*arguments, **named)
 
     return wrapper
 
 
-def check_indent(value: Any, indent: Any) -> None:
-    """Overrun if JSON of this value with this indent is too large."""
+def check_json(value: Any, indent: Any, separators: Any) -> None:
+    """Overrun if JSON of this value is too large."""
     width = len(indent) if isinstance(indent, str) else _whole(indent)
     if width > _MAX_INDENT:
         raise Overrun(f"indented by more than {_MAX_INDENT} characters")
+    between = sum(map(len, separators)) if isinstance(separators, list | tuple) else 2
+    check_size(size_of((value,), between, width))
+
+
+def bounded_output(value: Any) -> Any:
+    """Return a value that is to be printed; raise Overrun if its text is too large."""
+    if not isinstance(value, str):
+        check_size(size_of(value))
+    return value
+
+
+def joined(parts: Iterable[Any]) -> str:
+    """Return the texts of all parts as one; raise Overrun before it is too large."""
+    texts = BoundedPieces()
+    texts.extend(str(bounded_output(part)) for part in parts)
+    return "".join(texts)
+
+
+class BoundedPieces(list[str]):
+    """Pieces of text; raises Overrun once they are too long together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._size = 0
+
+    def append(self, piece: str) -> None:
+        self._size += len(piece)
+        check_size(self._size)
+        super().append(piece)
+
+    def extend(self, pieces: Iterable[str]) -> None:
+        for piece in pieces:
+            self.append(piece)
+
+
+def listed(values: Any) -> Any:
+    """Return the values, as a list if they come one by one; raise Overrun if they are too many."""
+    found = values if isinstance(values, Sized) else list(islice(values, _MAX_VALUES + 1))
+    if len(found) > _MAX_VALUES:
+        raise Overrun(f"made a list of more than {_MAX_VALUES:,} entries")
+    return found
 
 
 def _center(value: str, width: int = 80) -> str:
-    check_size(_whole(width))
+    check_size(_whole(width) + size_of(value))
     return filters.do_center(value, width)
 
 
 def _format(value: str, *arguments: Any, **named: Any) -> str:
+    check_size(size_of(value))
     check_size(_printed_by_percent(str(value), named or arguments))
     return filters.do_format(value, *arguments, **named)
 
 
 def _indent(s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> Any:
     size = len(width) if isinstance(width, str) else _whole(width)
-    check_size(len(s) + (1 + len(s)) * size if size > _MAX_INDENT else len(s))
+    check_size(len(s) + (1 + _num_parts(s, _LINE_BREAKS)) * (size + _ENTRY))
     return filters.do_indent(s, width, first, blank)
 
 
 @pass_eval_context
 def _join(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
-    pieces = list(value)
-    check_size(_printed(pieces) + _printed(d) * len(pieces))
+    pieces = listed(value)
+    texts = pieces
+    if attribute is not None:
+        texts = list(map(filters.make_attrgetter(context.environment, attribute), pieces))
+    check_size(sum(map(size_of, texts)) + size_of(d) * len(pieces))
     return filters.sync_do_join(context, pieces, d, attribute)
 
 
 @pass_eval_context
 def _replace(context: Any, s: Any, old: Any, new: Any, count: int | None = None) -> Any:
+    check_size(size_of(s) + size_of(old) + size_of(new))
     check_size(_replaced(str(s), str(old), str(new)))
     return filters.do_replace(context, s, old, new, count)
 
@@ -128,20 +197,31 @@ def _wordwrap(
     wrapstring: str | None = None,
     break_on_hyphens: bool = True,
 ) -> str:
-    check_size(len(s) * (1 + len(wrapstring or "")))
+    check_size(len(s) * (_ENTRY + len(wrapstring or "")))
     return filters.do_wordwrap(
         environment, s, width, break_long_words, wrapstring, break_on_hyphens
     )
 
 
 def _batch(value: Any, linecount: int, fill_with: Any = None) -> Any:
-    check_size(_whole(linecount))
+    check_size(_ENTRY * _whole(linecount))
     return filters.do_batch(value, linecount, fill_with)
 
 
 def _slice(value: Any, slices: int, fill_with: Any = None) -> Any:
-    check_size(_whole(slices))
-    return filters.sync_do_slice(value, slices, fill_with)
+    check_size(_ENTRY * _whole(slices))
+    return filters.sync_do_slice(listed(value), slices, fill_with)
+
+
+@pass_environment
+def _sum(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
+    """Add as the operator `+` does, which also joins lists."""
+    get = filters.make_attrgetter(environment, attribute) if attribute is not None else None
+    for item in iterable:
+        value = get(item) if get else item
+        check_operator("+", start, value)
+        start = start + value
+    return start
 
 
 def _round(value: float, precision: int = 0, method: Any = "common") -> float:
@@ -150,7 +230,48 @@ def _round(value: float, precision: int = 0, method: Any = "common") -> float:
     return filters.do_round(value, precision, method)
 
 
+def _bounded_text(name: str, growth: int) -> Callable[..., Any]:
+    """Jinja's filter, for a text of which each character becomes at most `growth` characters."""
+    filter_ = filters.FILTERS[name]
+
+    @wraps(filter_)  # with its mark if it takes a context
+    def bounded(*arguments: Any, **named: Any) -> Any:
+        check_size(growth * sum(map(size_of, (*arguments, *named.values()))))
+        return filter_(*arguments, **named)
+
+    return bounded
+
+
+def _bounded_list(name: str) -> Callable[..., Any]:
+    """Jinja's filter, for values of which it makes a list."""
+    filter_ = filters.FILTERS[name]
+    place = 1 if hasattr(filter_, "jinja_pass_arg") else 0  # behind its context
+
+    @wraps(filter_)
+    def bounded(*arguments: Any, **named: Any) -> Any:
+        given = list(arguments)
+        given[place] = listed(given[place])
+        return filter_(*given, **named)
+
+    return bounded
+
+
+_GROWING = {
+    **dict.fromkeys(("string", "trim", "truncate", "striptags", "safe"), 1),
+    **dict.fromkeys(("capitalize", "lower", "upper"), 3),
+    **dict.fromkeys(("e", "escape", "forceescape", "xmlattr"), 6),
+    **dict.fromkeys(("urlencode", "pprint"), 12),
+    **dict.fromkeys(("title", "wordcount"), _ENTRY),  # they make a list of the words
+}
+_GROWING_METHODS = {
+    **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper", "hex"), 3),
+    "encode": 12,
+    "escape": 6,
+}
+
 FILTERS: dict[str, Callable[..., Any]] = {
+    **{name: _bounded_text(name, growth) for name, growth in _GROWING.items()},
+    **{name: _bounded_list(name) for name in ("list", "sort", "unique", "groupby", "reverse")},
     "batch": _batch,
     "center": _center,
     "format": _format,
@@ -159,13 +280,24 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "replace": _replace,
     "round": _round,
     "slice": _slice,
+    "sum": _sum,
     "wordwrap": _wordwrap,
 }
 """Jinja's own filters that multiply text, each behind a check."""
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+    if isinstance(value, list | tuple):
+        return len(value) * _ENTRY
+    return len(value) if isinstance(value, str | bytes) else 0
+
+
+def _num_parts(text: Any, separator: Any) -> int:
+    """The most parts that a text has between separators; without one, between its spaces."""
+    if separator is None or separator is _LINE_BREAKS:
+        signs = separator or _SPACES
+        return sum(map(text.count, signs)) + 1 if isinstance(text, str) else len(text)
+    return int(text.count(separator)) + 1
 
 
 def _whole(value: Any) -> int:
@@ -209,27 +341,55 @@ def _printed_by_percent(layout: str | bytes, values: Any) -> int:
     for given in (number for field in fields for number in field if number):
         stars = values if isinstance(values, tuple) else (values,)
         widths += sum(map(_whole, stars)) if given == "*" else _of_digits(given)
-    return len(text) + widths + len(fields) * _printed(values)
+    given_values = values if isinstance(values, tuple) else (values,)
+    each = size_of(given_values) if _QUOTED.search(text) else sum(map(size_of, given_values))
+    return len(text) + widths + len(fields) * each
 
 
-def _printed(value: Any) -> int:
-    """Estimate the characters that `value` takes in a text; more than MAX_SIZE if it has too many
-    values within it, as lists that contain each other may.
+def size_of(value: Any, between: int = 2, indent: int = 0) -> int:
+    """Return the most characters that `value` takes as a text; more than MAX_SIZE if it is endless.
+
+    `between` counts for each value within it, and `indent` as often as that value is deep.
     """
-    size, waiting, num_seen = 0, [value], 0
-    while waiting and size <= MAX_SIZE:
-        one = waiting.pop()
-        num_seen += 1
-        if num_seen + len(waiting) > _MAX_VALUES:
-            return MAX_SIZE + 1
-        if isinstance(one, str | bytes):
-            size += len(one)
-        elif isinstance(one, int):
-            size += one.bit_length() // 3 + 1
-        elif isinstance(one, Mapping):
-            waiting += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple):
-            waiting += one
-        else:
-            size += 8
+    if isinstance(value, str):
+        return len(value)
+    size, level, num_seen, depth = 0, [value], 0, 0
+    while level and size <= MAX_SIZE:
+        num_seen += len(level)
+        size += len(level) * (between + 2 + indent * depth)
+        depth += 1
+        below: list[Any] = []
+        for one in level:
+            if size > MAX_SIZE:
+                return size
+            if isinstance(one, str | bytes):
+                size += _quoted_size(one)
+            elif isinstance(one, int):
+                size += one.bit_length() // 3 + 1
+            elif num_seen + len(below) + len(inside := _inside(one)) > _MAX_VALUES:
+                return MAX_SIZE + 1
+            else:
+                size += _NAME
+                below += inside
+        level = below
     return size
+
+
+def _quoted_size(text: str | bytes) -> int:
+    """Size of a text in quotes, in Python or JSON, with the longest escapes that it may need."""
+    if isinstance(text, bytes):
+        return 4 * len(text)
+    if not text.isascii():
+        return 12 * len(text)
+    return (2 if text.isprintable() else 6) * len(text)
+
+
+def _inside(value: Any) -> list[Any]:
+    """The values whose texts are part of this one's."""
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset | MappingView):
+        return list(value)  # type: ignore[arg-type]  # a view of a mapping can be iterated
+    if isinstance(value, Namespace):
+        return [value._Namespace__attrs]
+    return [value.__self__] if isinstance(value, MethodType) else []
