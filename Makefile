@@ -188,8 +188,15 @@ build/dist-venv/ready: constraints.txt
 
 # the wheel, put into an empty environment by pip alone, as another user has it who may not write there.
 # Only torch is pinned: of the newest a package index may have no build for CPUs, which is gigabytes less
-test-package: $(READY_TEST) build/package-venv/ready
-	timeout 900 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 tests/package/test_package.py $(ARGS)
+test-package: $(READY_TEST) build/package-venv/ready build/gateway-venv/ready
+	timeout 900 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 tests/package/test_package.py \
+		tests/package/test_gateway.py $(ARGS)
+
+# the gateway's side alone, without PyTorch
+build/gateway-venv/ready: constraints.txt deploy/gateway/pyproject.toml $(shell git ls-files src)
+	$(PYTHON) -m venv --clear build/gateway-venv
+	build/gateway-venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt ./deploy/gateway
+	touch $@
 
 build/package-venv/ready: $(WHEEL)
 	$(PYTHON) -m venv --clear build/package-venv
@@ -290,7 +297,7 @@ $(AXE): | $(WEB)/ready
 	npm install --prefix $(WEB) --no-save --no-audit --no-fund --ignore-scripts axe-core@4.14.1
 
 # the environments of several targets, for CI to make them beside other work
-environments: build/package-venv/ready $(TRAINED)/ready $(WEB)/ready $(AXE)
+environments: build/package-venv/ready build/gateway-venv/ready $(TRAINED)/ready $(WEB)/ready $(AXE)
 
 check: $(READY_TEST)
 	$(BIN)/ruff check .

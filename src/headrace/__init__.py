@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.version import __version__ as __version__
+from headrace_common.without_engine import WITHOUT_ENGINE, is_missing_engine
 
 if TYPE_CHECKING:
     from headrace.client.async_client import AsyncClient, AsyncStream
@@ -61,5 +62,10 @@ def __getattr__(name: str) -> Any:
     """Imported when first asked for: a client needs no tensors."""
     for place, names in _PLACES.items():
         if name in names:
-            return getattr(importlib.import_module(place), name)
+            try:
+                return getattr(importlib.import_module(place), name)
+            except ModuleNotFoundError as error:
+                if is_missing_engine(error):
+                    raise ImportError(WITHOUT_ENGINE) from None
+                raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,6 @@ import click
 
 from headrace_common.config.sources import PREFIX
 from headrace_common.errors import ConfigError
-from headrace_engine.prefixes import folder
 
 _COLUMNS = ("model", "lane", "dtype", "kernels", "files", "size", "last used")
 _FOLDER = click.option(
@@ -34,6 +33,8 @@ def show(given: str | None) -> None:
     \b
     headrace cache show --prefix-cache-dir ~/.cache/headrace/prefixes
     """
+    from headrace_engine.prefixes import folder
+
     rows = [_COLUMNS, *(_row(path) for path in folder.model_folders(_root(given)))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     for row in rows:
@@ -49,6 +50,8 @@ def clear(given: str | None) -> None:
     \b
     headrace cache clear --prefix-cache-dir ~/.cache/headrace/prefixes
     """
+    from headrace_engine.prefixes import folder
+
     num_files, num_bytes = folder.clear(_root(given))
     click.echo(f"Removed {num_files} files, {num_bytes / (1 << 20):.0f} MiB.")
 
@@ -66,6 +69,8 @@ def _root(given: str | None) -> Path:
 
 
 def _row(path: Path) -> tuple[str, ...]:
+    from headrace_engine.prefixes import folder
+
     found = [file for file in folder.files(path) if file.first >= 0]
     size = sum(file.num_bytes for file in found)
     used_at = max((file.used_at for file in found), default=0.0)

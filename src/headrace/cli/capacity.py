@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.layout import MemoryLayout
 from headrace_common.messages import Ready
-from headrace_engine.runner.lanes.lane import Lane
+
+if TYPE_CHECKING:
+    from headrace_engine.runner.lanes.lane import Lane
 
 
-def cache_bytes(lane: Lane, block_size: int) -> tuple[int, int]:
+def cache_bytes(lane: "Lane", block_size: int) -> tuple[int, int]:
     """Bytes per token and further bytes per sequence, from the lane's layouts of two budgets."""
     small, large = 1 << 40, 1 << 41
     lengths = [lane.layout(b, 1, 1 << 60, block_size).max_positions for b in (small, large)]

@@ -33,10 +33,11 @@ from headrace_common.checkpoints.find import can_be_fetched, find_here, find_mod
 from headrace_common.checkpoints.headers import read_headers, text_side
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
-from headrace_common.errors import HeadraceError, ModelError
+from headrace_common.errors import ConfigError, HeadraceError, ModelError
 from headrace_common.loading import READING
 from headrace_common.messages import Ready
 from headrace_common.request import Chat
+from headrace_common.without_engine import WITHOUT_ENGINE, has_engine
 
 _WIDTH = 12
 _SLOW_SYNC_MS = 50.0
@@ -49,6 +50,8 @@ def doctor(config: ServerConfig, model: str | None, as_json: bool, text: Path | 
 
     `text`: what to measure the loss of fewer bits on.
     """
+    if not has_engine():
+        raise ConfigError(WITHOUT_ENGINE)
     found = []
     for finding in _examine(config, model, text):
         found.append(finding)

@@ -26,6 +26,7 @@ from headrace_common.errors import ConfigError, HeadraceError, ModelError, Reque
 from headrace_common.loading import STARTING
 from headrace_common.system.panics import STEERING
 from headrace_common.version import __version__
+from headrace_common.without_engine import WITHOUT_ENGINE, is_missing_engine
 
 _FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
 _OF_UNIX = ("fcntl", "resource")  # modules that Python has on no other system
@@ -340,6 +341,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
             return exits.CONFIG, str(error)
         case ModuleNotFoundError() if error.name in _OF_UNIX:
             return exits.FAILED, "This needs Linux or macOS; on Windows, run it in WSL."
+        case ModuleNotFoundError() if is_missing_engine(error):
+            return exits.CONFIG, WITHOUT_ENGINE
         case ModelError():
             return exits.MODEL, str(error)
         case RequestFailed() if error.code in _WRONG_FIELD:

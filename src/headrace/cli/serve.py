@@ -62,6 +62,7 @@ from headrace_common.messages import Ready
 from headrace_common.system.core_lock import open_core_lock
 from headrace_common.system.race import race
 from headrace_common.version import __version__
+from headrace_common.without_engine import WITHOUT_ENGINE, has_engine
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ _LAST_S = 25.0  # for all that follows the drain; farewell, engine and store tak
 
 def serve(config: ServerConfig, lines: LoadLines) -> int:
     """Serves until a signal; returns the exit code. `lines` show what loads do."""
+    if config.cluster is None and not has_engine():
+        raise ConfigError(WITHOUT_ENGINE)
     check_names(told_apart(config.models))
     raise_descriptors(config.http.max_connections)
     tls = _tls(config.http)
