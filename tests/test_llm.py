@@ -222,9 +222,12 @@ def test_http_and_in_process_give_the_same_answers(llm: LLM, folder: Path) -> No
 
 def test_an_adapter_is_asked_for_as_a_model(folder: Path, tmp_path: Path) -> None:
     path = make_adapter(tmp_path / "sql", folder, 4, ATTENTION)
-    with LLM.load(str(folder), adapter=(f"sql={path}",), max_num_seqs=8, **WHOLE) as llm:
+    named = {"adapter": (f"sql={path}",), "alias": ["mine=sql"]}
+    with LLM.load(str(folder), max_num_seqs=8, **named, **WHOLE) as llm:
         base = llm.generate("hi", temperature=0).text
-        assert llm.generate("hi", temperature=0, model="sql").text != base
+        adapted = llm.generate("hi", temperature=0, model="sql").text
+        assert adapted != base
+        assert llm.generate("hi", temperature=0, model="mine").text == adapted
         with pytest.raises(RequestFailed, match=r"there is: .*sql"):
             llm.generate("hi", model="other")
 

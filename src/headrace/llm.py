@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import queue
-import secrets
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
@@ -18,16 +17,18 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
+from headrace.intake.intake import Intake
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.fields.common import known_fields
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import completions as openai_completions
 from headrace.protocols.openai.completions import PromptList
-from headrace.protocols.requests import pack, to_request
+from headrace.protocols.requests import pack
 from headrace.protocols.vectors import embeddings, rerank
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import AnyEvent, Error, Tokens
+from headrace.streams.record import Names
 from headrace.streams.stores.memory import MemoryStore
 from headrace.text.model_names import Aliases, settled_aliases, told_apart
 from headrace.workers.pool import ThreadWork
@@ -35,16 +36,16 @@ from headrace_common.answer import Answer, Messages, Piece, Ranked, asked_for
 from headrace_common.config import sources
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import ConfigError, RequestError, StreamFailed
-from headrace_common.ids import StreamId
 from headrace_common.jobs import CheckedBody, RankDocuments
 from headrace_common.loading import ENGINE, ON_LOADING, READING
 from headrace_common.messages import Ready
-from headrace_common.request import Request, ResponseOptions
+from headrace_common.request import ResponseOptions, Route
 
 T = TypeVar("T")
 Prompt = str | list[int]
 
 _OPTIONS = ResponseOptions(return_token_ids=True)
+_NAMES = Names(can_attach=False)  # each call is a stream of its own
 
 
 class LLM:
@@ -91,7 +92,7 @@ class LLM:
         checked = self._host.check(openai_completions, {**fields, "prompt": prompt})
         asked: PromptList = checked["prompt"]
         calls = [
-            self._call(openai_completions, {**checked, "prompt": PromptList((one,), False)})
+            _call(openai_completions, {**checked, "prompt": PromptList((one,), False)})
             for one in asked.prompts
         ]
         answers = self._host.call(self._host.answers(calls))
@@ -103,7 +104,7 @@ class LLM:
             message = "chat needs messages: a list of them, or a text."
             raise RequestError("missing_required_parameter", message, "messages")
         checked = self._host.check(openai_chat, {**fields, **asked_for(messages, None)})
-        call = self._call(openai_chat, checked)
+        call = _call(openai_chat, checked)
         return self._host.call(self._host.answers([call]))[0]
 
     def stream(
@@ -119,7 +120,7 @@ class LLM:
         """
         dialect = openai_chat if prompt is None else openai_completions
         checked = self._host.check(dialect, {**fields, **asked_for(messages, prompt)})
-        return self._host.pieces(self._call(dialect, checked))
+        return self._host.pieces(_call(dialect, checked))
 
     @overload
     def embed(self, input: Prompt, **fields: Any) -> list[float]: ...
@@ -148,20 +149,16 @@ class LLM:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _call(self, dialect: Dialect, fields: dict[str, Any]) -> "_Call":
-        model = self._host.generation.fleet.hosts.get(fields.get("model")).model
-        checked = pack(dialect, fields)
-        request = to_request(dialect, checked, model)
-        request = msgspec.structs.replace(request, response_options=_OPTIONS)
-        return _Call(request, checked, dialect.ID_PREFIX)
-
 
 class _Call(NamedTuple):
-    """A request and the body that has its prompts."""
+    """A request by its route, with its prompts."""
 
-    request: Request
+    route: Route
     checked: CheckedBody
-    id_prefix: str
+
+
+def _call(dialect: Dialect, fields: dict[str, Any]) -> _Call:
+    return _Call(dialect.ROUTE, pack(dialect, fields))
 
 
 class _Host:
@@ -170,6 +167,7 @@ class _Host:
     def __init__(self, config: ServerConfig, on_progress: OnLoading | None) -> None:
         self.generation: Generation
         self.ready: Ready
+        self._intake: Intake
         self._jobs: Jobs
         self._loop: asyncio.AbstractEventLoop
         self._closing: asyncio.Event
@@ -195,19 +193,12 @@ class _Host:
     def inputs(self, fields: dict[str, Any]) -> CheckedBody:
         """The inputs to embed, checked as the route does."""
         _refuse_unknown(fields, known_fields(embeddings.TABLE))
-        return self._resolved(self._jobs.inputs(_as_json(fields)))
+        return self._jobs.inputs(_as_json(fields))
 
     def pairs(self, fields: dict[str, Any]) -> CheckedBody:
         """The query and documents to rank, checked as the route does."""
         _refuse_unknown(fields, known_fields(rerank.TABLE))
-        return self._resolved(self._jobs.query(_as_json(fields)))
-
-    def _resolved(self, checked: CheckedBody) -> CheckedBody:
-        """Return the body with the name of a model or adapter where it has an alias."""
-        if (asked := checked.fields.get("model")) is None:
-            return checked
-        name = self.generation.fleet.hosts.resolve(asked)
-        return msgspec.structs.replace(checked, fields={**checked.fields, "model": name})
+        return self._jobs.query(_as_json(fields))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done on the loop; an interrupted call ends its work."""
@@ -256,7 +247,7 @@ class _Host:
                 task.cancel()
 
     async def vectors(self, checked: CheckedBody) -> list[list[float]]:
-        asked = embeddings.to_request(checked, "")
+        asked = embeddings.to_request(await self._intake.resolve(checked), "")
         made = await self.generation.vectors.make(
             asked, lambda it: embeddings.check(checked, it, it.ready)
         )
@@ -265,6 +256,7 @@ class _Host:
         return [embeddings.cut(one, dimensions, are_units).tolist() for one in made.vectors]
 
     async def ranking(self, checked: CheckedBody) -> list[Ranked]:
+        checked = await self._intake.resolve(checked)
         made = await self.generation.vectors.make(rerank.to_request(checked, rerank.ROUTES[0], ""))
         scores, top_n = b"".join(made.vectors), checked.fields.get("top_n")
         job = RankDocuments(scores, made.model.names[0], top_n, False)
@@ -272,8 +264,9 @@ class _Host:
         return msgspec.json.decode(found, type=list[Ranked])
 
     async def _open(self, call: _Call) -> Found:
-        id = StreamId(call.id_prefix + secrets.token_hex(16))
-        return await self.generation.open(call.request, checked=call.checked, stream_id=id)
+        checked = await self._intake.resolve(call.checked)
+        opened = await self._intake.open(call.route, checked, _NAMES, options=_OPTIONS)
+        return opened.stream
 
     async def _answer(self, call: _Call) -> Answer:
         stream = await self._open(call)
@@ -321,7 +314,9 @@ class _Host:
         work = ThreadWork(self._jobs)
         metrics = Metrics()
         host = ModelHost(local, lambda _: engine, metrics, served)
-        self.generation = Generation(_unbounded(config), (host,), MemoryStore(), work, metrics)
+        config = _unbounded(config)
+        self.generation = Generation(config, (host,), MemoryStore(), work, metrics)
+        self._intake = Intake(self.generation, config)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.generation.run(), name="generation")
             await host.engine.wait_until_ready()

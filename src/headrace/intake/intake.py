@@ -31,7 +31,7 @@ from headrace_common.jobs import (
     ReadBody,
     ReadJob,
 )
-from headrace_common.request import Request, Route
+from headrace_common.request import Request, ResponseOptions, Route
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Opened(NamedTuple):
 class Intake:
     """Reads bodies and opens their streams; one per server.
 
-    HTTP, the WebSocket and batches all send their requests through it.
+    HTTP, the WebSocket, batches and LLM all send their requests through it.
     """
 
     def __init__(self, generation: Generation, config: ServerConfig) -> None:
@@ -93,7 +93,10 @@ class Intake:
         Where the body names an alias, it has the name of the model instead: this is the one place
         at which aliases of requests end. The alias is kept for the answer.
         """
-        checked = await self._checked(job, body)
+        return await self.resolve(await self._checked(job, body))
+
+    async def resolve(self, checked: CheckedBody) -> CheckedBody:
+        """Return the body with the name of a model in place of an alias."""
         if (asked := checked.fields.get("model")) is None:
             return checked
         name: str = await self._generation.fleet.resolve(asked)
@@ -137,14 +140,22 @@ class Intake:
     # streams
 
     async def open(
-        self, route: Route, checked: CheckedBody, names: Names, id: StreamId | None = None
+        self,
+        route: Route,
+        checked: CheckedBody,
+        names: Names,
+        id: StreamId | None = None,
+        options: ResponseOptions | None = None,
     ) -> Opened:
-        """Open the stream of a request, or find that of an earlier one by the names."""
+        """Open the stream of a request, or find that of an earlier one by the names.
+
+        `options` replace those that the body asks for.
+        """
         checked = await self.earlier.resolve(checked, names.owner)
         stream = await self._generation.streams.find_equal(names)
         is_attached = stream is not None
         if stream is None:
-            stream, is_attached = await self._begin(route, checked, names, id)
+            stream, is_attached = await self._begin(route, checked, names, id, options)
         ignored, tool_format = checked.ignored, ""
         if openai_chat.offers_tools(checked.fields):
             tool_format = _tool_format(stream.record.request)
@@ -152,7 +163,12 @@ class Intake:
         return Opened(stream, is_attached, ignored, tool_format)
 
     async def _begin(
-        self, route: Route, checked: CheckedBody, names: Names, id: StreamId | None
+        self,
+        route: Route,
+        checked: CheckedBody,
+        names: Names,
+        id: StreamId | None,
+        options: ResponseOptions | None,
     ) -> tuple[Found, bool]:
         """A new stream; or another one, if another request has just taken the idempotency key."""
         dialect = dialect_of(route)
@@ -162,6 +178,8 @@ class Intake:
         checked = await self.earlier.put_before(checked, names.owner)
         checked = with_progress(checked, host.config.return_progress)
         wanted = to_request(dialect, checked, host.model)
+        if options is not None:
+            wanted = msgspec.structs.replace(wanted, response_options=options)
         if openai_chat.offers_tools(checked.fields):
             self._warn_of_tools(host.name, _tool_format(wanted))
         stream = await self._generation.open(wanted, names, checked, id)
