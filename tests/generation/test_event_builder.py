@@ -58,12 +58,12 @@ def test_a_message_costs_what_it_says_and_not_what_was_asked_for(
 
 def test_choices_are_counted_as_they_begin_and_end(folder: Path) -> None:
     builder = make_builder(folder, num_prompts=2, n=2)
-    assert (builder.begun.num_waiting, builder.num_live, builder.has_tokens) == (4, 4, False)
+    assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (4, 4, False)
     builder.take(0, Started(ID, 5, 0), 0)
     builder.take(1, NewToken(ID, 104), 0)
     builder.take(2, Finished(ID, FinishReason.LENGTH), 0)
     builder.take(2, Finished(ID, FinishReason.LENGTH), 0)
-    assert (builder.begun.num_waiting, builder.num_live, builder.has_tokens) == (1, 3, True)
+    assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (1, 3, True)
 
 
 def test_a_replayed_log_leaves_the_same_counts(folder: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_replayed_log_leaves_the_same_counts(folder: Path) -> None:
     assert any(isinstance(event, Tokens) for event in events)
     assert second.replay(events) is None
     for builder in (first, second):
-        assert (builder.begun.num_waiting, builder.num_live, builder.has_tokens) == (1, 2, True)
+        assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (1, 2, True)
 
 
 def test_what_follows_a_log_whose_text_has_changed_continues_its_numbers(folder: Path) -> None:

@@ -32,9 +32,8 @@ def status(num_preemptions: int = 0, **missed: int) -> Status:
 def told(metrics: Metrics, *events: AnyEvent) -> Tally:
     """The tally of a stream whose figures were heard as it ran."""
     tally = Tally()
-    tally.watch = metrics.requests
     for event in log_of(make_record(make_request()), *events):
-        tally.feed(event)
+        tally.feed(event, metrics.requests)
     return tally
 
 

@@ -40,6 +40,8 @@ class ChoiceWriter:
         self.index = index
         self.prompt, self.number = divmod(index, request.n)
         self.end: ChoiceEnd | None = None
+        self.has_begun = False  # the engine has begun it
+        self.has_text = False  # its text has begun, with the echo of its prompt if there is one
         self.is_stopped = False  # by its own tokens; later ones from the engine are void
         self.num_prompt = len(record.prompts[self.prompt]) // 4
         self._has_source = model.has_source
@@ -167,7 +169,6 @@ class Echo:
         self._record = record
         self._tokenizer = tokenizer
         self._entries: dict[int, dict[int, list[TokenLogprob]]] = {}
-        self._begun: set[int] = set()
 
     def add(self, prompt: int, item: PromptLogprobs) -> None:
         """Keeps what the engine says of a prompt, until a choice begins with it."""
@@ -175,10 +176,7 @@ class Echo:
         rows[item.start] = token_logprobs(item.logprobs, self._tokenizer)
 
     def begin(self, choice: ChoiceWriter) -> None:
-        """Writes the prompt into the choice, once."""
-        if choice.index in self._begun:
-            return
-        self._begun.add(choice.index)
+        """Writes the prompt into the choice."""
         token_ids = self._record.prompt_ids(choice.prompt)
         skip = self._record.request.skip_special_tokens
         choice.echo(self._tokenizer.decode(token_ids, skip), self._logprobs(choice, token_ids[0]))

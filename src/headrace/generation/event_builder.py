@@ -14,7 +14,7 @@ from headrace.generation.waits import Beat, Heartbeats, PromptProgress, QueuePro
 from headrace.streams import events
 from headrace.streams.events import AnyEvent, Ingestion
 from headrace.streams.record import Record, ServedSetup
-from headrace.streams.tally import Tally
+from headrace.streams.tally import Tally, TallyWatch
 from headrace_common.errors import RequestError
 from headrace_common.messages import (
     Finished,
@@ -47,49 +47,6 @@ class ServedAs(NamedTuple):
     setup: ServedSetup
 
 
-class Counted:
-    """The log's events so far, in numbers: the next one's, when the last one was, their figures.
-
-    `news_ms` is when the last was that is more than a sign of life.
-    """
-
-    def __init__(self) -> None:
-        self.next_seq = self.last_ms = self.news_ms = 0
-        self.tally = Tally()
-
-    def add(self, event: AnyEvent) -> None:
-        self.tally.feed(event)
-        self.next_seq, self.last_ms = event.seq + 1, event.at_ms
-        if not isinstance(event, events.Heartbeat):
-            self.news_ms = event.at_ms
-
-
-class BegunChoices:
-    """The choices that the engine has begun, ended ones included."""
-
-    def __init__(self, record: Record) -> None:
-        self.num_waiting = record.request.num_choices  # that it has not begun
-        self.num_unread = record.num_prompt_tokens  # of prompts that it has not begun
-        self._record = record
-        self._begun: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._begun)
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._begun
-
-    def add(self, index: int) -> None:
-        if index in self._begun:
-            return
-        n = self._record.request.n
-        prompt = index // n
-        if self._begun.isdisjoint(range(prompt * n, prompt * n + n)):
-            self.num_unread -= len(self._record.prompts[prompt]) // 4
-        self.num_waiting -= 1
-        self._begun.add(index)
-
-
 class Serving:
     """The model that answers: the one on which the stream was admitted, or a later one.
 
@@ -118,11 +75,19 @@ class Serving:
 
 
 class EventBuilder:
-    """Takes what the engine says, in order; gives events with gapless numbers."""
+    """Takes what the engine says, in order; gives events with gapless numbers.
 
-    def __init__(self, record: Record, model: ServedModel) -> None:
-        self.counted = Counted()
-        self.begun = BegunChoices(record)
+    `watch` hears of the figures of all events, replayed ones excepted.
+    """
+
+    def __init__(self, record: Record, model: ServedModel, watch: TallyWatch | None = None) -> None:
+        self.next_seq = self.last_ms = 0  # the next event's number, and when the last one was
+        self.news_ms = 0  # when the last event was that is more than a sign of life
+        self.tally = Tally()
+        self._watch = watch
+        self.num_waiting = record.request.num_choices  # that the engine has not begun
+        self.num_unread = record.num_prompt_tokens  # of prompts that it has not begun
+        self._begun_prompts: set[int] = set()
         self.serving = Serving(record, model)
         self._record = record
         request = record.request
@@ -149,7 +114,7 @@ class EventBuilder:
     @property
     def has_begun(self) -> bool:
         """Whether the engine has begun any of it, ended choices included."""
-        return bool(self.begun)
+        return self.num_waiting < len(self._choices)
 
     def live(self) -> list[ChoiceWriter]:
         return [choice for choice in self._choices if choice.end is None]
@@ -158,8 +123,8 @@ class EventBuilder:
         """The standings of the choices that have begun and not ended."""
         limit = self._record.request.sampling.max_tokens
         shown = []
-        for choice in self.live() if self.begun else ():
-            if choice.index in self.begun:
+        for choice in self.live() if self.has_begun else ():
+            if choice.has_begun:
                 progress = self._progress[choice.prompt]
                 num_decoded = choice.num_tokens - choice.num_prompt
                 num_left = None if limit is None else limit - num_decoded
@@ -190,12 +155,18 @@ class EventBuilder:
         if choice.end is not None:
             return False
         self._heard.add(index)
-        self.begun.add(index)
         if isinstance(item, NewToken):
-            return not choice.is_stopped and self._feed(choice, item)
+            if not choice.has_text:
+                self.has_tokens = True
+                self._begin_text(choice)
+            if choice.is_stopped:
+                return False
+            choice.feed(item.token_id, item.logprobs)
+            return choice.is_stopped
+        self._begin(choice)
         match item:
             case Started(_, total, cached):
-                self.queue.move(None)
+                self.queue.place = None
                 self._progress[choice.prompt].start(choice, total, cached, at_ms)
                 self._advanced.add(choice.prompt)
             case PromptAdvance(_, processed):
@@ -207,7 +178,7 @@ class EventBuilder:
                 self._echo.add(choice.prompt, item)
             case Finished():
                 if item.finish is not FinishReason.CANCELLED:
-                    self._begin(choice)
+                    self._begin_text(choice)
                 self._finish(choice, item.finish)
         return False
 
@@ -228,7 +199,7 @@ class EventBuilder:
             seed=request.sampling.seed,
             durable=record.is_durable,
         )
-        self.counted.add(accepted)
+        self._count(accepted)
         return accepted
 
     def new_events(self, at_ms: int, is_cut: bool) -> Sequence[AnyEvent]:
@@ -236,31 +207,37 @@ class EventBuilder:
         made: list[AnyEvent] = []
         for beat in self.beats.new:
             fields = msgspec.structs.asdict(beat)
-            self._add(made, events.Heartbeat(seq=self.counted.next_seq, at_ms=at_ms, **fields))
+            self._add(made, events.Heartbeat(seq=self.next_seq, at_ms=at_ms, **fields))
         self.beats.new.clear()
         if self.serving.is_untold:
-            self._add(made, self.serving.take(self.counted.next_seq, at_ms))
-        self._add(made, self.queue.take(self.counted.next_seq, at_ms))
+            self._add(made, self.serving.take(self.next_seq, at_ms))
+        if self.queue.place is not None:
+            self._add(made, self.queue.take(self.next_seq, at_ms))
         for prompt in sorted(self._advanced):
             progress = self._progress[prompt]
-            self._add(made, progress.take(self.counted.next_seq, at_ms))
+            self._add(made, progress.take(self.next_seq, at_ms))
             if not progress.has_news:
                 self._advanced.discard(prompt)
         for index in sorted(self._heard) if not is_cut else ():
-            self._add(made, self._choices[index].take(self.counted.next_seq, at_ms))
+            event = self._choices[index].take(self.next_seq, at_ms)
+            if event is not None:  # counted here, for most events are tokens
+                self.tally.feed(event, self._watch)
+                self.next_seq += 1
+                self.last_ms = self.news_ms = at_ms
+                made.append(event)
         self._heard.clear()
         return made
 
     def terminal(self, at_ms: int, cut: RequestError | None) -> AnyEvent:
-        seq = self.counted.next_seq
+        seq = self.next_seq
         if cut is not None:
             return to_event(cut, seq, at_ms)
         return events.Finish(
             seq=seq,
             at_ms=at_ms,
             ends=tuple(choice.end for choice in self._choices if choice.end),
-            usage=self.counted.tally.usage,
-            timings=self.counted.tally.timings,
+            usage=self.tally.usage,
+            timings=self.tally.timings,
             ingestion=self.ingestion()
             if self._record.request.response_options.return_ingestion
             else UNSET,
@@ -268,7 +245,7 @@ class EventBuilder:
 
     def ingestion(self) -> Ingestion:
         """How the prompts were computed, as far as they were."""
-        chunks, usage = [p.chunks for p in self._progress], self.counted.tally.usage
+        chunks, usage = [p.chunks for p in self._progress], self.tally.usage
         return describe(self._record, self.serving.model.ready, usage, chunks)
 
     def replay(self, logged: Sequence[AnyEvent]) -> RequestError | None:
@@ -278,13 +255,13 @@ class EventBuilder:
         """
         is_same = True
         for event in logged:
-            self.counted.add(event)  # to the last one, for a terminal event has to follow them
+            self._count(event)  # to the last one, for a terminal event has to follow them
             if isinstance(event, events.Heartbeat):
                 self.num_recoveries = event.attempt or self.num_recoveries
             elif isinstance(event, events.Served):
                 self.serving.known = ServedAs(event.system_fingerprint, event.served)
             elif isinstance(event, events.Progress):
-                self.begun.add(event.choice)
+                self._begin(self._choices[event.choice])
                 self._progress[event.choice // self._record.request.n].resume(event)
             elif isinstance(event, events.Tokens):
                 is_same &= self._replay_tokens(event)
@@ -293,33 +270,46 @@ class EventBuilder:
 
     def _replay_tokens(self, event: events.Tokens) -> bool:
         choice = self._choices[event.choice]
-        self.begun.add(event.choice)
+        self._begin(choice)
         if event.pieces or event.ids:
-            self._begin(choice)
+            self._begin_text(choice)
             self.has_tokens = True
         self.num_live -= event.end is not None
         return choice.replay(event)
 
-    def _feed(self, choice: ChoiceWriter, token: NewToken) -> bool:
-        self._begin(choice)
-        choice.feed(token.token_id, token.logprobs)
-        self.has_tokens = True
-        return choice.is_stopped
-
     def _finish(self, choice: ChoiceWriter, finish: FinishReason) -> None:
         self._heard.add(choice.index)
-        self.begun.add(choice.index)
+        self._begin(choice)
         self.num_live -= 1
         choice.finish(finish)
 
     def _begin(self, choice: ChoiceWriter) -> None:
-        if self._echo:
+        """Counts a choice as begun by the engine, and its prompt with the first of its choices."""
+        if choice.has_begun:
+            return
+        choice.has_begun = True
+        self.num_waiting -= 1
+        if choice.prompt not in self._begun_prompts:
+            self._begun_prompts.add(choice.prompt)
+            self.num_unread -= choice.num_prompt
+
+    def _begin_text(self, choice: ChoiceWriter) -> None:
+        """Begins the text of a choice: with the prompt, if that is to be echoed."""
+        self._begin(choice)
+        if self._echo and not choice.has_text:
             self._echo.begin(choice)
+        choice.has_text = True
 
     def _add(self, made: list[AnyEvent], event: AnyEvent | None) -> None:
         if event is not None:
-            self.counted.add(event)
+            self._count(event, self._watch)
             made.append(event)
+
+    def _count(self, event: AnyEvent, watch: TallyWatch | None = None) -> None:
+        self.tally.feed(event, watch)
+        self.next_seq, self.last_ms = event.seq + 1, event.at_ms
+        if not isinstance(event, events.Heartbeat):
+            self.news_ms = event.at_ms
 
 
 def to_event(error: RequestError, seq: int, at_ms: int) -> events.Error:

@@ -11,7 +11,7 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import Desired
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.adapters import AdapterDesk
-from headrace.generation.admission import Asked, Capacity, Queues
+from headrace.generation.admission import Asked, Capacity, Place, Queues
 from headrace.generation.choice import begins_in_reasoning
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.model_checks import admit, check_generates
@@ -19,7 +19,7 @@ from headrace.generation.prompt_trail import PromptTrail
 from headrace.generation.registry import Found, Registry
 from headrace.generation.resume import GONE, Resumption
 from headrace.generation.store_chores import obey, sweep, watch
-from headrace.generation.stream import LiveStream, Stay
+from headrace.generation.stream import LiveStream
 from headrace.generation.vectors import VectorMaker
 from headrace.generation.writers import RESTARTS, Writers
 from headrace.metrics.metrics import Metrics
@@ -177,20 +177,23 @@ class Generation:
         # from here on it counts, whatever its names have to wait for
         queue = self.queues.of(host, request.is_background)
         place = queue.enter(asked, Capacity.of(model.ready), time.monotonic())
-        beginning = self._begin(host, record, Stay(place, admitted))
+        beginning = self._begin(host, record, place, admitted)
         if not names.is_opted_in:
             return await beginning
         # given up or not: what has a place in the store gets the writer it is found with
         return await uncut(beginning)
 
-    async def _begin(self, host: ModelHost, record: Record, stay: Stay) -> Found:
+    async def _begin(
+        self, host: ModelHost, record: Record, place: Place, admitted: Admitted
+    ) -> Found:
         """The new stream, once it is accepted; or another one, if that holds its names."""
-        stored = await self.streams.put(record, stay.place)
+        stored = await self.streams.put(record, place)
         if stored.record.id != record.id:
             return await self.streams.wrap(stored)
         stored = Stored(record, stored.log)
-        builder = EventBuilder(record, host.model)
-        stream = self.writers.start(host, stored, builder, stay)
+        figures = host.metrics.of(record.request.is_background)
+        builder = EventBuilder(record, host.model, figures)
+        stream = self.writers.start(host, stored, builder, place, admitted)
         try:
             accepted = stream.audience.pause.unless(stored.log.wait(-1))
             await self.streams.unless_stalled(record, accepted)

@@ -114,7 +114,8 @@ class Resumption:
             self.keep(host, stored, cut)
             return
         try:
-            builder = EventBuilder(stored.record, host.model)
+            figures = host.metrics.of(stored.record.request.is_background)
+            builder = EventBuilder(stored.record, host.model, figures)
             after = -1
             while page := (await stored.log.read(after, _PAGE))[0]:
                 mismatch = builder.replay(page)

@@ -5,7 +5,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from headrace.engines.client import EngineDown, EngineUp
@@ -40,39 +40,27 @@ logger = logging.getLogger(__name__)
 _numbers = itertools.count(1)
 
 
-class Stay:
-    """The stay of a stream: a place in the queue, its images, and limits of its time."""
-
-    def __init__(self, place: Place, admitted: Admitted) -> None:
-        self.place = place
-        self.admitted = admitted
-        self._timers: list[Countdown] = []
-
-    def limit(self, seconds: float, on_over: Callable[[], None]) -> None:
-        """Calls `on_over` then, unless the stay has ended."""
-        self._timers.append(Countdown(max(0.0, seconds), on_over))
-
-    def end(self) -> None:
-        """Gives all up, before anybody sees the stream's end. Idempotent."""
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
-        self.admitted.close()
-        self.place.close()
-
-
 class LiveStream:
     """The writer of a log: takes news in order, and appends the events that follow from it.
 
-    Made on admission, or from its log after a restart. `run` writes the log to its end.
+    Made on admission, or from its log after a restart. `run` writes the log to its end. Until then
+    it has its place in the queue, and its images.
     """
 
     def __init__(
-        self, record: Record, builder: EventBuilder, log: Log, stay: Stay, linger_s: float
+        self,
+        record: Record,
+        builder: EventBuilder,
+        log: Log,
+        place: Place,
+        admitted: Admitted,
+        linger_s: float,
     ) -> None:
         self.record = record
         self.log = log
-        self.stay = stay
+        self._place = place
+        self._admitted = admitted
+        self._limits: list[Countdown] = []
         self.number = next(_numbers)  # counts the streams of this process
         self.cut: RequestError | None = None  # why it was cut, if it was
         self.ended = asyncio.Event()
@@ -86,7 +74,8 @@ class LiveStream:
         self._blame = CrashBlame()
         self._smaller_context: int | None = None  # if it has shrunk since admission
         self._is_recovering = builder.has_begun  # until the engine is where a dead one was
-        self._admitted_at = time.monotonic() - builder.counted.last_ms / 1000
+        self._admitted_at = time.monotonic() - builder.last_ms / 1000
+        self._counts = (0, 0)  # of choices that live and that wait, as its place has them
         self._keep_place()
 
     # what others call
@@ -138,12 +127,12 @@ class LiveStream:
         """Seconds since its last event but signs of life; none for the background, which waits."""
         if self.record.request.is_background:
             return 0.0
-        return (self._at_ms() - self._builder.counted.news_ms) / 1000
+        return (self._at_ms() - self._builder.news_ms) / 1000
 
     @property
     def tally(self) -> Tally:
         """The figures of all that was said so far."""
-        return self._builder.counted.tally
+        return self._builder.tally
 
     def standings(self) -> dict[SequenceId, Standing]:
         """The standings of choices that this engine has begun, by the engine's ids."""
@@ -193,7 +182,8 @@ class LiveStream:
         """
         for seconds, cut in ((queue_s, self._time_out_in_queue), (request_s, self._time_out)):
             if seconds:
-                self.stay.limit(seconds - self._at_ms() / 1000, partial(cut, seconds))
+                left_s = max(0.0, seconds - self._at_ms() / 1000)
+                self._limits.append(Countdown(left_s, partial(cut, seconds)))
 
     def _time_out_in_queue(self, seconds: float) -> None:
         if not self._builder.has_begun and not self._is_recovering:
@@ -220,6 +210,14 @@ class LiveStream:
         """Writes a heartbeat, which fails if another server writes the log now."""
         self.tell(Beat(self.state, "comment"))
 
+    def release(self) -> None:
+        """Gives up its place, its images and its limits of time. Idempotent."""
+        for limit in self._limits:
+            limit.cancel()
+        self._limits.clear()
+        self._admitted.close()
+        self._place.close()
+
     def _abandon(self) -> None:
         self.stop(RequestError("client_gone", "The client left before the answer ended."))
 
@@ -232,12 +230,19 @@ class LiveStream:
     async def run(self) -> None:
         """Writes all other events, the terminal one last."""
         try:
-            await self._append_new(self._at_ms())  # an end that tokens of an earlier run reached
-            while self._builder.num_live and (news := await self._inbox.get()) is not None:
-                at_ms = self._at_ms()
-                self._take(news, at_ms)
-                self._keep_place()
-                await self._append_new(at_ms)
+            builder = self._builder
+            # Tokens of an earlier run may have reached the end of a choice.
+            await self._append(builder.new_events(self._at_ms(), is_cut=bool(self.cut)))
+            while builder.num_live and (news := await self._inbox.get()) is not None:
+                at_ms = int((time.monotonic() - self._admitted_at) * 1000)
+                if isinstance(news, list):
+                    self._take_step(news, at_ms)
+                else:
+                    self._take(news, at_ms)
+                if (builder.num_live, builder.num_waiting) != self._counts:
+                    self._keep_place()
+                if new := builder.new_events(at_ms, is_cut=bool(self.cut)):
+                    await self.log.append(new[0].seq, new)
         except (StoreStalled, LogTaken):
             self._submission.leave()
             raise
@@ -248,13 +253,14 @@ class LiveStream:
             self.cut = RequestError("internal_error", "The server failed on this request.")
             self._submission.leave()
         self._submission.forget()
-        self.stay.end()
+        self.release()  # before anybody sees the end
         await self._append([self._builder.terminal(self._at_ms(), self.cut)])
         self.ended.set()
 
     def _keep_place(self) -> None:
-        begun = self._builder.begun
-        self.stay.place.update(self._builder.num_live, begun.num_waiting, begun.num_unread)
+        builder = self._builder
+        self._counts = (builder.num_live, builder.num_waiting)
+        self._place.update(*self._counts, builder.num_unread)
 
     def note_end(self, figures: RequestFigures, traces: Traces) -> None:
         """Tells figures, traces and log what became of it."""
@@ -283,11 +289,30 @@ class LiveStream:
             recoveries=self._builder.num_recoveries,
         )
 
-    def _take(self, news: TenantNews | Beat, at_ms: int) -> None:
-        if isinstance(news, list):
-            for item in news:
-                self._take_item(item, at_ms)
-            return
+    def _take_step(self, items: list[Item], at_ms: int) -> None:
+        """Takes what a step of the engine said of this stream; this runs for every token."""
+        builder, parts = self._builder, self._submission.parts
+        for item in items:
+            # 1. Find the choice. News of a sequence that was given up is void.
+            choice = parts.get(item.sequence_id)
+            if choice is None:
+                continue
+            # 2. A token shows that the engine is where the dead one was, and clears the stream of
+            # that one's death.
+            if isinstance(item, NewToken):
+                self._is_recovering = False
+                if self._blame.is_suspect:
+                    self._blame.clear()
+            else:
+                self._is_recovering = self._is_recovering and builder.has_tokens
+                if isinstance(item, Finished):
+                    self._check_end(choice, item)
+            # 3. Add it to the choice's text. The engine cannot see a stop string, so its sequence
+            # is ended from here.
+            if builder.take(choice, item, at_ms):
+                self._submission.stop(item.sequence_id)
+
+    def _take(self, news: EngineUp | EngineDown | InQueue | Beat, at_ms: int) -> None:
         match news:
             case EngineUp():
                 self._is_recovering = self._builder.has_begun
@@ -295,31 +320,20 @@ class LiveStream:
             case EngineDown():
                 self._forget_engine(news, at_ms)
             case InQueue():
-                self._builder.queue.move(None if self._builder.has_begun else news)
+                self._builder.queue.place = None if self._builder.has_begun else news
             case Beat():
                 self._builder.beats.add(news, at_ms)
 
-    def _take_item(self, item: Item, at_ms: int) -> None:
-        choice = self._submission.parts.get(item.sequence_id)
-        if choice is None:
-            return
-        if isinstance(item, NewToken):
-            self._is_recovering = False
-            if self._blame.is_suspect:
-                self._blame.clear()
-        else:
-            self._is_recovering = self._is_recovering and self._builder.has_tokens
-        if isinstance(item, Finished) and item.finish is FinishReason.ERROR:
-            self.stop(RequestError(item.code or "internal_error", item.message))
-        elif isinstance(item, Finished) and item.finish is FinishReason.LENGTH:
-            self._check_context(choice)
-        if self._builder.take(choice, item, at_ms):
-            self._submission.stop(item.sequence_id)
-
-    def _check_context(self, choice: int) -> None:
-        """Fails a choice that runs into a context shrunk since admission: that is no end."""
+    def _check_end(self, choice: int, end: Finished) -> None:
+        """Cuts the stream if the engine failed, or if the context has shrunk since admission."""
         context = self._smaller_context
-        if context is not None and self._builder.is_cut_short(choice, context):
+        if end.finish is FinishReason.ERROR:
+            self.stop(RequestError(end.code or "internal_error", end.message))
+        elif (
+            end.finish is FinishReason.LENGTH
+            and context is not None
+            and self._builder.is_cut_short(choice, context)
+        ):
             message = f"The context is now {context} tokens, too few for the rest of this answer."
             self.stop(RequestError("model_changed", message))
 
@@ -334,7 +348,7 @@ class LiveStream:
             Submit(
                 stream_id=self.record.id,
                 prompts=self.record.prompts,
-                inputs=self.stay.admitted.inputs,
+                inputs=self._admitted.inputs,
                 sequences=tuple(
                     choice.as_sequence(sequence_id)
                     for sequence_id, choice in zip(new, live, strict=True)
@@ -360,9 +374,6 @@ class LiveStream:
         elif self._builder.num_live:
             self._is_recovering = True
             self._builder.recover(at_ms)
-
-    async def _append_new(self, at_ms: int) -> None:
-        await self._append(self._builder.new_events(at_ms, is_cut=bool(self.cut)))
 
     async def _append(self, new: Sequence[AnyEvent]) -> None:
         if new:

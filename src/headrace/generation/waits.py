@@ -51,13 +51,9 @@ class QueueProgress:
     """The queued events: at once, then when the place has changed, at most once a second."""
 
     def __init__(self) -> None:
-        self._place: InQueue | None = None
+        self.place: InQueue | None = None  # None once the sequence has left the queue
         self._told: InQueue | None = None
         self._due_ms = 0
-
-    def move(self, place: InQueue | None) -> None:
-        """A new place; None once the sequence has left the queue."""
-        self._place = place
 
     def wants(self, place: InQueue, at_ms: int) -> bool:
         """Whether this place would be told now."""
@@ -66,7 +62,7 @@ class QueueProgress:
 
     def take(self, seq: int, at_ms: int) -> events.Queued | None:
         """The event that is due, if any."""
-        place = self._place
+        place = self.place
         if place is None or not self.wants(place, at_ms):
             return None
         self._told, self._due_ms = place, at_ms + _QUEUE_INTERVAL_MS

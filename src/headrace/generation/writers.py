@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
-from headrace.generation.admission import Queues
+from headrace.generation.admission import Place, Queues
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.registry import Registry
-from headrace.generation.stream import LiveStream, Stay
+from headrace.generation.stream import LiveStream
 from headrace.metrics.traces import Traces
 from headrace.streams.log import LogTaken
 from headrace.streams.store import Stored, StoreStalled
@@ -48,10 +48,15 @@ class Writers:
         self._traces = traces
 
     def start(
-        self, host: ModelHost, stored: Stored, builder: EventBuilder, stay: Stay
+        self,
+        host: ModelHost,
+        stored: Stored,
+        builder: EventBuilder,
+        place: Place,
+        admitted: Admitted,
     ) -> LiveStream:
         """Has a new stream computed once its model is in memory."""
-        stream = self._start(host, stored, builder, stay, used=None)
+        stream = self._start(host, stored, builder, place, admitted, used=None)
         stream.end_within(self._config.queue_timeout_s, 0)
         return stream
 
@@ -64,8 +69,8 @@ class Writers:
         cut: RequestError | None,
     ) -> None:
         """Has a stream computed that was admitted before, or ends it as `cut`."""
-        stay = Stay(self._queues.resume(host, stored.record.request.is_background), admitted)
-        stream = self._start(host, stored, builder, stay, used=host)
+        place = self._queues.resume(host, stored.record.request.is_background)
+        stream = self._start(host, stored, builder, place, admitted, used=host)
         if cut:
             stream.end_now(cut)
         self._fleet.hold(host)
@@ -89,11 +94,12 @@ class Writers:
         host: ModelHost,
         stored: Stored,
         builder: EventBuilder,
-        stay: Stay,
+        place: Place,
+        admitted: Admitted,
         used: ModelHost | None,
     ) -> LiveStream:
-        builder.counted.tally.watch = host.metrics.of(stored.record.request.is_background)
-        stream = LiveStream(stored.record, builder, stored.log, stay, self._config.linger_s)
+        linger_s = self._config.linger_s
+        stream = LiveStream(stored.record, builder, stored.log, place, admitted, linger_s)
         stream.end_within(0, self._config.request_timeout_s)
         self._streams.add(stream)
         writing = self._write(host, stream, used)
@@ -134,7 +140,7 @@ class Writers:
             stream.audience.pause.set(failure)
             self._streams.close(failure, stream.record.id)  # its log has no end to be waited for
         finally:
-            stream.stay.end()
+            stream.release()
             self._streams.remove(stream)
             stream.ended.set()  # also if it was let go: nothing more comes of this one
             del self.tasks[stream]

@@ -34,7 +34,6 @@ class Tally:
     """The figures so far. Feed it every event from seq 0, in order."""
 
     def __init__(self) -> None:
-        self.watch: TallyWatch | None = None
         self.last_end = ""  # of the choice that ended last
         self._num_prompt = 0
         self._num_cached = 0
@@ -48,20 +47,21 @@ class Tally:
         self._token_at_of: dict[int, int] = {}  # by choice
         self._max_gap_ms = 0
 
-    def feed(self, event: AnyEvent) -> None:
+    def feed(self, event: AnyEvent, watch: TallyWatch | None = None) -> None:
+        """Counts an event; `watch` hears of it."""
         if isinstance(event, Tokens):  # most events are
             if event.ids:
                 at_ms, gap_s = event.at_ms, None
                 if self._answered_at is None:
                     self._answered_at = at_ms
-                    if self.watch is not None:
-                        self.watch.answered(at_ms / 1000)
+                    if watch is not None:
+                        watch.answered(at_ms / 1000)
                 if (before := self._token_at_of.get(event.choice)) is not None:
                     gap_ms = at_ms - before
                     gap_s = gap_ms / 1000
                     self._max_gap_ms = max(self._max_gap_ms, gap_ms)
-                if self.watch is not None:
-                    self.watch.tokens(len(event.ids), gap_s)
+                if watch is not None:
+                    watch.tokens(len(event.ids), gap_s)
                 self._token_at = self._token_at_of[event.choice] = at_ms
                 tokens = self._tokens
                 tokens.steps += 1
@@ -75,8 +75,8 @@ class Tally:
             if event.choice not in self._planned:
                 self._planned.add(event.choice)
                 self._num_cached += event.cache
-                if self.watch is not None:
-                    self.watch.planned(event.total, event.cache, event.at_ms / 1000)
+                if watch is not None:
+                    watch.planned(event.total, event.cache, event.at_ms / 1000)
             if self._planned_at is None:
                 self._planned_at = event.at_ms
             self._progress_at = event.at_ms
