@@ -69,10 +69,11 @@ class TextLines(logging.Formatter):
         return _on_its_own(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        about = {name: value for name, value in _about(record).items() if value is not None}
-        return " ".join(
-            [super().formatMessage(record), *(f"{k}={_plain(v)}" for k, v in about.items())]
-        )
+        line = super().formatMessage(record)
+        for name, value in _about(record).items():
+            if value is not None:
+                line += f" {name}={_quoted(value) if isinstance(value, str) else value}"
+        return line
 
 
 class JsonLines(logging.Formatter):
@@ -89,10 +90,10 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
-def _plain(value: Any) -> Any:
-    """A name that a client sent may look like the rest of a line."""
-    is_plain = not isinstance(value, str) or (value.isprintable() and not set(' "') & set(value))
-    return value if is_plain else json.dumps(value)
+def _quoted(text: str) -> str:
+    """Return the text, in quotes if it could be mistaken for the rest of the line."""
+    is_plain = text.isprintable() and " " not in text and '"' not in text
+    return text if is_plain else json.dumps(text)
 
 
 def _about(record: logging.LogRecord) -> dict[str, Any]:

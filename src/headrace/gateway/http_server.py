@@ -55,6 +55,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
+            interface="asgi3",  # uvicorn's guess takes an app without `async def` for version 2
             http=_Connection,
             ws=_Socket,
             ws_max_size=max_message_bytes,
@@ -188,7 +189,7 @@ class _Connection(HttpToolsProtocol):
         self._head_bytes = None
         if self.parser.get_http_version() not in ("1.1", "1.0"):
             raise _NO_HTTP.with_traceback(None)  # the parser stops, and send_400_response is next
-        if len(self.url) + sum(len(k) + len(v) + 4 for k, v in self.headers) > MAX_HEAD:
+        if len(self.url) + sum([len(k) + len(v) + 4 for k, v in self.headers]) > MAX_HEAD:
             self._refusal = _TOO_LONG
             raise _TOO_LONG.with_traceback(None)
         self.server_state.idle.pop(self, None)

@@ -1,6 +1,7 @@
 """Middleware before all routes: prefixes and spellings of paths, and cross-origin pages."""
 
 import re
+from collections.abc import Awaitable
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -40,18 +41,16 @@ class PathPrefix:
         self._app = app
         self._prefix = prefix
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] not in ("http", "websocket") or not self._prefix:
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         path = "/" + scope["path"].lstrip("/")
         if path.startswith(f"{self._prefix}/"):
-            await self._app(_at(path[len(self._prefix) :], scope), receive, send)
-        elif path == self._prefix and scope["type"] == "http":
-            # what the page refers to is relative to the folder that it lies in
-            await RedirectResponse(f"{self._prefix}/")(scope, receive, send)
-        else:
-            await self._refuse(scope, receive, send)
+            return self._app(_at(path[len(self._prefix) :], scope), receive, send)
+        if path == self._prefix and scope["type"] == "http":
+            # Links on the page are relative to its folder, so its address must end in a slash.
+            return RedirectResponse(f"{self._prefix}/")(scope, receive, send)
+        return self._refuse(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = f"There is no such route; all of this server's are below {self._prefix}/."
@@ -73,12 +72,12 @@ class CanonicalPath:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] in ("http", "websocket"):
             path = canonical(scope["path"])
             if path != scope["path"]:
                 scope = _at(path, scope)
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 _WITHOUT_V1 = ("messages", "responses", "embeddings")

@@ -164,7 +164,7 @@ class ChatShape:
         return {"index": index, "delta": {}, "finish_reason": None}
 
     def part(self, index: int, part: Part) -> Choice:
-        delta = _reasoning(part.reasoning)
+        delta: dict[str, Any] = _reasoning(part.reasoning) if part.reasoning else {}
         if part.text:
             delta["content"] = part.text
         if part.calls:
@@ -181,18 +181,22 @@ class ChatShape:
         return idle | {"finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
 
     def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice:
-        text = "".join(part.text for part in parts)
-        entries = [entry for part in parts for entry in part.logprobs]
-        calls = self._calls[index].whole(piece for part in parts for piece in part.calls)
+        text = "".join([part.text for part in parts])
+        reasoning = "".join([part.reasoning for part in parts])
+        pieces = [piece for part in parts for piece in part.calls]
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        message |= _reasoning("".join(part.reasoning for part in parts))
-        if calls:
+        message |= _reasoning(reasoning)
+        if pieces:
+            calls = self._calls[index].whole(pieces)
             message["content"] = text or None
             message["tool_calls"] = [{k: v for k, v in it.items() if k != "index"} for it in calls]
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = _logprobs([entry for part in parts for entry in part.logprobs])
         return {
             "index": index,
             "message": message,
-            "logprobs": _logprobs(entries) if self._has_logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
         }

@@ -120,8 +120,8 @@ def _head(record: Record, kind: str, fingerprint: str) -> dict[str, Any]:
 
 
 def _part_of(event: Tokens) -> Part:
-    if all(piece.channel == CONTENT for piece in event.pieces):
-        return Part(event.text, event.logprobs)
+    if len(event.pieces) == 1 and event.pieces[0].channel == CONTENT:  # most events are
+        return Part(event.pieces[0].text, event.logprobs)
     text = "".join(piece.text for piece in event.pieces if piece.channel == CONTENT)
     reasoning = "".join(piece.text for piece in event.pieces if piece.channel == REASONING)
     calls = tuple(piece for piece in event.pieces if piece.channel == TOOL)
@@ -143,6 +143,7 @@ class ChunkFrames:
         self._has_figures = (
             options.continuous_usage or options.timings_per_token or not options.include_usage
         )
+        self._tells_more = options.continuous_usage or options.return_token_ids
         self._is_open = False
         self._num_running = record.request.num_choices
         self._untold_ids: list[list[int]] = [[] for _ in range(self._num_running)]
@@ -152,6 +153,27 @@ class ChunkFrames:
         """The frames of one event: none, one or several."""
         if self._has_figures:
             self._tally.feed(event)
+        if not isinstance(event, Tokens):
+            return self._render_other(event)
+        # To developers: what follows runs for every token. Keep it one function.
+        part = _part_of(event)
+        if self._options.return_token_ids:
+            self._untold_ids[event.choice] += event.ids
+        frames = []
+        if any(part):
+            choice = self._shape.part(event.choice, part)
+            frames.append(self._told(event.choice, choice, self._options.timings_per_token))
+        if event.end:
+            self._num_running -= 1
+            choice = self._shape.end(event.choice, event.end)
+            is_last = not self._num_running and not self._options.include_usage
+            frames.append(self._told(event.choice, choice, is_last))
+        if frames and not self._is_open:
+            return self._open() + frames
+        return frames
+
+    def _render_other(self, event: AnyEvent) -> list[bytes]:
+        """The frames of an event that is not Tokens."""
         match event:
             case Accepted():
                 # without heartbeats, the first frame is a client's sign of the first token
@@ -167,12 +189,10 @@ class ChunkFrames:
                 return []
             case Progress():
                 return self._progress(event)
-            case Tokens():
-                return self._tokens(event)
             case Finish():
                 return self._finish(event)
-            case Error():
-                return [ERRORS.frame(event)]
+        assert isinstance(event, Error)
+        return [ERRORS.frame(event)]
 
     def idle(self) -> bytes:
         """A heartbeat: parses as data, adds nothing."""
@@ -203,20 +223,6 @@ class ChunkFrames:
         said = self._shape.part(event.choice, Part("", (), reasoning=line))
         return [told, *self._open(), self._chunk([said])]
 
-    def _tokens(self, event: Tokens) -> list[bytes]:
-        part = _part_of(event)
-        self._untold_ids[event.choice] += event.ids
-        frames = []
-        if any(part):
-            choice = self._shape.part(event.choice, part)
-            frames.append(self._told(event.choice, choice, self._options.timings_per_token))
-        if event.end:
-            self._num_running -= 1
-            choice = self._shape.end(event.choice, event.end)
-            is_last = not self._num_running and not self._options.include_usage
-            frames.append(self._told(event.choice, choice, is_last))
-        return self._open() + frames if frames else []
-
     def _finish(self, event: Finish) -> list[bytes]:
         more = ingestion_of(event)
         if not self._options.include_usage:
@@ -226,6 +232,8 @@ class ChunkFrames:
 
     def _told(self, index: int, choice: Choice, has_timings: bool) -> bytes:
         """A chunk with text or an end, and the figures that go with it."""
+        if not has_timings and not self._tells_more:
+            return self._chunk([choice])
         more: dict[str, Any] = {}
         if self._options.continuous_usage:
             more["usage"] = usage_of(self._tally.usage)
@@ -246,7 +254,7 @@ class ChunkFrames:
 
     def _chunk(self, choices: list[Choice], **more: Any) -> bytes:
         rest = encode({"choices": choices} | more)
-        return data(self._head + b"," + rest[1:])
+        return b"data: " + self._head + b"," + rest[1:] + b"\n\n"
 
 
 class ChunkBody:

@@ -157,7 +157,7 @@ class TextShape:
     def part(self, index: int, part: Part) -> Choice:
         offsets = self._offsets[index]
         logprobs = _logprobs([part], offsets) if self._has_logprobs else None
-        return self.idle(index) | {"text": part.text, "logprobs": logprobs}
+        return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": None}
 
     def end(self, index: int, end: ChoiceEnd) -> Choice:
         idle = self.idle(index)
@@ -165,7 +165,7 @@ class TextShape:
 
     def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice:
         return self.end(index, end) | {
-            "text": "".join(part.text for part in parts),
+            "text": "".join([part.text for part in parts]),
             "logprobs": _logprobs(parts, _Offsets()) if self._has_logprobs else None,
         }
 
