@@ -35,13 +35,11 @@ class PromptTrail:
             return {}
         whose = (record.names.owner, record.request.cache_salt, record.request.model)
         new = KeptPrompt(whose, record.prompts[0])
-        alike = [
-            (_num_shared(one.packed, new.packed), one) for one in self._kept if one.whose == whose
-        ]
-        num_shared, last = max(alike, key=lambda it: it[0], default=(0, new))
-        if num_shared < _NUM_ALIKE:
+        alike = self._alike(new)
+        if not alike:
             self._kept.append(new)
             return {}
+        num_shared, last = max(alike, key=lambda it: it[0])
         if 2 * num_shared * _SIZE >= len(last.packed):  # the same conversation
             self._kept.remove(last)
         self._kept.append(new)
@@ -53,12 +51,21 @@ class PromptTrail:
             figures["differs_from_there"] = model.tokenizer.decode(token_ids.tolist(), False)
         return figures
 
+    def _alike(self, new: KeptPrompt) -> list[tuple[int, KeptPrompt]]:
+        """The kept prompts of this owner that begin alike, with the number of tokens shared."""
+        start = new.packed[: _NUM_ALIKE * _SIZE]
+        if len(start) < _NUM_ALIKE * _SIZE:
+            return []
+        return [
+            (_num_shared(one.packed, new.packed), one)
+            for one in self._kept
+            if one.whose == new.whose and one.packed.startswith(start)
+        ]
+
 
 def _num_shared(one: bytes, other: bytes) -> int:
-    """The number of tokens that both begin with."""
-    if one[: _NUM_ALIKE * _SIZE] != other[: _NUM_ALIKE * _SIZE]:
-        return 0
-    low, high = 0, min(len(one), len(other)) // _SIZE
+    """The number of tokens that both begin with, if these are `_NUM_ALIKE` or more."""
+    low, high = _NUM_ALIKE, min(len(one), len(other)) // _SIZE
     while low < high:
         middle = (low + high + 1) // 2
         part = slice(low * _SIZE, middle * _SIZE)

@@ -219,7 +219,8 @@ class LiveStream:
         self._place.close()
 
     def _abandon(self) -> None:
-        self.stop(RequestError("client_gone", "The client left before the answer ended."))
+        if not self.ended.is_set():  # as it is at every usual end
+            self.stop(RequestError("client_gone", "The client left before the answer ended."))
 
     # the writer
 
@@ -266,13 +267,12 @@ class LiveStream:
         """Tells figures, traces and log what became of it."""
         route, outcome = self.record.request.route, self.cut.code if self.cut else "finished"
         tally = self.tally
-        figures.ended(route, outcome, tally, self._at_ms() / 1000)
+        usage, timings = figures.ended(route, outcome, tally, self._at_ms() / 1000)
         if traces.is_on:
             ingestion = self._builder.ingestion()
             traces.ended(span_of(self.record, tally, ingestion, self._at_ms() / 1000, self.cut))
         if self.record.adapter is not None:
             figures.adapted(self.record.adapter.name, outcome, tally)
-        usage, timings = tally.usage, tally.timings
         log_request(
             route,
             outcome,

@@ -16,6 +16,7 @@ from headrace.metrics.exposition import as_vllm, merged
 from headrace.metrics.families import Families
 from headrace.metrics.history import History, class_of
 from headrace.metrics.traces import NoTraces, Traces
+from headrace.streams.events import Timings, Usage
 from headrace.streams.tally import Tally
 from headrace_common.errors import OVERRAN, RequestError
 from headrace_common.messages import Ready, Status, StepTrace
@@ -53,11 +54,13 @@ class RequestFigures:
         point = self._history.now()
         point.prompt += num_prompt
         point.cached += num_cached
-        self._wait("queue", queue_s)
+        if self._is_timed:
+            point.wait("queue", queue_s)
 
     def answered(self, seconds: float) -> None:
-        self._time("ttft", seconds)
-        self._wait("ttft", seconds)
+        if self._is_timed:
+            self._times["ttft"].observe(seconds)
+            self._history.now().wait("ttft", seconds)
 
     def tokens(self, number: int, gap_s: float | None) -> None:
         # This runs for every token, so it asks the history only when a second has passed.
@@ -69,22 +72,30 @@ class RequestFigures:
             self._times["inter_token"].observe(gap_s)
             point.waits["gap"][class_of(gap_s)] += 1
 
-    def ended(self, route: str, outcome: str, tally: Tally, seconds: float) -> None:
-        """A request: `outcome` is how it finished, or the code of its error."""
+    def ended(
+        self, route: str, outcome: str, tally: Tally, seconds: float
+    ) -> tuple[Usage, Timings]:
+        """Counts a request, and returns what it was counted with.
+
+        `outcome` is how it finished, or the code of its error.
+        """
         usage, timings = tally.usage, tally.timings
+        totals, times = self._totals, self._times
         self.embedded(route, outcome, usage.prompt_tokens, seconds)
-        self._totals["cached_tokens"].inc(usage.cached_tokens)
-        self._totals["generated_tokens"].inc(usage.completion_tokens)
-        self._totals["guessed_tokens"].inc(timings.draft_n)
-        self._totals["accepted_tokens"].inc(timings.draft_n_accepted)
-        self._time("queue", timings.queue_ms / 1000)
-        if timings.prompt_n:
-            self._time("prompt", timings.prompt_ms / 1000)
+        totals["cached_tokens"].inc(usage.cached_tokens)
+        totals["generated_tokens"].inc(usage.completion_tokens)
+        totals["guessed_tokens"].inc(timings.draft_n)
+        totals["accepted_tokens"].inc(timings.draft_n_accepted)
         if outcome == "finished":
-            self._totals["ends"].labels(tally.last_end).inc()
-        if tally.first_token_ms is not None:
-            self._time("decode", timings.predicted_ms / 1000)
-            self._time("max_gap", timings.max_gap_ms / 1000)
+            totals["ends"].labels(tally.last_end).inc()
+        if self._is_timed:
+            times["queue"].observe(timings.queue_ms / 1000)
+            if timings.prompt_n:
+                times["prompt"].observe(timings.prompt_ms / 1000)
+            if tally.first_token_ms is not None:
+                times["decode"].observe(timings.predicted_ms / 1000)
+                times["max_gap"].observe(timings.max_gap_ms / 1000)
+        return usage, timings
 
     def adapted(self, adapter: str, outcome: str, tally: Tally) -> None:
         """The same request, which named an adapter."""
@@ -95,15 +106,8 @@ class RequestFigures:
         """A request for vectors: the tokens of those that it got."""
         self._totals["requests"].labels(route, outcome).inc()
         self._totals["prompt_tokens"].inc(num_tokens)
-        self._time("request", seconds)
-
-    def _time(self, name: str, seconds: float) -> None:
         if self._is_timed:
-            self._times[name].observe(seconds)
-
-    def _wait(self, name: str, seconds: float) -> None:
-        if self._is_timed:
-            self._history.now().wait(name, seconds)
+            self._times["request"].observe(seconds)
 
 
 class EngineFigures:
