@@ -26,24 +26,7 @@ class EarlierResponses:
         self._generation = generation
         self._max_bytes = max_bytes
 
-    async def put_before(self, checked: CheckedBody, owner: str) -> CheckedBody:
-        """The request with the conversation it goes on from; RequestError if there is none."""
-        checked = await self.resolve(checked, owner)
-        id = checked.fields.get("previous_response_id")
-        if id is None:
-            return checked
-        found = await find(self._generation.streams, owner, id, "previous_response_id")
-        kept = found.record.request.kept
-        output = await _output(found)
-        num_bytes = len(kept) + len(output) + len(checked.kept)
-        if num_bytes > self._max_bytes:
-            message = f"The conversation takes {num_bytes} bytes, and {self._max_bytes} are taken; "
-            message += "begin a new one, or raise --max-body-bytes."
-            raise RequestError("request_too_large", message, "previous_response_id")
-        packed = msgspec.msgpack.encode((kept, output, checked, {}))
-        return await self._generation.work.do(GoOn(), [packed])
-
-    async def resolve(self, checked: CheckedBody, owner: str) -> CheckedBody:
+    async def restore(self, checked: CheckedBody, owner: str) -> CheckedBody:
         """Return the request with items of the owner's responses in place of references to them.
 
         A reference to anything else stays, and the model is not shown it.
@@ -60,6 +43,25 @@ class EarlierResponses:
         if not found:
             return checked
         packed = msgspec.msgpack.encode((NO_ITEMS, b"[]", checked, found))
+        return await self._generation.work.do(GoOn(), [packed])
+
+    async def before(self, checked: CheckedBody, owner: str) -> CheckedBody:
+        """Return the request with the conversation it goes on from.
+
+        RequestError if there is no such conversation.
+        """
+        id = checked.fields.get("previous_response_id")
+        if id is None:
+            return checked
+        found = await find(self._generation.streams, owner, id, "previous_response_id")
+        kept = found.record.request.kept
+        output = await _output(found)
+        num_bytes = len(kept) + len(output) + len(checked.kept)
+        if num_bytes > self._max_bytes:
+            message = f"The conversation takes {num_bytes} bytes, and {self._max_bytes} are taken; "
+            message += "begin a new one, or raise --max-body-bytes."
+            raise RequestError("request_too_large", message, "previous_response_id")
+        packed = msgspec.msgpack.encode((kept, output, checked, {}))
         return await self._generation.work.do(GoOn(), [packed])
 
 

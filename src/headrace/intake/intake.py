@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ from headrace.intake.vectors import VectorAnswers
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.inserted_texts import client_of
 from headrace.protocols.openai import chat as openai_chat
+from headrace.protocols.openai.responses import ROUTE
 from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
 from headrace.text.tool_formats.generic import GENERIC
@@ -39,6 +41,13 @@ CONVERSATION, KEY = "X-Conversation-Id", "Idempotency-Key"
 _MAX_CONVERSATION, _MAX_KEY = 512, 255
 
 
+HISTORIES: Mapping[Route, type[EarlierResponses]] = {ROUTE: EarlierResponses}
+"""What puts earlier answers into the requests of a route that may name them.
+
+Its `restore` is called for every request, its `before` when a new stream is opened.
+"""
+
+
 class Opened(NamedTuple):
     """The stream of a request.
 
@@ -60,7 +69,10 @@ class Intake:
 
     def __init__(self, generation: Generation, config: ServerConfig) -> None:
         self.vectors = VectorAnswers(generation)
-        self.earlier = EarlierResponses(generation, config.http.max_body_bytes)
+        self.histories = {
+            route: history(generation, config.http.max_body_bytes)
+            for route, history in HISTORIES.items()
+        }
         self._generation = generation
         self._keeps_inserted = config.streams.inserted_texts == "keep"
         self._progress = ProgressPolicy(config.streams.return_progress_for)
@@ -151,7 +163,8 @@ class Intake:
 
         `options` replace those that the body asks for.
         """
-        checked = await self.earlier.resolve(checked, names.owner)
+        if (history := self.histories.get(route)) is not None:
+            checked = await history.restore(checked, names.owner)
         stream = await self._generation.streams.find_equal(names)
         is_attached = stream is not None
         if stream is None:
@@ -175,7 +188,8 @@ class Intake:
         id = id or new_id(dialect)
         name = checked.fields.get("model")
         host = await self._generation.host_for(name, waits=names.conversation is None)
-        checked = await self.earlier.put_before(checked, names.owner)
+        if (history := self.histories.get(route)) is not None:
+            checked = await history.before(checked, names.owner)
         checked = with_progress(checked, host.config.return_progress)
         wanted = to_request(dialect, checked, host.model)
         if options is not None:
