@@ -1,6 +1,8 @@
 """Grammars of schemas: exact numbers, softened tools, refusals in our own words."""
 
 import json
+import time
+import tracemalloc
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
@@ -329,6 +331,41 @@ def test_required_names_that_are_not_listed_do_not_multiply_a_schema(
         schema = {"type": "object", "required": ["a"], "additionalProperties": schema}
     checked = read(jobs, by_schema(schema))
     assert takes(compiler, checked, '{"a": ' * 22 + "1234567890123456789" + "}" * 22)
+
+
+def chain(length: int, end: Schema) -> Schema:
+    """Definitions of which each refers to the next."""
+    found: Schema = {f"a{length}": end}
+    for i in range(length):
+        properties = {"x": {"$ref": f"#/$defs/a{i + 1}"}}
+        found[f"a{i}"] = {"type": "object", "properties": properties, "required": ["x"]}
+    return {"$ref": "#/$defs/a0", "$defs": found}
+
+
+@pytest.mark.parametrize("end", [{"type": "string"}, {"const": 1234567890123456789}])
+def test_a_chain_of_thousands_of_definitions_is_refused_for_its_length(
+    jobs: Jobs, end: Schema
+) -> None:
+    before = time.process_time()
+    with pytest.raises(RequestError, match="characters; the limit is 262144"):
+        read(jobs, by_schema(chain(3000, end)))
+    assert time.process_time() - before < 10  # it took minutes
+
+
+def test_parts_that_share_a_large_definition_are_refused_before_they_take_memory(
+    jobs: Jobs,
+) -> None:
+    large = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
+    users = {f"r{i}": {"type": "array", "items": {"$ref": "#/$defs/a"}} for i in range(1000)}
+    properties = {**users, "z": {"const": 1234567890123456789}}
+    schema = {"type": "object", "properties": properties, "$defs": {"a": large}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="characters; the limit is 262144"):
+            read(jobs, by_schema(schema))
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["const", "default", "enum", "examples", "properties", "$defs"])

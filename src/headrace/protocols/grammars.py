@@ -13,7 +13,7 @@ from headrace.text.harmony import answer_rules
 from headrace.text.json_schema import Node, ReadSchema, SchemaFinding
 from headrace.text.output_splitter import HARMONY, REASONING_TAGS
 from headrace.text.schema_limits import children, unsatisfied
-from headrace.text.schema_rules import Grammars, grammars_of
+from headrace.text.schema_rules import MAX_GRAMMAR, Grammars, grammars_of
 from headrace.text.text_model import TextModel
 from headrace.text.tool_formats.table import format_of
 from headrace_common.errors import RequestError
@@ -26,9 +26,6 @@ from headrace_common.grammar import (
     GrammarError,
     pattern_fault,
 )
-
-MAX_GRAMMAR = 256 << 10
-"""Characters: it is stored with the stream, and sent to the engine."""
 
 _MAX_TRIED = 1000  # schemas that are compiled one by one to find a fault
 _MAX_SOFTENED = 16  # faults that are taken out of one request's schemas, one by one

@@ -6,6 +6,7 @@ the result and becomes a finding with its path; the caller refuses the schema or
 
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from functools import cache
 from typing import Any, NamedTuple
 
 from headrace.text.number_patterns import MAX_DIGITS
@@ -92,7 +93,7 @@ class _SchemaReader:
     """Owns the findings and the definitions of one schema."""
 
     def __init__(self, schema: Any, path: str, pattern_fault: PatternFault) -> None:
-        self.pattern_fault = pattern_fault
+        self.pattern_fault = cache(pattern_fault)
         self.findings: list[SchemaFinding] = []
         self.definitions: dict[str, Node] = {}
         self.paths: dict[int, str] = {}

@@ -60,16 +60,40 @@ def unsatisfied(schema: ReadSchema) -> str | None:
 
     Parts that no answer needs are closed: an answer that began one could not end.
     """
-    known: set[str] = set()
-    size = -1
-    while size < len(known):  # definitions refer to each other: up to the least fixed point
-        size = len(known)
-        known |= {name for name, node in schema.definitions.items() if _is_open(node, known)}
+    known = _open_definitions(schema)
     if _is_open(schema.root, known):
         for node in (schema.root, *schema.definitions.values()):
             _close_parts(node, known)
         return None
     return _innermost(schema, schema.root, known)
+
+
+def _open_definitions(schema: ReadSchema) -> set[str]:
+    """Return the definitions that some finite answer satisfies.
+
+    Definitions refer to each other, so those that refer to one that turns out to be open are looked
+    at again, and no others: a chain of thousands would take as many rounds over all of them.
+    """
+    users: dict[str, list[str]] = {}
+    for name, node in schema.definitions.items():
+        for used in _references(node):
+            users.setdefault(used, []).append(name)
+    known: set[str] = set()
+    waiting = list(schema.definitions)
+    while waiting:
+        name = waiting.pop()
+        if name not in known and _is_open(schema.definitions[name], known):
+            known.add(name)
+            waiting += users.get(name, ())
+    return known
+
+
+def _references(node: Node) -> set[str]:
+    found, level = set[str](), [node]
+    while level:
+        found |= {it["$ref"] for it in level if isinstance(it, dict) and "$ref" in it}
+        level = [below for it in level for below in children(it)]
+    return found
 
 
 def _innermost(schema: ReadSchema, node: Node, known: set[str]) -> str:

@@ -24,6 +24,9 @@ from headrace.text.schema_limits import bounds_of, children, holds
 SPACE = r"( |\n {0,12})?"
 """White space between the parts of a JSON text: enough to indent it, but limited."""
 
+MAX_GRAMMAR = 256 << 10
+"""Characters: it is stored with the stream, and sent to the engine."""
+
 _SAFE = 1 << 53  # doubles hold all integers up to it
 _LAST_PLACE = Decimal("1e-22")
 _MAX_PLACES = 22  # 10 to the 22nd is the last power that a double holds
@@ -123,13 +126,15 @@ def _joined_steps(schema: ReadSchema) -> list[SchemaFinding]:
 
 def _block(schema: ReadSchema, node: Node, blocked: set[int]) -> None:
     """Mark everything below a node, including what its references lead to."""
-    if isinstance(node, bool) or id(node) in blocked:
-        return
-    blocked.add(id(node))
-    for below in children(node):
-        _block(schema, below, blocked)
-    if "$ref" in node:
-        _block(schema, schema.definitions[node["$ref"]], blocked)
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, bool) or id(node) in blocked:
+            continue
+        blocked.add(id(node))
+        waiting += children(node)
+        if "$ref" in node:
+            waiting.append(schema.definitions[node["$ref"]])
 
 
 def _settled(schema: ReadSchema, node: dict[str, Any], name: str) -> Iterable[SchemaFinding]:
@@ -177,6 +182,7 @@ def plain(value: Any) -> Any:
 def as_json_schema(schema: ReadSchema, node: Node) -> dict[str, Any]:
     """A node as a JSON Schema of its own, with the definitions that it needs."""
     needed: dict[str, Any] = {}
+    waiting: list[str] = []
 
     def written(node: Node) -> Any:
         if isinstance(node, bool):
@@ -196,10 +202,13 @@ def as_json_schema(schema: ReadSchema, node: Node) -> dict[str, Any]:
             found["$ref"] = f"#/$defs/{name}"
             if name not in needed:
                 needed[name] = True
-                needed[name] = written(schema.definitions[name])
+                waiting.append(name)
         return found
 
     own = written(node)
+    while waiting:  # no recursion: a chain of definitions may be thousands long
+        name = waiting.pop()
+        needed[name] = written(schema.definitions[name])
     if isinstance(own, bool):
         own = {} if own else {"not": {}}
     return plain({"$defs": needed, **own} if needed else own)  # type: ignore[no-any-return]
@@ -225,21 +234,28 @@ class RuleWriter:
         self._schema, self._name = schema, name
         self._lines: list[str] = []
         self._parts: Grammars = []
-        self._definitions: dict[str, str] = {}
+        self._num_written = 0  # characters of the parts
+        self._definitions: set[str] = set()
+        self._waiting: list[str] = []  # definitions whose rules have yet to be written
         self._rules: dict[int, str] = {}
         self.exact_nodes = self._find_exact()
 
     def _find_exact(self) -> set[int]:
         """Ids of the nodes that have an exact number, or a way to one."""
         nodes = _all_nodes(self._schema)
-        found = {id(node) for node in nodes if exact_values(node)}
-        size = -1
-        while found and size < len(found):
-            size = len(found)
-            for node in nodes:
-                target = self._schema.definitions.get(node.get("$ref", ""), True)
-                if any(id(it) in found for it in (*children(node), target)):
-                    found.add(id(node))
+        above: dict[int, list[int]] = {}
+        for node in nodes:
+            target = self._schema.definitions.get(node.get("$ref", ""), True)
+            for below in (*children(node), target):
+                if isinstance(below, dict):
+                    above.setdefault(id(below), []).append(id(node))
+        found: set[int] = set()
+        waiting = [id(node) for node in nodes if exact_values(node)]
+        while waiting:
+            place = waiting.pop()
+            if place not in found:
+                found.add(place)
+                waiting += above.get(place, ())
         return found
 
     def needs_rules(self, node: Node) -> bool:
@@ -269,6 +285,9 @@ class RuleWriter:
 
     def write(self) -> Grammars:
         start = self._rule(self._schema.root)
+        while self._waiting:
+            name = self._waiting.pop()
+            self._lines.append(f"ref_{name}: {self._rule(self._schema.definitions[name])}")
         tokens = (f"STRING: /{_STRING}/", r"SPACE: / |\n {0,12}/", "ws: SPACE?")
         lines = [f"start: {start}", *self._lines, *tokens]
         return [{"name": self._name, "lark_grammar": "\n".join(lines)}, *self._parts]
@@ -421,18 +440,19 @@ class RuleWriter:
         return self._add(f"{opening} ws {first}{closing}")
 
     def _definition(self, name: str) -> str:
-        rule = self._definitions.get(name)
-        if rule is None:
-            rule = self._definitions[name] = f"ref_{name}"
-            place = len(self._lines)
-            self._lines.append("")
-            self._lines[place] = f"{rule}: {self._rule(self._schema.definitions[name])}"
-        return rule
+        if name not in self._definitions:
+            self._definitions.add(name)
+            self._waiting.append(name)
+        return f"ref_{name}"
 
     def _part(self, node: Node) -> str:
         name = f"{self._name}_{len(self._parts)}"
-        self._parts.append({})  # its place, whatever comes while it is written
-        self._parts[-1] = json_grammar(name, as_json_schema(self._schema, node))
+        # Each part has the definitions that it needs. Beyond the limit no more are written: the
+        # grammar is refused for its length anyway, and together they may take gigabytes.
+        if self._num_written <= MAX_GRAMMAR:
+            part = json_grammar(name, as_json_schema(self._schema, node))
+            self._num_written += len(json.dumps(part))
+            self._parts.append(part)
         return f"@{name}"
 
     def _either(self, options: list[str]) -> str:
