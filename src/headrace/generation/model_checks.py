@@ -2,6 +2,7 @@
 
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.record import Record, ServedSetup
+from headrace.text.text_model import longest_prompt
 from headrace.workers.image_file import Admitted, see_images
 from headrace.workers.pool import Work
 from headrace_common.errors import RequestError
@@ -60,7 +61,7 @@ async def admit(
 
 
 def _longest_prompt(model: ServedModel, request: Request) -> int:
-    return model.longest_prompt(model.max_model_len, request.sampling.max_tokens)
+    return longest_prompt(model, model.max_model_len, request.sampling.max_tokens)
 
 
 def check_can_begin(record: Record, model: ServedModel) -> None:

@@ -36,7 +36,7 @@ from headrace.protocols.requests import check_token_ids, decode, exact_schemas, 
 from headrace.protocols.vectors import embeddings, rerank
 from headrace.protocols.worker_model import Bound, MemoryBound, WorkerModel, in_worker
 from headrace.text.model_names import Aliases, Models, adapters_of, names_of, paths_of
-from headrace.text.text_model import TextModel
+from headrace.text.text_model import TextModel, longest_prompt
 from headrace.workers.pool import (
     IMAGE_MEMORY_BYTES,
     IMAGES,
@@ -234,7 +234,7 @@ class Jobs:
         try:
             longest = known.max_model_len
             if isinstance(job, jobs.ReadBody):
-                longest = text.model.longest_prompt(longest, max_tokens(checked.fields))
+                longest = longest_prompt(text.model, longest, max_tokens(checked.fields))
             if isinstance(job, jobs.ReadPairs):
                 encoded = self._encode_pairs(jobs.EncodePairs(longest, name), checked.packed)
             else:

@@ -79,13 +79,14 @@ class TextModel:
         """Longest prompt and answer together, in tokens; 0 if neither settings nor model say."""
         return min(filter(None, (self._max_model_len, self.spec.max_positions)), default=0)
 
-    def longest_prompt(self, max_model_len: int, max_tokens: int | None) -> int:
-        """Return the tokens of the longest prompt that can be answered with `max_tokens`."""
-        if not max_model_len:
-            return _UNKNOWN  # the engine will say
-        if self.has_source:
-            return max_model_len  # the answer has a context of its own
-        return max_model_len - (max_tokens != 0)
+
+def longest_prompt(model: TextModel, max_model_len: int, max_tokens: int | None) -> int:
+    """Return the tokens of the longest prompt that can be answered with `max_tokens`."""
+    if not max_model_len:
+        return _UNKNOWN  # the engine will say
+    if model.has_source:
+        return max_model_len  # the answer has a context of its own
+    return max_model_len - (max_tokens != 0)
 
 
 def _given(setting: str, found: str) -> str:
