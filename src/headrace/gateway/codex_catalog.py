@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace.gateway.introductions import introduction
-from headrace.gateway.model_entries import ServedName
+from headrace.gateway.model_view import ModelView
 from headrace.text.output_splitter import HARMONY
 
 # Codex drops the whole catalog if one entry has no instructions, and takes those of an entry in
@@ -39,21 +39,21 @@ EOF
 _MAX_OUTPUT = 10_000  # tokens of what a command prints that the model is shown
 
 
-def catalog(served: Iterable[ServedName]) -> list[dict[str, Any]]:
+def catalog(served: Iterable[ModelView]) -> list[dict[str, Any]]:
     """Return the models that generate text, with every field that a version of Codex requires."""
-    return [_entry(one, place) for place, one in enumerate(served) if _generates(one)]
+    return [
+        _entry(view, place)
+        for place, view in enumerate(served)
+        if view.ready is None or "generate" in view.ready.tasks
+    ]
 
 
-def _generates(one: ServedName) -> bool:
-    return one.host.ready is None or "generate" in one.host.ready.tasks
-
-
-def _entry(one: ServedName, place: int) -> dict[str, Any]:
-    known = one.host.known
+def _entry(view: ModelView, place: int) -> dict[str, Any]:
+    text = view.text
     entry: dict[str, Any] = {
-        "slug": one.id,
-        "display_name": one.shown,
-        "description": introduction(known).get("description") if known else None,
+        "slug": view.id,
+        "display_name": view.shown,
+        "description": introduction(text).get("description") if text else None,
         "base_instructions": _INSTRUCTIONS,
         "visibility": "list",
         "supported_in_api": True,
@@ -70,13 +70,13 @@ def _entry(one: ServedName, place: int) -> dict[str, Any]:
         "experimental_supported_tools": [],
         # the answers of harmony end with their first call
         "supports_parallel_tool_calls": bool(
-            known and known.tool_format and known.reasoning_format != HARMONY
+            text and text.tool_format and text.reasoning_format != HARMONY
         ),
         "truncation_policy": {"mode": "tokens", "limit": _MAX_OUTPUT},
     }
-    if one.modalities:
-        entry["input_modalities"] = one.modalities
-    if one.context:
-        entry |= {"context_window": one.context, "max_context_window": one.context}
-        entry["truncation_policy"]["limit"] = min(_MAX_OUTPUT, max(1, one.context // 4))
+    if view.modalities:
+        entry["input_modalities"] = view.modalities
+    if view.context:
+        entry |= {"context_window": view.context, "max_context_window": view.context}
+        entry["truncation_policy"]["limit"] = min(_MAX_OUTPUT, max(1, view.context // 4))
     return entry

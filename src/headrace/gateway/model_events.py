@@ -1,20 +1,19 @@
 """Changes of the list of models, as the events of llama.cpp's router."""
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
-
-from headrace.gateway.delivery import while_connected
 from headrace.protocols.dialect import encode
 
-_INTERVAL_S = 0.25
-_HEARTBEAT_S = 10.0
 _FIGURES = ("bytes_per_s", "seconds_left")
 
 Statuses = Mapping[str, Mapping[str, Any]]
 """The status of each model by its name."""
+
+
+def changed(before: Statuses | None, now: Statuses) -> bytes:
+    """The frames of all events that lead from one state of the list to another."""
+    return b"".join(b"data: " + encode(it) + b"\n\n" for it in changes(before or {}, now))
 
 
 def changes(before: Statuses, now: Statuses) -> Iterator[dict[str, Any]]:
@@ -48,29 +47,3 @@ def _told(status: Mapping[str, Any]) -> dict[str, Any]:
     told = {"status": status.get("value"), "stage": status.get("stage")}
     told |= {"failed": status.get("failed"), "progress": None if isinstance(share, dict) else share}
     return {name: value for name, value in told.items() if value is not None}
-
-
-class ModelEvents:
-    """Server-sent events: each model as it is, and then each change. A slow reader skips some."""
-
-    def __init__(self, read: Callable[[], Statuses]) -> None:
-        self._read = read
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await while_connected(receive, self._show(send))
-
-    async def _show(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-        before: Statuses = {}
-        sent_at = clock()
-        while True:
-            now = self._read()
-            frames = b"".join(b"data: " + encode(it) + b"\n\n" for it in changes(before, now))
-            if not frames and clock() >= sent_at + _HEARTBEAT_S:
-                frames = b": \n\n"
-            if frames:
-                sent_at, before = clock(), now
-                await send({"type": "http.response.body", "body": frames, "more_body": True})
-            await asyncio.sleep(_INTERVAL_S)

@@ -12,8 +12,10 @@ from headrace.gateway.bodies import Bodies
 from headrace.gateway.codex_catalog import catalog
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
-from headrace.gateway.model_entries import ServedName, entry_of, served_names
-from headrace.gateway.model_events import ModelEvents
+from headrace.gateway.model_entries import entry_of
+from headrace.gateway.model_events import changed
+from headrace.gateway.model_view import view_of, views_of
+from headrace.gateway.watch import Watch
 from headrace.generation.generation import Generation
 from headrace.protocols.requests import decode
 from headrace_common.errors import RequestError
@@ -30,19 +32,19 @@ class ModelRoutes:
     async def models(self, request: Request) -> ASGIApp:
         """Also of a server with one model, with the state of each, and what is downloaded."""
         await self._desired().reread()
-        served = served_names(self._generation.fleet.hosts)
+        served = views_of(self._generation.fleet.hosts)
         aliases = [entry_of(one, has_states=True) for one in served if one.id != one.name]
         entries = self._entries() + aliases
         return answer({"object": "list", "data": entries, "models": catalog(served)})
 
     async def events(self, request: Request) -> ASGIApp:
         """Each change of the list, as it happens."""
-        return ModelEvents(lambda: {it["id"]: it["status"] for it in self._entries()})
+        return Watch(lambda: {it["id"]: it["status"] for it in self._entries()}, changed, b": \n\n")
 
     def _entries(self) -> list[dict[str, Any]]:
         pulls = self._desired().pulls
         entries = [
-            entry_of(ServedName(name, host, name), has_states=True)
+            entry_of(view_of(host, name), has_states=True)
             | self._pending(host)
             | _origin(pulls.find(name))
             for host in self._generation.fleet.roster.all()

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +17,8 @@ from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left, while_connected
 from headrace.gateway.http_responses import answer
 from headrace.gateway.llama_routes import read_known
-from headrace.gateway.model_entries import served_names
+from headrace.gateway.model_entries import utc
+from headrace.gateway.model_view import ModelView, view_of, views_of
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
@@ -55,13 +55,13 @@ class OllamaRoutes:
         return answer({"version": _API_VERSION, "headrace": __version__})
 
     async def tags(self, request: Request) -> ASGIApp:
-        served = served_names(self._hosts)
-        return answer({"models": [_entry(one.host, one.id) for one in served]})
+        return answer({"models": [_entry(view) for view in views_of(self._hosts)]})
 
     async def running(self, request: Request) -> ASGIApp:
         """Lists the models in memory; none has a set time at which it leaves."""
-        loaded = [host for host in self._hosts.all() if host.engine.state in _LOADED and host.ready]
-        return answer({"models": [_entry(host, host.name) | _place(host) for host in loaded]})
+        views = [view_of(host, host.name) for host in self._hosts.all()]
+        loaded = [view for view in views if view.state in _LOADED and view.ready]
+        return answer({"models": [_entry(view) | _place(view) for view in loaded]})
 
     async def show(self, request: Request) -> ASGIApp:
         async with self._bodies.read(request) as body:
@@ -70,7 +70,7 @@ class OllamaRoutes:
         host = self._hosts.get(name)
         if host.known is None:
             await unless_left(request.receive, read_known(host))
-        return answer(_described(host.model, name if name in host.names else host.name))
+        return answer(_described(view_of(host, name if name in host.names else host.name)))
 
     async def pull(self, request: Request) -> ASGIApp:
         """Downloads a model of the hub; it goes on when the client has left."""
@@ -157,52 +157,46 @@ def _why_not(pull: Pull) -> RequestError | None:
     return pull.error
 
 
-def _entry(host: ModelHost, name: str) -> dict[str, Any]:
-    """One name of a model; what was not read yet is not known."""
-    ready, known = host.ready, host.known
-    mark = f"{host.root}:{ready.fingerprint if ready else ''}"
+def _entry(view: ModelView) -> dict[str, Any]:
+    ready = view.ready
+    mark = f"{view.root}:{ready.fingerprint if ready else ''}"
     return {
-        "name": name,
-        "model": name,
-        "modified_at": _at(known.created if known else 0),
-        "size": ready.weight_bytes if ready else host.num_bytes,
+        "name": view.id,
+        "model": view.id,
+        "modified_at": utc(view.created),
+        "size": ready.weight_bytes if ready else view.estimated_bytes(),
         "digest": hashlib.sha256(mark.encode()).hexdigest(),
-        "details": _details(known),
-        "capabilities": _capabilities(known) if known else [],
+        "details": _details(view.text),
+        "capabilities": view.capabilities,
     }
 
 
-def _place(host: ModelHost) -> dict[str, Any]:
-    assert host.ready
-    is_on_gpu = host.ready.device.startswith("cuda")
-    length = host.model.max_model_len
+def _place(view: ModelView) -> dict[str, Any]:
+    assert view.ready
     return {
-        "size_vram": host.ready.weight_bytes if is_on_gpu else 0,
-        "context_length": length,
+        "size_vram": view.ready.weight_bytes if view.ready.device.startswith("cuda") else 0,
+        "context_length": view.context,
         "expires_at": _NEVER,
     }
 
 
-def _details(known: ServedModel | None) -> dict[str, Any]:
-    if known is None:
+def _details(text: ServedModel | None) -> dict[str, Any]:
+    if text is None:
         names = ("parent_model", "format", "family", "parameter_size", "quantization_level")
         return dict.fromkeys(names, "") | {"families": []}
-    family = _family(known)
+    family, spec, ready = _family(text), text.spec, text.ready
+    if ready is not None:
+        precision = ready.dtype if ready.quantize == "none" else ready.quantize
+    else:
+        precision = "" if spec.is_gguf else spec.dtype
     return {
         "parent_model": "",
-        "format": "gguf" if known.spec.is_gguf else "safetensors",
+        "format": "gguf" if spec.is_gguf else "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": _rounded(known.num_parameters) if known.num_parameters else "",
-        "quantization_level": _precision(known),
+        "parameter_size": _rounded(text.num_parameters) if text.num_parameters else "",
+        "quantization_level": precision,
     }
-
-
-def _precision(known: ServedModel) -> str:
-    ready = known.ready
-    if ready is None:
-        return "" if known.spec.is_gguf else known.spec.dtype
-    return ready.dtype if ready.quantize == "none" else ready.quantize
 
 
 def _rounded(num: int) -> str:
@@ -211,37 +205,23 @@ def _rounded(num: int) -> str:
     return f"{num / 1e6:.2f}M" if num >= 1e6 else f"{num / 1e3:.2f}K"
 
 
-def _family(model: ServedModel) -> str:
-    return str(model.spec.config.get("model_type") or model.spec.architecture)
+def _family(text: ServedModel) -> str:
+    return str(text.spec.config.get("model_type") or text.spec.architecture)
 
 
-def _described(model: ServedModel, name: str) -> dict[str, Any]:
-    family = _family(model)
-    info: dict[str, Any] = {"general.architecture": family, "general.basename": name}
-    if model.max_model_len:
-        info[f"{family}.context_length"] = model.max_model_len
-    if model.num_parameters:
-        info["general.parameter_count"] = model.num_parameters
+def _described(view: ModelView) -> dict[str, Any]:
+    text = view.text
+    assert text, "a model is read before it is described"
+    family = _family(text)
+    info: dict[str, Any] = {"general.architecture": family, "general.basename": view.name}
+    if view.context:
+        info[f"{family}.context_length"] = view.context
+    if text.num_parameters:
+        info["general.parameter_count"] = text.num_parameters
     return {
-        "template": model.template.source if model.template else "",
-        "details": _details(model),
+        "template": text.template.source if text.template else "",
+        "details": _details(text),
         "model_info": info,
-        "capabilities": _capabilities(model),
-        "modified_at": _at(model.created),
+        "capabilities": view.capabilities,
+        "modified_at": utc(view.created),
     }
-
-
-def _capabilities(model: ServedModel) -> list[str]:
-    can = {
-        "completion": "generate" in model.tasks,
-        "embedding": "embed" in model.tasks and "generate" not in model.tasks,
-        "tools": "generate" in model.tasks and bool(model.tool_format),
-        "thinking": bool(model.reasoning_format),
-        "vision": model.has_vision,
-        "insert": model.tokenizer.infill_marks is not None,
-    }
-    return [name for name, is_there in can.items() if is_there]
-
-
-def _at(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,30 +1,24 @@
 """The routes that say how the server is and what it serves: no prompt, text, id or key, no wait."""
 
-import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from headrace.fleet.load_watch import LoadWatch
 from headrace.fleet.model_host import ModelHost
 from headrace.gateway.codex_catalog import catalog
-from headrace.gateway.delivery import while_connected
 from headrace.gateway.figure_routes import FigureRoutes
 from headrace.gateway.http_responses import answer, refuse, speaks_anthropic
 from headrace.gateway.listing import OF_ANTHROPIC, page
-from headrace.gateway.model_entries import (
-    anthropic_entry,
-    entry_of,
-    named,
-    served_names,
-    status_of,
-)
+from headrace.gateway.model_entries import anthropic_entry, entry_of
+from headrace.gateway.model_view import view_named, view_of, views_of
+from headrace.gateway.watch import Watch
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
@@ -34,8 +28,6 @@ from headrace_common.errors import RequestError
 from headrace_common.messages import Ready, Status, StepTrace
 from headrace_common.version import __version__
 
-_INTERVAL_S = 0.25
-_HEARTBEAT_S = 10.0
 _MAX_ROWS = 256
 _HEARTBEAT = b"event: heartbeat\ndata: {}\n\n"
 
@@ -65,7 +57,7 @@ class StateRoutes:
         return answer({"status": state} | ages(self._generation))
 
     async def models(self, request: Request) -> ASGIApp:
-        served = served_names(self._generation.fleet.hosts)
+        served = views_of(self._generation.fleet.hosts)
         if speaks_anthropic(request.scope):
             listed = page(request, served, anthropic_entry, OF_ANTHROPIC)
             del listed["object"]
@@ -75,7 +67,7 @@ class StateRoutes:
         return answer({"object": "list", "data": entries, "models": catalog(served)})
 
     async def model(self, request: Request) -> ASGIApp:
-        one = named(self._generation.fleet.hosts, request.path_params["id"])
+        one = view_named(self._generation.fleet.hosts, request.path_params["id"])
         if speaks_anthropic(request.scope):
             return answer(anthropic_entry(one))
         return answer(entry_of(one, has_states=self._generation.fleet.pinned is None))
@@ -145,7 +137,13 @@ class ManageRoutes:
         return answer(self._with_uptime(snapshot(self._generation)))
 
     async def stream(self, request: Request) -> ASGIApp:
-        return Watch(lambda: snapshot(self._generation), self._with_uptime)
+        return Watch(lambda: snapshot(self._generation), self.changed, _HEARTBEAT)
+
+    def changed(self, before: Snapshot | None, now: Snapshot) -> bytes:
+        """The event of a new snapshot; times change always, and are no reason to send it."""
+        if now == before:
+            return b""
+        return b"event: state\ndata: " + encode(self._with_uptime(now)) + b"\n\n"
 
     async def drain(self, request: Request) -> ASGIApp:
         """Admits nothing more; what runs goes on, and the server stays until it is stopped."""
@@ -172,53 +170,14 @@ class ManageRoutes:
         return {"uptime_s": uptime_s} | ages(self._generation) | shown
 
 
-class Watch:
-    """Server-sent events: a snapshot at once, then the newest whenever it differs from the last.
-
-    A reader that is slow to take one is shown the next later, and never those in between.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[], Snapshot],
-        dress: Callable[[Snapshot], Snapshot],
-        interval_s: float = _INTERVAL_S,
-        heartbeat_s: float = _HEARTBEAT_S,
-    ) -> None:
-        """`dress` adds what changes all the time, and is no reason to show it."""
-        self._read = read
-        self._dress = dress
-        self._interval_s = interval_s
-        self._heartbeat_s = heartbeat_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await while_connected(receive, self._show(send))
-
-    async def _show(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-        last: Snapshot | None = None
-        sent_at = clock()
-        while True:
-            frame = b""
-            if (now := self._read()) != last:
-                last = now
-                frame = b"event: state\ndata: " + encode(self._dress(now)) + b"\n\n"
-            elif clock() >= sent_at + self._heartbeat_s:
-                frame = _HEARTBEAT
-            if frame:
-                sent_at = clock()
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-            await asyncio.sleep(self._interval_s)
-
-
 def snapshot(generation: Generation) -> Snapshot:
     """Everything but the time."""
     hosts = generation.fleet.hosts.all()
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
     if generation.fleet.pinned is None:
-        shown["models"] = [{"status": status_of(host), **_snapshot(host)} for host in hosts]
+        shown["models"] = [
+            {"status": view_of(host, host.name).status, **_snapshot(host)} for host in hosts
+        ]
     rows = (_row(host, stream) for host in hosts for stream in generation.streams_of(host))
     shown["requests"] = list(itertools.islice(rows, _MAX_ROWS))
     return shown
