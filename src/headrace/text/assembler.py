@@ -79,10 +79,12 @@ class TextAssembler(Generic[Entry]):
     def flush(self) -> tuple[ChannelPiece, ...]:
         """Everything held back. What an unfinished code point adds can complete a stop string."""
         text = self._detokenizer.flush()
-        if self.splitter is None:
-            pieces = self._stopped(text)
-        else:
-            pieces = self._all_stopped(self.splitter.feed(text) + self.splitter.flush())
+        split = [ChannelPiece(text)] if text else []
+        if self.splitter is not None:
+            split = self.splitter.feed(text) + self.splitter.flush()
+        if self._is_plain and not self._waiting:
+            return tuple(split)
+        pieces = self._stopped(text) if self.splitter is None else self._all_stopped(split)
         return pieces if self.has_ended else pieces + self._released()
 
     def take_entries(self) -> tuple[Entry, ...]:

@@ -174,7 +174,10 @@ class Tokenizer:
         """
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         kept = [token_id for token_id in token_ids if token_id not in skipped]
-        spelled = map(self.spell, kept, [None, *kept])
+        if self.bytes_by_id is not None:
+            spelled = map(self.bytes_by_id.__getitem__, kept)
+        else:
+            spelled = map(self.spell, kept, [None, *kept])
         return b"".join(spelled).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
