@@ -22,7 +22,7 @@ from headrace_common.ids import SequenceId, StreamId
 from headrace_common.messages import Cancel, Message, NewSequence, Outputs, Submit
 from headrace_common.sampling import Sampling
 from headrace_engine.engine import Engine
-from headrace_engine.load import schedule
+from headrace_engine.load import max_guess, schedule
 from headrace_engine.runner.load import load_runner
 
 CACHE_BYTES = 2 << 30
@@ -57,7 +57,8 @@ class HeadraceSide:
             config = SchedulerConfig(max_stall_ms="off", max_step_ms="off", max_step_tokens=4096)
         elif target != "default":
             config = SchedulerConfig(max_stall_ms=float(target))
-        self._scheduler, _ = schedule(config, self._runner, self._ready)
+        num_guessed = max_guess(config, self._ready)
+        self._scheduler, _ = schedule(config, self._runner, self._ready, num_guessed)
         self._engine = Engine(self._scheduler, self._runner, self)
         self._target = target
 

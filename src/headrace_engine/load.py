@@ -1,4 +1,4 @@
-"""Turns a model's configuration into a runner and a scheduler; the one place that joins them."""
+"""Turns a model's configuration into an engine: every part of it is built here, in order."""
 
 import logging
 from pathlib import Path
@@ -19,7 +19,7 @@ from headrace_engine.disk_prefixes import disk_part
 from headrace_engine.engine import Engine, Outbox, Prefixes, StepWriter
 from headrace_engine.grammars import Grammars
 from headrace_engine.memory.disk import DiskPrefixes
-from headrace_engine.runner.load import load_runner
+from headrace_engine.runner.load import load_lane, warm
 from headrace_engine.runner.runner import Runner
 from headrace_engine.runner.trial import timed_encoding, timed_steps
 from headrace_engine.scheduler.budget import MAX_GUESS, resolve
@@ -58,14 +58,19 @@ class Loaded(NamedTuple):
 
 
 def load(config: ModelConfig) -> Loaded:
-    """Loads and times the model that `config` names; ModelError if it cannot be served."""
+    """Loads and times the model that `config` names; ModelError if it cannot be served.
+
+    Every part gets the parts that it uses from its constructor, so this is their order.
+    """
     folder = Path(config.model)
-    runner, ready = load_runner(config, folder)
+    lane, head, ready = load_lane(config, folder)
+    num_guessed = max_guess(config.scheduler, ready)
     grammars = Grammars(_compiler(folder))
-    runner.constrain = grammars.constrain
+    runner = Runner(lane, head, grammars.constrain, tells_forced=num_guessed > 0)
+    warm(runner, ready.layout)
     disk = disk_part(config.prefix_cache, config.model, runner, ready)
     known = None if disk is None else disk.known
-    scheduler, ready = schedule(config.scheduler, runner, ready, known)
+    scheduler, ready = schedule(config.scheduler, runner, ready, num_guessed, known)
     prefixes = None if disk is None else disk.keeper(scheduler.memory)
     adapters = AdapterShelf(runner)
     for named in config.adapter:
@@ -75,16 +80,21 @@ def load(config: ModelConfig) -> Loaded:
 
 
 def schedule(
-    config: SchedulerConfig, runner: Runner, ready: Ready, disk: DiskPrefixes | None = None
+    config: SchedulerConfig,
+    runner: Runner,
+    ready: Ready,
+    num_guessed: int = 0,
+    disk: DiskPrefixes | None = None,
 ) -> tuple[Scheduler, Ready]:
-    """A scheduler for a loaded model, with some steps timed; Ready says its limits."""
+    """A scheduler for a loaded model, with some steps timed; Ready says its limits.
+
+    `num_guessed` is the largest number of tokens that a chunk may guess.
+    """
     layout = ready.layout
     limits = resolve(config, layout, ready.device, ready.max_num_seqs, ready.max_model_len)
     if ready.is_whole:
         limits = msgspec.structs.replace(limits, is_whole=True, forward_per_chunk=False)
-    most = max_guess(config, ready)
-    runner.tells_forced = most > 0
-    limits = msgspec.structs.replace(limits, source=ready.source, max_guess=most)
+    limits = msgspec.structs.replace(limits, source=ready.source, max_guess=num_guessed)
     ready = msgspec.structs.replace(
         ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
     )

@@ -52,19 +52,15 @@ def _in_turn(a: Any) -> None:
 IN_TURN: Kernel = _in_turn
 
 
-class _Fused:
-    """Kernels with their arguments."""
-
-    def __init__(self, parts: Sequence[tuple[Kernel, Arguments]], barrier: int) -> None:
-        self._all_arguments = [arguments for _, arguments in parts]
-        pairs = [(body.address, ctypes.addressof(arguments)) for body, arguments in parts]
-        self._table = np.array(pairs, dtype=np.int64)
-        self._arguments = arguments_of(self._table.ctypes.data, len(pairs), barrier)
-        for arguments in self._all_arguments:
-            arguments[0] = 0
-
-    def __call__(self) -> None:
-        parallel(IN_TURN, self._arguments)
+def _fused(parts: Sequence[tuple[Kernel, Arguments]], barrier: int) -> Call:
+    """Return one call that runs these kernels in turn."""
+    pairs = [(body.address, ctypes.addressof(arguments)) for body, arguments in parts]
+    table = np.array(pairs, dtype=np.int64)
+    for _, arguments in parts:
+        arguments[0] = 0
+    call: Any = partial(parallel, IN_TURN, arguments_of(table.ctypes.data, len(pairs), barrier))
+    call.kept = table, parts  # their addresses are all that the kernel gets
+    return call
 
 
 def fuse(calls: Sequence[Call]) -> list[Call]:
@@ -75,7 +71,7 @@ def fuse(calls: Sequence[Call]) -> list[Call]:
     result: list[Call] = []
     for are_kernels, row in groupby(calls, _is_kernel):
         if are_kernels:
-            result.append(_Fused([call.args for call in row], barrier))  # type: ignore[attr-defined]
+            result.append(_fused([call.args for call in row], barrier))  # type: ignore[attr-defined]
         else:
             result += row
     return result

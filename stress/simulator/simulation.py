@@ -83,8 +83,13 @@ class Simulation:
     def _new_engine(self) -> Engine:
         scenario = self.scenario
         view = None if self._disk is None else self._disk.view()
-        scheduler = Scheduler(scenario.config, scenario.layout, scenario.limits, view)
-        scheduler.guess_by(lambda sequence: MadeUp(sequence, scenario))
+        scheduler = Scheduler(
+            scenario.config,
+            scenario.layout,
+            scenario.limits,
+            view,
+            lambda sequence: MadeUp(sequence, scenario),
+        )
         runner = FakeRunner(scenario.layout, self._salts)
         if self._disk is not None:
             self._disk.connect(scheduler.memory, runner.copy_out)

@@ -136,7 +136,7 @@ def run(
     engine = Engine(loaded.scheduler, loaded.runner, heard, grammars=loaded.grammars)
     engine._clock = itertools.count().__next__
     if make_guesser is not None:
-        loaded.scheduler.guess_by(make_guesser)
+        loaded.scheduler._planner._guessing._make_guesser = make_guesser
     for submit in asked:
         inbox.put(submit)
     names = {new.sequence_id for submit in asked for new in submit.sequences}

@@ -19,6 +19,7 @@ from headrace_common.plan import Chunk, ChunkResult, Drawn, StepPlan, StepResult
 from headrace_common.sampling import Sampling
 from headrace_engine.scheduler.budget import Limits
 from headrace_engine.scheduler.cost import StepShape
+from headrace_engine.scheduler.guessing import MakeGuesser, own_guesser
 from headrace_engine.scheduler.scheduler import Scheduler
 
 END_TOKEN = 2
@@ -37,12 +38,18 @@ def make_limits(**fields: object) -> Limits:
 
 
 def make_scheduler(
-    num_blocks: int = 1000, *, num_slots: int = 0, num_snapshots: int = 0, **fields: object
+    num_blocks: int = 1000,
+    *,
+    num_slots: int = 0,
+    num_snapshots: int = 0,
+    make_guesser: MakeGuesser = own_guesser,
+    **fields: object,
 ) -> Scheduler:
     """`fields` are those of Limits and of SchedulerConfig."""
     layout = MemoryLayout(16, num_blocks, num_slots, num_snapshots, snapshot_every=64)
     limits = {name: fields.pop(name) for name in list(fields) if name in LIMITS}
-    return Scheduler(SchedulerConfig(**fields), layout, make_limits(**limits))
+    config = SchedulerConfig(**fields)
+    return Scheduler(config, layout, make_limits(**limits), make_guesser=make_guesser)
 
 
 def shape_of(decoders: list[int], prompts: list[tuple[int, int]]) -> StepShape:

@@ -23,9 +23,8 @@ class Fixed:
 
 def guessing(*token_ids: int, max_guess: int = 8, **fields: object) -> Engine:
     """Every sequence guesses these, from its second decode step on: one must have been timed."""
-    engine = Engine(make_scheduler(max_guess=max_guess, **fields))
-    engine.scheduler.guess_by(lambda sequence: Fixed(*token_ids))
-    return engine
+    fixed = Fixed(*token_ids)
+    return Engine(make_scheduler(max_guess=max_guess, make_guesser=lambda _: fixed, **fields))
 
 
 def decoding(engine: Engine, length: int = 4, **fields: object) -> StepPlan:

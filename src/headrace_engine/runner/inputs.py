@@ -36,35 +36,41 @@ def pack(
     device: torch.device,
 ) -> Batch:
     """`token_ids` holds the ids of each chunk's own tokens."""
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-    lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
-    ends = np.cumsum(lengths, dtype=np.int32)
-    first_rows = ends - lengths
+    figures = np.empty((3, len(chunks)), dtype=np.int32)
+    rows, end = [], 0
+    for number, chunk in enumerate(chunks):
+        figures[:, number] = chunk.start, chunk.length, chunk.slot_id
+        end += chunk.length
+        rows.append(np.arange(end - chunk.num_rows, end))
+    starts, lengths, slots = figures
+    first_rows = np.cumsum(lengths, dtype=np.int32) - lengths
     table = _block_table(chunks, block_size)
     owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: the chunk of each token
     positions = np.arange(len(owner)) + (starts - first_rows)[owner]
     blocks = table[owner, positions // block_size].astype(np.int64)
-    rows = [np.arange(e - c.num_rows, e) for c, e in zip(chunks, ends.tolist(), strict=True)]
 
     def on_device(values: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64, copy=False)).to(device)
 
     return Batch(
-        token_ids=on_device(np.concatenate([np.asarray(ids) for ids in token_ids])),
+        token_ids=on_device(np.concatenate(tuple(map(np.asarray, token_ids)))),
         positions=on_device(positions),
         write_index=on_device(blocks * block_size + positions % block_size),
         rows=on_device(np.concatenate(rows)),
         starts=starts,
         lengths=lengths,
         first_rows=first_rows,
-        slots=np.array([chunk.slot_id for chunk in chunks], dtype=np.int32),
+        slots=slots,
         block_table=table,
     )
 
 
 def _block_table(chunks: Sequence[Chunk], block_size: int) -> Ints:
-    needed = [-(-(chunk.start + chunk.length) // block_size) for chunk in chunks]
-    table = np.zeros((len(chunks), max(needed)), dtype=np.int32)
-    for row, (chunk, count) in enumerate(zip(chunks, needed, strict=True)):
+    width = 0
+    for chunk in chunks:
+        width = max(width, -(-(chunk.start + chunk.length) // block_size))
+    table = np.zeros((len(chunks), width), dtype=np.int32)
+    for row, chunk in enumerate(chunks):
+        count = -(-(chunk.start + chunk.length) // block_size)
         table[row, :count] = np.asarray(chunk.block_ids)[:count]
     return table

@@ -16,6 +16,7 @@ from headrace_common.messages import InstructionSet, Quantize, Ready
 from headrace_engine.runner.footprint import Footprint, kept_groups
 from headrace_engine.runner.lanes.choose import choose_lane
 from headrace_engine.runner.lanes.lane import Lane, LaneOptions, LaneTraits
+from headrace_engine.runner.pooling import VectorHead
 from headrace_engine.runner.probe import free_bytes, num_threads
 from headrace_engine.runner.room import (
     check_beside,
@@ -47,8 +48,31 @@ class Computing(NamedTuple):
     reason: str
 
 
+class LoadedLane(NamedTuple):
+    """A lane that has its weights and its memory, how it makes vectors, and its figures."""
+
+    lane: Lane
+    head: VectorHead
+    ready: Ready
+
+
 def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
-    """Loads, takes the memory and computes once; ModelError if the model cannot be served."""
+    """Loads a warm runner that knows no grammars; ModelError if the model cannot be served."""
+    lane, head, ready = load_lane(config, folder)
+    runner = Runner(lane, head)
+    warm(runner, ready.layout)
+    return runner, ready
+
+
+def warm(runner: Runner, layout: MemoryLayout) -> None:
+    """Computes a few steps, so that the first request finds every kernel compiled."""
+    tell(WARMING)
+    for _ in one_round(runner, layout):
+        pass
+
+
+def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
+    """Loads the weights and takes the memory; ModelError if the model cannot be served."""
     tell(READING)
     torch.set_num_threads(num_threads(config.threads))
     device = _device(config)
@@ -73,13 +97,8 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     layout = _layout(config, spec, lane, max_num_seqs)
     head = vector_head(spec, lane.traits, config.pooling)
     lane.open(layout)
-    runner = Runner(lane)
-    runner.head = head
-    tell(WARMING)
-    for _ in one_round(runner, layout):
-        pass  # the first request finds every kernel compiled
     name, traits = _name(lane.dtype), lane.traits
-    return runner, Ready(
+    ready = Ready(
         lane=traits.id,
         device=device.type,
         dtype=name,
@@ -101,6 +120,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
         source=traits.source,
         quantize=quantize,
     )
+    return LoadedLane(lane, head, ready)
 
 
 def how_computed(

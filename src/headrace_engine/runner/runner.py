@@ -1,10 +1,9 @@
 """Executes a plan: computes its chunks, draws its tokens; remembers each sequence's tokens."""
 
-import contextlib
 import functools
 import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import cast
 
 import msgspec
@@ -29,7 +28,7 @@ from headrace_common.sampling import Logprobs, Sampling
 from headrace_engine.runner.adapters import AdaptableLane, Adapters, ReadAdapter
 from headrace_engine.runner.block_bytes import BlockBytes
 from headrace_engine.runner.lanes.lane import EncodingLane, Lane
-from headrace_engine.runner.pooling import UNIT, PooledRows
+from headrace_engine.runner.pooling import UNIT, PooledRows, VectorHead
 from headrace_engine.runner.sampling.logprobs import join, pack_logprobs
 from headrace_engine.runner.sampling.sampler import draw, draw_guessed
 from headrace_engine.runner.sampling.state import Constraint, SequenceState
@@ -37,17 +36,28 @@ from headrace_engine.runner.sampling.state import Constraint, SequenceState
 _ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 bytes = 38 MB
 
 
+def _unconstrained(sampling: Sampling) -> Constraint | None:
+    return None
+
+
 class Runner:
-    """Runs plans in the order in which they are launched.
+    """Runs plans in the order in which they are launched."""
 
-    `constrain` gives each answer its constraint, where it has one; `head` makes vectors.
-    """
+    def __init__(
+        self,
+        lane: Lane,
+        head: VectorHead = UNIT,
+        constrain: Callable[[Sampling], Constraint | None] = _unconstrained,
+        tells_forced: bool = False,
+    ) -> None:
+        """`head` makes vectors; `constrain` gives an answer its constraint, where it has one.
 
-    def __init__(self, lane: Lane) -> None:
+        `tells_forced`: draws tell what their grammar forces next, for guesses.
+        """
         self.lane = lane
-        self.head = UNIT
-        self.constrain: Callable[[Sampling], Constraint | None] = lambda sampling: None
-        self.tells_forced = False  # whether draws tell what their grammar forces next
+        self.head = head
+        self._constrain = constrain
+        self._tells_forced = tells_forced
         self.forward = lane.forward  # another one while adapters are loaded
         self._known: dict[SequenceId, SequenceState] = {}
         self._inputs: dict[SequenceId, PromptInputs] = {}  # of those that have works
@@ -95,24 +105,28 @@ class Runner:
                 self._encoding.end(sequence_id)
         for begin in plan.begun:
             self._known[begin.sequence_id] = SequenceState.from_begin(
-                begin, self.constrain(begin.sampling), self.head
+                begin, self._constrain(begin.sampling), self.head
             )
             if begin.inputs.works:
                 self._inputs[begin.sequence_id] = begin.inputs
                 self._encoding.begin(begin.sequence_id, begin.inputs)
         encode_s = load_s = 0.0
         rows = torch.empty(0)
-        with _memory_errors():
-            self.lane.copy((), plan.restores)
+        try:
+            if plan.restores:
+                self.lane.copy((), plan.restores)
             if plan.loads:
                 load_s = self._load(plan.loads)
             for encoded in plan.encoded:
                 if self._encode(encoded):
                     encode_s += time.perf_counter() - began
             if plan.chunks:
-                tokens = [self._tokens(chunk) for chunk in plan.chunks]
-                rows = self.forward(plan.chunks, tokens)
-            self.lane.copy(plan.block_copies, plan.slot_copies)
+                rows = self._compute(plan.chunks)
+            if plan.block_copies or plan.slot_copies:
+                self.lane.copy(plan.block_copies, plan.slot_copies)
+        except RuntimeError as error:
+            _raise_if_memory_is_short(error)
+            raise
         return PendingStep(self, plan, rows, began, encode_s, load_s)
 
     def _load(self, loads: Sequence[Load]) -> float:
@@ -133,26 +147,36 @@ class Runner:
         work = self._inputs[chunk.sequence_id].works[chunk.work]
         return self._encoding.encode(chunk, work)
 
-    def _tokens(self, chunk: Chunk) -> "array[int]":
-        end = chunk.start + chunk.num_known
-        token_ids = self._known[chunk.sequence_id].token_ids[chunk.start : end]
-        assert len(token_ids) == chunk.num_known, "a chunk goes past the known tokens"
-        token_ids.extend(chunk.guess)
-        return token_ids
+    def _compute(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Runs the chunks' tokens through the model; returns the rows that were asked for."""
+        tokens = []
+        for chunk in chunks:
+            num_known = chunk.length - len(chunk.guess)
+            known = self._known[chunk.sequence_id].token_ids
+            token_ids = known[chunk.start : chunk.start + num_known]
+            assert len(token_ids) == num_known, "a chunk goes past the known tokens"
+            token_ids.extend(chunk.guess)
+            tokens.append(token_ids)
+        return self.forward(chunks, tokens)
 
     def finish(self, plan: StepPlan, rows: Tensor) -> tuple[ChunkResult, ...]:
         """Draws the tokens of a computed plan and remembers them."""
-        parts = rows.split([chunk.num_rows for chunk in plan.chunks]) if plan.chunks else ()
+        if not plan.chunks:
+            return ()
+        parts = rows.split([chunk.num_rows for chunk in plan.chunks])
         drawn = iter(self._draw(plan.chunks, parts))
-        return tuple(
-            self._pooled(chunk, part, pooled)
-            if (pooled := self._known[chunk.sequence_id].pooled) is not None
-            else ChunkResult(
-                drawn=tuple(next(drawn) for _ in chunk.draws),
-                prompt_logprobs=self._prompt_logprobs(chunk, part),
-            )
-            for chunk, part in zip(plan.chunks, parts, strict=True)
-        )
+        results = []
+        for chunk, part in zip(plan.chunks, parts, strict=True):
+            known = self._known[chunk.sequence_id]
+            if known.pooled is not None:
+                results.append(self._pooled(chunk, part, known.pooled))
+                continue
+            logprobs = None
+            if known.sampling.num_prompt_logprobs is not None:
+                logprobs = self._prompt_logprobs(chunk, part)
+            own = tuple(islice(drawn, len(chunk.draws)))
+            results.append(ChunkResult(drawn=own, prompt_logprobs=logprobs))
+        return tuple(results)
 
     def _pooled(self, chunk: Chunk, rows: Tensor, pooled: PooledRows) -> ChunkResult:
         pooled.add(rows, self.lane.logits)
@@ -164,33 +188,35 @@ class Runner:
 
     def _draw(self, chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> list[Drawn]:
         """Draws for each sequence, chunk by chunk; siblings draw from the same row."""
-        drawing = [
-            (chunk, part[len(part) - 1 - len(chunk.guess) :])
-            for chunk, part in zip(chunks, parts, strict=True)
-            if chunk.draws
-        ]
-        if not drawing:
+        rows: list[Tensor] = []
+        places: list[int] = []  # of each sequence's first row
+        sequences: list[SequenceState] = []
+        guesses: list[tuple[int, ...]] = []
+        num_rows = 0
+        for chunk, part in zip(chunks, parts, strict=True):
+            if not chunk.draws:
+                continue
+            rows.append(part[len(part) - 1 - len(chunk.guess) :])
+            for sequence_id in chunk.draws:
+                places.append(num_rows)
+                sequences.append(self._known[sequence_id])
+                guesses.append(chunk.guess)
+            num_rows += 1 + len(chunk.guess)
+        if not rows:
             return []
-        logits = self.lane.logits(torch.cat([rows for _, rows in drawing]))  # [rows, vocab]
-        place, sequences, first = [], [], 0
-        for chunk, rows in drawing:
-            place += [first] * len(chunk.draws)
-            sequences += [self._known[sequence_id] for sequence_id in chunk.draws]
-            first += len(rows)
-        drawn = draw(logits if place == list(range(len(logits))) else logits[place], sequences)
-        for known, one in zip(sequences, drawn, strict=True):
-            known.token_ids.extend(one.token_ids)
-        guesses = [chunk.guess for chunk, _ in drawing for _ in chunk.draws]
-        return [
-            self._with_forced(known, draw_guessed(logits[row:], known, one, guess))
-            for row, known, one, guess in zip(place, sequences, drawn, guesses, strict=True)
-        ]
-
-    def _with_forced(self, known: SequenceState, drawn: Drawn) -> Drawn:
-        is_told = self.tells_forced and known.constraint is not None and known.sampling.guess
-        if not is_told or drawn.error is not None or known.is_over:
-            return drawn
-        return msgspec.structs.replace(drawn, forced=known.forced())
+        logits = self.lane.logits(torch.cat(rows))  # [rows, vocab]
+        first_rows = logits if places == list(range(num_rows)) else logits[places]
+        results = []
+        for place, known, drawn, guess in zip(
+            places, sequences, draw(first_rows, sequences), guesses, strict=True
+        ):
+            known.token_ids.extend(drawn.token_ids)
+            if guess:
+                drawn = draw_guessed(logits[place:], known, drawn, guess)
+            if self._tells_forced and known.constraint is not None:
+                drawn = _with_forced(known, drawn)
+            results.append(drawn)
+        return results
 
     def _prompt_logprobs(self, chunk: Chunk, rows: Tensor) -> Logprobs | None:
         """Rows for the prompt tokens that follow this chunk's, a bounded group at a time."""
@@ -224,19 +250,24 @@ class PendingStep:
 
     @torch.inference_mode()
     def result(self) -> StepResult:
-        with _memory_errors():
+        try:
             chunks = self._runner.finish(self._plan, self._rows)
+        except RuntimeError as error:
+            _raise_if_memory_is_short(error)
+            raise
         seconds = time.perf_counter() - self._began
         return StepResult(chunks, seconds, self._encode_s, self._load_s)
 
 
-@contextlib.contextmanager
-def _memory_errors() -> Iterator[None]:
-    """Turns every form in which torch says that memory is short into MemoryError."""
-    try:
-        yield
-    except RuntimeError as error:
-        is_short = isinstance(error, torch.OutOfMemoryError)
-        if is_short or "you tried to allocate" in str(error):  # the CPU's allocator has no type
-            raise MemoryError(str(error)) from error
-        raise
+def _with_forced(known: SequenceState, drawn: Drawn) -> Drawn:
+    """Adds the tokens that the grammar lets follow, if the request may guess."""
+    if not known.sampling.guess or drawn.error is not None or known.is_over:
+        return drawn
+    return msgspec.structs.replace(drawn, forced=known.forced())
+
+
+def _raise_if_memory_is_short(error: RuntimeError) -> None:
+    """Raises MemoryError for every form in which torch says that memory is short."""
+    is_short = isinstance(error, torch.OutOfMemoryError)
+    if is_short or "you tried to allocate" in str(error):  # the CPU's allocator has no type
+        raise MemoryError(str(error)) from error

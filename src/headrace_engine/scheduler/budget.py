@@ -230,6 +230,10 @@ class TimeBudget:
         seconds = sum(seconds for _, seconds in self._prompt_steps)
         return sum(tokens for tokens, _ in self._prompt_steps) / seconds if seconds else 0.0
 
+    def leave_room(self, elsewhere: Elsewhere) -> None:
+        """Leave room in the steps to come for engines beside this one."""
+        self.elsewhere = elsewhere
+
     def halve_tokens(self, at_least: int) -> bool:
         """Make steps smaller until the engine restarts; False if they would get too small."""
         if self._max_tokens // 2 < at_least:

@@ -12,6 +12,7 @@ from headrace_engine.scheduler.step import PlannedStep
 
 MAX_STREAMS = 8  # beside more, none guesses: looking would take its time from all
 _GAIN = 1.02  # what guessing must bring at least, by the figures
+MakeGuesser = Callable[[Sequence], Guesser]
 
 
 class _Candidate(NamedTuple):
@@ -20,11 +21,18 @@ class _Candidate(NamedTuple):
     guess: Guess
 
 
+def own_guesser(sequence: Sequence) -> Guesser:
+    """Make a guesser that needs nothing but the sequence."""
+    return OwnGuesser()
+
+
 class Guessing:
     """Adds guesses to steps of decode chunks alone, if the limits allow any."""
 
-    def __init__(self, limits: Limits, budget: TimeBudget, memory: Memory) -> None:
-        self.make_guesser: Callable[[Sequence], Guesser] = lambda sequence: OwnGuesser()
+    def __init__(
+        self, limits: Limits, budget: TimeBudget, memory: Memory, make_guesser: MakeGuesser
+    ) -> None:
+        self._make_guesser = make_guesser
         self._limits = limits
         self._budget = budget
         self._memory = memory
@@ -60,7 +68,7 @@ class Guessing:
         is_free = sequence.num_in_flight == 1 and sequence.clears_at is None
         if most <= 0 or not is_free or not sequence.sampling.guess:
             return Guess()
-        return sequence.guess(self.make_guesser, most)
+        return sequence.guess(self._make_guesser, most)
 
     def _counts(self, step: PlannedStep, candidates: list[_Candidate]) -> list[int]:
         """How many guesses of each candidate bring the most tokens a second, the likeliest first.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from headrace_common.config.settings import SchedulerConfig
 from headrace_engine.memory.memory import Match, Memory
 from headrace_engine.scheduler.budget import QUARANTINE, SPAN, WHOLE, Limits, Room, TimeBudget
-from headrace_engine.scheduler.guessing import Guessing
+from headrace_engine.scheduler.guessing import Guessing, MakeGuesser
 from headrace_engine.scheduler.restores import Restore, Restores
 from headrace_engine.scheduler.sequence import DueWork, Sequence, SequenceStatus, by_key
 from headrace_engine.scheduler.step import PlannedStep
@@ -32,10 +32,11 @@ class Planner:
         memory: Memory,
         restores: Restores,
         budget: TimeBudget,
+        make_guesser: MakeGuesser,
     ) -> None:
         self.num_preemptions = 0
         self.is_resting = False  # the last plan had nothing to do, nor has the next
-        self.guessing = Guessing(limits, budget, memory)
+        self._guessing = Guessing(limits, budget, memory, make_guesser)
         self._config = config
         self._limits = limits
         self._table = table
@@ -266,7 +267,7 @@ class Planner:
 
         # 4. Guesses of what the decoders draw next, where there are no prompts.
         if self._limits.max_guess and decoders:
-            self.guessing.add_to(step, decoders, sum(map(step.is_for, self._table.running)))
+            self._guessing.add_to(step, decoders, sum(map(step.is_for, self._table.running)))
         return True
 
     def _split(

@@ -5,7 +5,7 @@ Knows token counts, never what tokens mean; time is an argument.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from headrace_common.config.settings import SchedulerConfig
 from headrace_common.ids import SequenceId
@@ -28,7 +28,7 @@ from headrace_engine.memory.offers import Offer, Offers
 from headrace_engine.scheduler.budget import Limits, TimeBudget
 from headrace_engine.scheduler.commit import InFlight
 from headrace_engine.scheduler.cost import StepShape
-from headrace_engine.scheduler.guess import Guesser
+from headrace_engine.scheduler.guessing import MakeGuesser, own_guesser
 from headrace_engine.scheduler.plan import Planner
 from headrace_engine.scheduler.restores import Restores
 from headrace_engine.scheduler.sequence import NO_INPUTS, Family, Sequence, source_inputs
@@ -44,6 +44,7 @@ class Scheduler:
         layout: MemoryLayout,
         limits: Limits,
         disk: DiskPrefixes | None = None,
+        make_guesser: MakeGuesser = own_guesser,
     ) -> None:
         self.max_model_len = limits.max_total(layout)
         self.must_exit = False  # a fresh engine should take over: sequence after sequence fails
@@ -58,7 +59,7 @@ class Scheduler:
         self._budget = budget = TimeBudget(limits)
         self._table = table = SequenceTable(memory, quarantine, self._outputs)
         self._restores = restores = Restores(disk, budget)
-        self._planner = Planner(config, limits, table, memory, restores, budget)
+        self._planner = Planner(config, limits, table, memory, restores, budget, make_guesser)
         self._in_flight = InFlight(table, quarantine, memory, self._outputs, restores, budget)
 
     @property
@@ -147,7 +148,7 @@ class Scheduler:
 
     def leave_room(self, elsewhere: Elsewhere) -> None:
         """Leaves room for engines beside this one, in the steps to come."""
-        self._budget.elsewhere = elsewhere
+        self._budget.leave_room(elsewhere)
 
     def observe(self, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
         """Learn from a step timed before the first request: (context, new tokens) per chunk.
@@ -164,10 +165,6 @@ class Scheduler:
         shape = StepShape()
         shape.encode(size, num_units)
         self._budget.learn_encoding(shape, seconds)
-
-    def guess_by(self, make_guesser: Callable[[Sequence], Guesser]) -> None:
-        """Lets others guess than those that come with it."""
-        self._planner.guessing.make_guesser = make_guesser
 
     def count_missed(self, cause: str) -> None:
         """Count a stall that the engine causes before the next step."""
