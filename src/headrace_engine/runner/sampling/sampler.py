@@ -122,30 +122,29 @@ def _adjusted(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[Tenso
 
 def _changes(known: SequenceState) -> bool:
     s = known.sampling
-    has_penalty = not s.samplers and (
-        s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
-    )
-    masks = known.constraint is not None or s.masks_ends(known.num_generated)
-    return bool(s.logit_bias or has_penalty or masks)
+    if s.logit_bias or known.is_penalized or known.constraint is not None:
+        return True
+    return s.masks_ends(len(known.token_ids) - known.num_prompt)
 
 
 def _reasons(row: Floats, known: SequenceState) -> bool:
     """Whether the model begins with reasoning of itself, not for want of an allowed token."""
     tags = known.sampling.grammar_tags
-    return tags is not None and known.num_generated == 0 and int(row.argmax()) == tags[0]
+    assert tags is not None
+    return known.num_generated == 0 and int(row.argmax()) == tags[0]
 
 
 def _adjust(row: Floats, known: SequenceState) -> None:
     s = known.sampling
-    reasons = _reasons(row, known)
+    reasons = s.grammar_tags is not None and _reasons(row, known)
     for token_id, bias in s.logit_bias.items():
         row[token_id] += np.float32(bias)
-    if not s.samplers:
+    if known.is_penalized:
         penalize(row, known)
     if known.constraint is not None:
         allowed = known.constraint.allowed(known.token_ids[known.num_prompt :])
         if reasons and s.grammar_tags:
             allowed[s.grammar_tags[0]] = True
         row[~allowed] = -np.inf
-    elif s.masks_ends(known.num_generated):
+    elif s.masks_ends(len(known.token_ids) - known.num_prompt):
         row[list(s.end_token_ids)] = -np.inf

@@ -37,8 +37,12 @@ class SequenceState:
     pooled: PooledRows | None = None  # of one that draws nothing
     seen: Occurrences = field(default_factory=Occurrences)  # of all tokens, if it is penalized
     drawn: Occurrences = field(init=False)  # of those drawn
+    is_penalized: bool = field(init=False)  # before the mask; `samplers` penalize by themselves
 
     def __post_init__(self) -> None:
+        s = self.sampling
+        has_penalty = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
+        self.is_penalized = bool(has_penalty) and not s.samplers
         self.drawn = Occurrences(self.num_prompt)
 
     @classmethod
