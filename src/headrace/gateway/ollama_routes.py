@@ -23,7 +23,7 @@ from headrace.generation.generation import Generation
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
 from headrace.protocols.framing import LINES
-from headrace.protocols.ollama.errors import ERRORS
+from headrace.protocols.ollama.answers import ERRORS
 from headrace.protocols.requests import decode
 from headrace.text.model_names import Models
 from headrace_common.errors import RequestError

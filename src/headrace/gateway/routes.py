@@ -39,7 +39,7 @@ from headrace.protocols.anthropic import messages as anthropic_messages
 from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields.kinds import Kind, String
 from headrace.protocols.framing import LINES
-from headrace.protocols.ollama import errors as ollama_errors
+from headrace.protocols.ollama import answers as ollama_answers
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.vectors import embeddings, rerank
 from headrace_common.config.settings import ServerConfig
@@ -144,7 +144,7 @@ _LIST = ("object", "data", "has_more")
 _BATCH = ("id", "object", "endpoint", "status", "input_file_id", "request_counts")
 _MESSAGE_BATCH = ("id", "type", "processing_status", "request_counts", "created_at")
 _SPAN = ("from", "stream_id")
-_OLLAMA_ERROR: str = ollama_errors.ERRORS.SCHEMA["title"]
+_OLLAMA_ERROR: str = ollama_answers.ERRORS.SCHEMA["title"]
 _MESSAGES_ERROR: str = anthropic_messages.ERRORS.SCHEMA["title"]
 
 

@@ -1,13 +1,13 @@
-"""Answers of Ollama's two generation routes: lines of JSON, of which the last has the figures."""
+"""Answers of Ollama's two generation routes: lines of JSON, the last with figures; and errors."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.tools import arguments_of
-from headrace.protocols.ollama.errors import ERRORS
 from headrace.protocols.openai.chunks import ingestion_of, progress_of, queue_of, wait_of
 from headrace.protocols.progress_words import ProgressWords
 from headrace.streams.events import (
@@ -23,10 +23,44 @@ from headrace.streams.events import (
 )
 from headrace.streams.record import Record
 from headrace_common.answer import call_id, runs
+from headrace_common.errors import RequestError
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace_common.request import Route
 
 _NS = 1_000_000  # in a millisecond
+_OWN_PATHS = (
+    (re.compile(r"\bresponse_format(\.json_schema\.schema)?"), "format"),
+    (re.compile(r"\bchat_template_kwargs\.enable_thinking\b"), "think"),
+)
+"""Paths of fields in chat, and their names here."""
+
+
+class OllamaErrors:
+    """A message under `error`, in a stream a line of its own; the code is ours."""
+
+    REQUEST_ID = "X-Request-Id"
+    OWN_PATHS = _OWN_PATHS
+    SCHEMA: Mapping[str, Any] = {
+        "title": "OllamaError",
+        "type": "object",
+        "required": ["error", "code"],
+        "properties": {"error": {"type": "string"}, "code": {"type": "string"}},
+    }
+
+    def status(self, error: RequestError | Error) -> int:
+        return error.status if isinstance(error, Error) else error.kind.status
+
+    def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
+        message = error.message
+        for known, own in _OWN_PATHS:
+            message = known.sub(own, message)
+        return encode({"error": message, "code": error.code})
+
+    def frame(self, error: RequestError | Error) -> bytes:
+        return self.body(error) + b"\n"
+
+
+ERRORS = OllamaErrors()
 
 
 class LinePart(NamedTuple):

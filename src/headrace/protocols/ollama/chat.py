@@ -9,7 +9,7 @@ from headrace.protocols.dialect import ErrorFormat
 from headrace.protocols.fields.common import read_known
 from headrace.protocols.fields.kinds import Kind
 from headrace.protocols.framing import LINES
-from headrace.protocols.ollama import errors, fields
+from headrace.protocols.ollama import answers, fields
 from headrace.protocols.ollama.answers import OllamaBody, OllamaFrames, as_message
 from headrace.protocols.openai import chat as openai_chat
 from headrace.streams.record import Record
@@ -26,7 +26,7 @@ TABLE: Mapping[str, Kind] = {
     "tools": openai_chat.TABLE["tools"],
 }
 KEYS = ("model", "created_at", "message", "done", "done_reason")
-ERRORS: ErrorFormat = errors.ERRORS
+ERRORS: ErrorFormat = answers.ERRORS
 FRAMING = LINES
 IN_PROMPTS = openai_chat.IN_PROMPTS
 to_prompts = openai_chat.to_prompts

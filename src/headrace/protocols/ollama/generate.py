@@ -9,7 +9,7 @@ from headrace.protocols.dialect import ErrorFormat
 from headrace.protocols.fields.common import read_known
 from headrace.protocols.fields.kinds import Flag, Kind, String
 from headrace.protocols.framing import LINES
-from headrace.protocols.ollama import errors, fields
+from headrace.protocols.ollama import answers, fields
 from headrace.protocols.ollama.answers import OllamaBody, OllamaFrames, as_response
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import completions as openai_completions
@@ -31,7 +31,7 @@ TABLE: Mapping[str, Kind] = {
     "raw": Flag(),
 }
 KEYS = ("model", "created_at", "response", "done", "done_reason")
-ERRORS: ErrorFormat = errors.ERRORS
+ERRORS: ErrorFormat = answers.ERRORS
 FRAMING = LINES
 IN_PROMPTS = openai_chat.IN_PROMPTS | openai_completions.IN_PROMPTS
 _CHAT_ONLY = ("system", "images", "think")
