@@ -1,0 +1,59 @@
+"""Streams that are opened without HTTP: under their names, and with what had no effect."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.intake.intake import Intake, names_of
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.jobs import CheckedBody, ReadBody
+from headrace_common.request import ResponseOptions
+from tests.generation.fakes import running
+
+CHAT = "/v1/chat/completions"
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+
+
+async def read(intake: Intake, **fields: Any) -> CheckedBody:
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "wish": 1, **fields}
+    return await intake.read(ReadBody(CHAT), [json.dumps(asked).encode()])
+
+
+async def test_a_request_with_a_known_key_gets_the_stream_of_the_earlier_one(folder: Path) -> None:
+    async with running(folder) as (generation, _):
+        intake = Intake(generation, ServerConfig())
+        checked = await read(intake)
+        names = names_of("ann", checked, key="once")
+        first = await intake.open(CHAT, checked, names)
+        again = await intake.open(CHAT, checked, names)
+        other = await intake.open(CHAT, checked, names_of("bob", checked, key="once"))
+        assert (first.is_attached, again.is_attached, other.is_attached) == (False, True, False)
+        assert again.stream is first.stream and other.stream is not first.stream
+
+
+async def test_an_opened_stream_tells_which_fields_have_no_effect(folder: Path) -> None:
+    async with running(folder) as (generation, _):
+        intake = Intake(generation, ServerConfig())
+        generation.fleet.hosts.first.model.tool_format = ""
+        checked = await read(intake, tools=TOOLS)
+        opened = await intake.open(CHAT, checked, names_of("", checked))
+        assert (opened.ignored, opened.tool_format) == (("wish", "tools"), "")
+
+
+async def test_options_of_the_caller_replace_those_of_the_body(folder: Path) -> None:
+    async with running(folder) as (generation, _):
+        intake = Intake(generation, ServerConfig())
+        checked = await read(intake)
+        options = ResponseOptions(return_token_ids=True)
+        names = names_of("", checked)
+        opened = await intake.open(CHAT, checked, names, options=options)
+        assert opened.stream.record.request.response_options == options
+
+
+@pytest.mark.parametrize("bad", ["", "é", "a\nb", "x" * 513])
+def test_a_name_that_no_header_could_have_is_refused(bad: str) -> None:
+    with pytest.raises(RequestError, match="takes 1 to 512 printable ASCII characters"):
+        names_of("", CheckedBody({}, (), b""), conversation=bad)
