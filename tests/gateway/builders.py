@@ -189,6 +189,7 @@ class FakeAudience:
 
     def __init__(self, stream: "FakeStream") -> None:
         self.pause = ReaderPause()
+        self.has_seen_tokens = False
         self._stream = stream
 
     @contextlib.asynccontextmanager

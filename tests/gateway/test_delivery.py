@@ -76,6 +76,7 @@ async def open_stream(**changes: Any) -> FakeStream:
 
 
 STREAMED = {"stream": True}
+WITH_IDS = STREAMED | {"return_token_ids": True}  # tokens of a choice that is not there then fail
 
 
 async def test_headers_and_the_first_frame_precede_the_first_step() -> None:
@@ -102,6 +103,16 @@ async def test_a_stream_is_written_to_its_end() -> None:
     assert client.body.endswith(b"data: [DONE]\n\n")
     assert client.messages[-1]["more_body"] is False
     assert stream.num_left == 1
+
+
+async def test_events_written_together_are_sent_in_one_message() -> None:
+    stream = await open_stream(response_options=STREAMED)
+    client = Connection(stream)
+    await client.until(bool)
+    await stream.write(tokens("Hi", 5), tokens(" you", 6))
+    await client.until(lambda body: b"you" in body)
+    assert b"Hi" in client.messages[-1]["body"]
+    await client.leave()
 
 
 async def test_a_client_that_leaves_is_a_reader_that_left() -> None:
@@ -273,17 +284,18 @@ async def test_an_error_in_mid_stream_has_no_done() -> None:
 
 
 async def test_a_failure_to_render_is_an_error_in_mid_stream(caplog: Any) -> None:
-    stream = await open_stream(response_options=STREAMED)
+    stream = await open_stream(response_options=WITH_IDS)
     client = Connection(stream)
-    await stream.write(tokens("Hi", 5, choice=7))
+    await stream.write(tokens("Hi", 5), tokens("Hi", 5, choice=7))
     await asyncio.wait_for(client.task, 10)
+    assert b'"content":"Hi"' in client.body
     assert b'"code":"internal_error"' in client.body
     assert "IndexError" in caplog.text
     assert "IndexError" not in client.body.decode()
 
 
 async def test_where_every_byte_counts_a_failure_adds_none() -> None:
-    stream = await open_stream(response_options=STREAMED)
+    stream = await open_stream(response_options=WITH_IDS)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
     client = Connection(stream)
     await stream.write(tokens("Hi", 5, choice=7))

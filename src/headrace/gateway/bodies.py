@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace.gateway.content_coding import BodyDecoder
+from headrace.gateway.http_responses import IGNORED
 from headrace.workers.job_line import OWNER
 from headrace_common.errors import RequestError
 from headrace_common.system import awake
@@ -159,9 +160,10 @@ class Bodies:
 class HeldAnswer:
     """A large JSON body: it counts as held until the client has taken it, which it must."""
 
-    def __init__(self, body: bytes, bodies: Bodies) -> None:
+    def __init__(self, body: bytes, bodies: Bodies, ignored: tuple[str, ...] = ()) -> None:
         self._body = body
         self._bodies = bodies
+        self._ignored = ignored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._bodies.hold(len(self._body)):
@@ -169,6 +171,10 @@ class HeldAnswer:
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(self._body)).encode()),
             ]
+            if self._ignored:
+                headers.append(
+                    (IGNORED.lower().encode(), ", ".join(self._ignored).encode("latin-1"))
+                )
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for start in range(0, len(self._body), _SMALL):
                 piece = self._body[start : start + _SMALL]

@@ -13,10 +13,10 @@ from starlette.types import ASGIApp
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies
 from headrace.gateway.body_index import BodyIndex
-from headrace.gateway.delivery import LiveAnswer, LiveFrames, pace_of, unless_left
+from headrace.gateway.delivery import LiveAnswer, pace_of, unless_left
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
-from headrace.protocols.dialect import encode
+from headrace.protocols.dialect import WireFrames, encode
 from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.log import Log, LogGone, LogUnsound
 from headrace.streams.store import ByConversation
@@ -101,7 +101,7 @@ class ByteRoutes:
         return [entry for entry in entries if entry]
 
 
-class ByteView(LiveFrames):
+class ByteView(WireFrames):
     """The body of the POST without its first bytes."""
 
     def __init__(self, found: Found, num_skipped: int) -> None:

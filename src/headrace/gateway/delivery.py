@@ -6,7 +6,8 @@ A client that left is a reader that left; what becomes of the stream is decided 
 import asyncio
 import math
 import random
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -15,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.gateway.http_responses import cut, notice_of, request_id_of
 from headrace.generation.registry import Found
-from headrace.intake.answers import AnswerBody, encoded, is_old
+from headrace.intake.answers import NUM_NEW, AnswerBody, encoded, is_old
 from headrace.protocols.dialect import PING, SIGN_S, WireFrames, dialect_of
-from headrace.streams.events import Accepted, AnyEvent, Heartbeat, Tokens, is_terminal
+from headrace.streams.events import Accepted, AnyEvent, Heartbeat, Tokens
 from headrace.streams.record import Record
 from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.config.settings import StreamConfig
@@ -62,23 +63,30 @@ async def _left(receive: Receive) -> None:
 class WholeAnswer:
     """One body once the stream has ended; nothing precedes it."""
 
-    def __init__(self, stream: Found) -> None:
+    def __init__(self, stream: Found, headers: Mapping[str, str]) -> None:
         self._stream = stream
+        self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def deliver() -> None:
-            answer = AnswerBody(self._stream.record)
-            async with self._stream.audience.reader() as events:
+            answer, log = AnswerBody(self._stream.record), self._stream.log
+            async with self._stream.audience.reader() as reader:
                 try:
-                    async for event in events:
-                        if is_old(self._stream.log, event):
-                            await slice_of_loop()
-                        answer.feed(event)
+                    after, has_ended = -1, False
+                    while not has_ended:
+                        await log.wait(after)
+                        page, has_ended = await log.read(after, _PAGE)
+                        for event in page:
+                            if len(page) > NUM_NEW and is_old(log, event):
+                                await slice_of_loop()
+                            answer.feed(event)
+                        after += len(page)
                 except Exception as error:
                     raise notice_of(error) from None
                 response = await self._response(answer, request_id_of(scope))
+                response.headers.update(self._headers)
                 await response(scope, receive, send)
-                events.sent(event)
+                reader.sent(page[-1])
 
         await while_connected(receive, self._stream.audience.pause.unless(deliver()))
 
@@ -96,11 +104,13 @@ class AnswerSoFar:
     The client need not stay.
     """
 
-    def __init__(self, stream: Found) -> None:
+    def __init__(self, stream: Found, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self._stream = stream
+        self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await unless_left(receive, self._response())
+        response.headers.update(self._headers)
         await response(scope, receive, send)
 
     async def _response(self) -> Response:
@@ -125,21 +135,11 @@ class Rendering(Protocol):
     def render(self, event: AnyEvent) -> list[bytes]:
         """Data that the event adds."""
 
-    async def whole(self) -> bytes:
-        """Data that follows the last event."""
-
     def idle(self, form: str) -> bytes:
         """A sign of life that adds nothing, as data or comment."""
 
     def failure(self, error: RequestError) -> bytes:
         """The end of an answer that cannot be rendered further."""
-
-
-class LiveFrames(WireFrames):
-    """Frames of the request's own dialect."""
-
-    async def whole(self) -> bytes:
-        return b""
 
 
 class LiveBody:
@@ -155,6 +155,7 @@ class LiveBody:
         return []
 
     async def whole(self) -> bytes:
+        """The body, which follows the last event."""
         return await self._answer.body()
 
     def idle(self, form: str) -> bytes:
@@ -185,7 +186,23 @@ class Pace(NamedTuple):
 class LiveAnswer:
     """Status and headers at once, then data as it comes, and signs of life in between."""
 
-    def __init__(self, stream: Found, rendering: Rendering, pace: Pace, after: int = -1) -> None:
+    def __init__(
+        self,
+        stream: Found,
+        rendering: Rendering,
+        pace: Pace,
+        after: int = -1,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        finish: Callable[[], Awaitable[bytes]] | None = None,
+        num_joined: int = NUM_NEW,
+    ) -> None:
+        """`finish` makes the bytes that follow the last event.
+
+        The frames of up to `num_joined` events that are there at once are sent in one message.
+        """
+        self._headers = headers
+        self._finish = finish
+        self._num_joined = num_joined
         self._stream = stream
         self._rendering = rendering
         self.pace = pace.own()
@@ -201,8 +218,9 @@ class LiveAnswer:
             "x-accel-buffering": "no",
             "x-stream-id": self._stream.record.id,
             "x-stream-mode": self._stream.record.mode,
+            **self._headers,
         }
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         await while_connected(receive, self._deliver(send))
 
@@ -222,20 +240,44 @@ class LiveAnswer:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _follow(self, send: Send) -> None:
-        async with self._stream.audience.reader(self._after) as events:
-            async for event in events:
-                if is_old(self._stream.log, event):
-                    await slice_of_loop()
-                frames = self._rendering.render(event)
-                if is_terminal(event) and (whole := await self._rendering.whole()):
-                    frames = [*frames, whole]
-                if frames:
-                    # a logged comment comes back as an event; it may have lost its first bytes
-                    is_data = any(not PING.endswith(frame) for frame in frames)
-                    await self._write(send, b"".join(frames), is_data)
-                    events.sent(event)
-                if _is_sign(event):
-                    self._sign_at = asyncio.get_running_loop().time()
+        """Send the events of the log. To developers: this runs for every token."""
+        log, audience, pace = self._stream.log, self._stream.audience, self.pace
+        async with audience.reader(self._after) as reader:
+            after, has_ended = self._after, False
+            while not has_ended:
+                # 1. Wait for events and read all there are. What a few steps wrote is sent
+                # together. A longer page is sent event by event, so that others have their turn.
+                await log.wait(after)
+                page, has_ended = await log.read(after, _PAGE)
+                after += len(page)
+                is_long = len(page) > self._num_joined
+                for events in [[event] for event in page] if is_long else [page]:
+                    if is_long and is_old(log, events[0]):
+                        await slice_of_loop()
+                    # 2. Render them. If one fails, the frames before it are still sent.
+                    frames, shown, failure = list[bytes](), list[AnyEvent](), None
+                    try:
+                        for event in events:
+                            if rendered := self._rendering.render(event):
+                                frames += rendered
+                                shown.append(event)
+                    except Exception as error:
+                        failure = error
+                    # 3. Send the frames, and note which events have reached the client. A logged
+                    # comment comes back as an event, and may have lost its first bytes.
+                    if frames:
+                        is_data = not pace.is_logged or any(not PING.endswith(it) for it in frames)
+                        await self._write(send, b"".join(frames), is_data)
+                        if has_ended or not audience.has_seen_tokens:
+                            for event in shown:
+                                reader.sent(event)
+                    if failure is not None:
+                        raise failure
+                    if pace.sign_s < math.inf and any(map(_is_sign, events)):
+                        self._sign_at = asyncio.get_running_loop().time()
+            if self._finish is not None:
+                await self._write(send, await self._finish())
+                reader.sent(page[-1])
 
     async def _beat(self, send: Send) -> None:
         """Sends heartbeats by the wall clock alone: whatever else waits, this does not."""
@@ -263,7 +305,9 @@ class LiveAnswer:
             if not self._writing.locked():  # else the client has yet to take what there is
                 interval_s = self.pace.heartbeat_s if is_data else self.pace.ping_s
                 self._stream.beat(form, interval_s)  # it comes back as an event
-            self._note(is_data)
+            self._byte_at = asyncio.get_running_loop().time()
+            if is_data:
+                self._data_at = self._byte_at
         else:
             await self._write(send, self._rendering.idle(form), is_data)
 
@@ -272,24 +316,27 @@ class LiveAnswer:
             if self._has_ended:
                 return
             await send({"type": "http.response.body", "body": frame, "more_body": True})
-            self._note(is_data)
-
-    def _note(self, is_data: bool) -> None:
-        self._byte_at = asyncio.get_running_loop().time()
-        if is_data:
-            self._data_at = self._byte_at
+            self._byte_at = asyncio.get_running_loop().time()
+            if is_data:
+                self._data_at = self._byte_at
 
 
-def deliver(stream: Found, config: StreamConfig) -> WholeAnswer | LiveAnswer | AnswerSoFar:
-    """The stream as its request asked to be answered."""
-    options = stream.record.request.response_options
+def deliver(
+    stream: Found, config: StreamConfig, headers: Mapping[str, str] = MappingProxyType({})
+) -> WholeAnswer | LiveAnswer | AnswerSoFar:
+    """The stream as its request asked to be answered, with further headers."""
+    record = stream.record
+    options = record.request.response_options
     if options.stream:
-        return LiveAnswer(stream, LiveFrames(stream.record), pace_of(stream.record, config))
+        pace = pace_of(record, config)
+        return LiveAnswer(stream, WireFrames(record), pace, headers=headers)
     if options.background:
-        return AnswerSoFar(stream)
+        return AnswerSoFar(stream, headers)
     if options.heartbeat:
-        return LiveAnswer(stream, LiveBody(AnswerBody(stream.record)), Pace(config.heartbeat_s))
-    return WholeAnswer(stream)
+        body = LiveBody(AnswerBody(record))
+        pace = Pace(config.heartbeat_s)
+        return LiveAnswer(stream, body, pace, headers=headers, finish=body.whole)
+    return WholeAnswer(stream, headers)
 
 
 def _is_sign(event: AnyEvent) -> bool:

@@ -1,12 +1,9 @@
 """The routes that take a body: it becomes a stream, under the names its headers give, or ids."""
 
 import asyncio
-from collections.abc import Mapping
-from types import MappingProxyType
 
-from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
@@ -89,7 +86,10 @@ class GenerationRoutes:
         else:
             self._auth.check_operator(request.headers)
             fleet.unload(host)
-        return Marked(answer(unloaded(name, request.url.path)), ignored, False)
+        response = answer(unloaded(name, request.url.path))
+        if ignored:
+            response.headers[IGNORED] = ", ".join(ignored)
+        return response
 
     def _wait(self, route: Route, checked: CheckedBody, names: Names, id: StreamId) -> Wait | None:
         """How the client hears of a download, before which there can be no stream."""
@@ -102,43 +102,16 @@ class GenerationRoutes:
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId
     ) -> ASGIApp:
         opened = await self._intake.open(route, checked, names, id)
-        stream, told = opened.stream, dict[str, str]()
+        headers = dict[str, str]()
         if opened.tool_format == GENERIC:
-            told["X-Headrace-Tools"] = GENERIC
-        if changes := stream.record.changes:
-            told["X-Headrace-Messages-Changed"] = ", ".join(changes)
-        delivered = deliver(stream, self._config.streams)
-        return Marked(delivered, opened.ignored, opened.is_attached, told)
-
-
-class Marked:
-    """An answer whose headers say what became of the request.
-
-    `ignored` fields of it have no effect; `is_attached`: the answer is that of an earlier one;
-    `told` are further headers.
-    """
-
-    def __init__(
-        self,
-        answer: ASGIApp,
-        ignored: tuple[str, ...],
-        is_attached: bool,
-        told: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._answer = answer
-        self._headers = dict(told)
-        if is_attached:
-            self._headers["X-Stream-Attached"] = "true"
-        if ignored:
-            self._headers[IGNORED] = ", ".join(ignored)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(self._headers)
-            await send(message)
-
-        await self._answer(scope, receive, send_marked)
+            headers["X-Headrace-Tools"] = GENERIC
+        if changes := opened.stream.record.changes:
+            headers["X-Headrace-Messages-Changed"] = ", ".join(changes)
+        if opened.is_attached:
+            headers["X-Stream-Attached"] = "true"
+        if opened.ignored:
+            headers[IGNORED] = ", ".join(opened.ignored)
+        return deliver(opened.stream, self._config.streams, headers)
 
 
 class TextRoutes:

@@ -14,7 +14,6 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.delivery import (
     LiveAnswer,
-    LiveFrames,
     Pace,
     pace_of,
     unless_left,
@@ -24,7 +23,7 @@ from headrace.gateway.http_responses import answer
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.answers import AnswerBody
-from headrace.protocols.dialect import encode
+from headrace.protocols.dialect import WireFrames, encode
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai.chunks import error_of
 from headrace.streams.events import AnyEvent, Error, Finish
@@ -154,9 +153,6 @@ class EventView:
         head = f"id: {self._found.record.id}:{event.seq}\nevent: {kind}\ndata: "
         return [head.encode() + encode(event) + b"\n\n"]
 
-    async def whole(self) -> bytes:
-        return b""
-
     def idle(self, form: str) -> bytes:
         beat = encode({"kind": "heartbeat", "state": self._found.state, "form": form})
         return b"event: heartbeat\ndata: " + beat + b"\n\n"
@@ -166,7 +162,7 @@ class EventView:
         return b"event: notice\ndata: " + encode(body) + b"\n\n"
 
 
-class WireView(LiveFrames):
+class WireView(WireFrames):
     """The frames of the POST, behind a cursor."""
 
     def __init__(self, found: Found, cursor: Cursor) -> None:

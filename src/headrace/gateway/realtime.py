@@ -258,7 +258,8 @@ class RealtimeSocket:
             view = SocketView(line.id, stream)
             pace = Pace(self._sockets.config.heartbeat_s)
             send = self._sender(line, view)
-            await LiveAnswer(stream, view, pace, after)(_SCOPE, line.receive, send)
+            live = LiveAnswer(stream, view, pace, after, num_joined=1)  # a message is one event
+            await live(_SCOPE, line.receive, send)
             if view.is_silent and not line.left.is_set():
                 await self._send(_notice(line.id, "at_end", "There is nothing behind this cursor."))
         except _Left:
@@ -338,9 +339,6 @@ class SocketView:
         self.is_silent = False
         self.has_ended = is_terminal(event)
         return [self._message(encode(event))]
-
-    async def whole(self) -> bytes:
-        return b""
 
     def idle(self, form: str) -> bytes:
         beat = {"kind": "heartbeat", "state": self._stream.state, "form": form}

@@ -10,7 +10,6 @@ from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import (
     AnswerSoFar,
     LiveAnswer,
-    LiveFrames,
     pace_of,
     unless_left,
 )
@@ -19,6 +18,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.earlier_responses import find
 from headrace.intake.intake import Intake
+from headrace.protocols.dialect import WireFrames
 from headrace.protocols.openai.responses import ROUTE, ResponseFrames
 from headrace.streams.events import AnyEvent
 from headrace.streams.record import Record
@@ -114,7 +114,7 @@ class ResponsesRoutes:
         return await find(self._generation.streams, owner, request.path_params["id"])
 
 
-class _Behind(LiveFrames):
+class _Behind(WireFrames):
     """The frames of the POST that follow an event's number."""
 
     def __init__(self, record: Record, after: int) -> None:

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
-from headrace.gateway.generation_routes import Marked
-from headrace.gateway.http_responses import answer
+from headrace.gateway.http_responses import IGNORED, answer
 from headrace.generation.generation import Generation
 from headrace.intake.intake import Intake
 from headrace.intake.vectors import ONE, Asker
@@ -48,12 +48,15 @@ class VectorRoutes:
             checked = await unless_left(request.receive, reading)
         if checked.fields.get("is_empty"):
             empty = self._load(request.url.path, checked.fields)
-            return Marked(await unless_left(request.receive, empty), checked.ignored, False)
+            response = await unless_left(request.receive, empty)
+            if checked.ignored:
+                response.headers[IGNORED] = ", ".join(checked.ignored)
+            return response
         asker = Asker(request.url.path, self._auth.owner(request.headers))
         whole = await unless_left(request.receive, self._intake.vectors.answer(checked, asker))
-        return Marked(HeldAnswer(whole, self._bodies), checked.ignored, False)
+        return HeldAnswer(whole, self._bodies, checked.ignored)
 
-    async def _load(self, route: Route, fields: Mapping[str, Any]) -> ASGIApp:
+    async def _load(self, route: Route, fields: Mapping[str, Any]) -> Response:
         """Begin to load the model, which is all that an empty input asks for at Ollama."""
         name = fields.get("model")
         host = await self._generation.host_for(name, waits=True)

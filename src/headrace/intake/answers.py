@@ -10,12 +10,12 @@ from headrace.streams.record import Record
 from headrace_common.errors import RequestError
 
 _whole_bodies = ThreadPoolExecutor(1, "whole-body")
-_NUM_NEW = 8  # last events of a log that count as new: what a few steps write together
+NUM_NEW = 8  # last events of a log that count as new: what a few steps write together
 
 
 def is_old(log: Log, event: AnyEvent) -> bool:
     """Whether it has lain in its log: it waits for a slice of the loop; a new one goes at once."""
-    return log.next_seq - event.seq > _NUM_NEW
+    return log.next_seq - event.seq > NUM_NEW
 
 
 async def encoded(body: ResponseBody) -> bytes:
