@@ -133,3 +133,11 @@ def test_a_decoder_that_is_not_understood_is_refused():
     inner.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     with pytest.raises(ModelError, match="ByteLevel with Strip"):
         Tokenizer(inner.to_str().encode())
+
+
+def test_ids_without_a_token_spell_nothing_and_are_not_kept() -> None:
+    tokenizer = ours("gpt2")
+    table = tokenizer.bytes_by_id
+    assert table is not None
+    assert tokenizer.spell(10_000_000, None) == b"" and 10_000_000 not in table
+    assert tokenizer.spell(0, None) == table[0] and 0 in table

@@ -104,9 +104,9 @@ class NewsQueue:
     ) -> None:
         """Calls `deliver` with outputs, `hear` with all other news, `on_end` at the end.
 
-        An error that these raise ends the reader, not the engine: `put` passes it to `end`, which
-        hands it to `on_end` and drops all later news. A client that calls `deliver` itself, to
-        save a call for each step, has to pass its errors to `end` too.
+        An error that these functions raise ends the reader, not the engine: `put` passes the error
+        to `end`, which hands it to `on_end` and drops all later news. A client may also call
+        `deliver` itself, which saves a call for each step; it then passes errors to `end`.
         """
 
         def put(news: EngineNews) -> None:

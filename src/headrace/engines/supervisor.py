@@ -183,7 +183,7 @@ class Supervisor:
                     self.news.deliver(message)
                 except STEERING:
                     raise
-                except BaseException as error:  # the end of those who hear it, not the engine's
+                except BaseException as error:  # this ends the reader of the news, not the engine
                     self.news.end(error)
             elif isinstance(message, Status | AdapterRead):
                 self.news.put(message)

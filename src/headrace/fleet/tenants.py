@@ -87,7 +87,7 @@ class Tenants:
 
     def __init__(self, loading: LoadWatch) -> None:
         self.eta = QueueEta()
-        self._uncounted: list[Outputs] = []  # that `eta` has not heard of
+        self._uncounted: list[Outputs] = []  # not yet part of the forecast
         self._loading = loading
         self._client: EngineClient | None = None  # from its first coming up to its end
         self._begun: tuple[ServedModel, EngineUp] | None = None  # while it is up
@@ -222,7 +222,7 @@ class Tenants:
 
     def deliver(self, outputs: Outputs) -> None:
         """Gives each tenant the news of its own sequences, in order."""
-        self._uncounted.append(outputs)  # the forecast is only made at each status
+        self._uncounted.append(outputs)  # until the next status renews the forecast
         by_tenant: defaultdict[Tenant, list[Item]] = defaultdict(list)
         for items in (
             outputs.started,
