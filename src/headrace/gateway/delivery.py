@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from headrace.gateway.http_responses import cut, notice_of, request_id_of
 from headrace.generation.registry import Found
 from headrace.intake.answers import NUM_NEW, AnswerBody, encoded, is_old
-from headrace.protocols.dialect import PING, SIGN_S, WireFrames, dialect_of
+from headrace.protocols.dialect import PING, SIGN_S, UnnamedFrames, WireFrames, dialect_of
 from headrace.streams.events import Accepted, AnyEvent, Heartbeat, Tokens
 from headrace.streams.record import Record
 from headrace.workers.loop_slices import slice_of_loop
@@ -329,7 +329,8 @@ def deliver(
     options = record.request.response_options
     if options.stream:
         pace = pace_of(record, config)
-        return LiveAnswer(stream, WireFrames(record), pace, headers=headers)
+        frames = WireFrames(record) if record.names.is_opted_in else UnnamedFrames(record)
+        return LiveAnswer(stream, frames, pace, headers=headers)
     if options.background:
         return AnswerSoFar(stream, headers)
     if options.heartbeat:

@@ -183,5 +183,13 @@ class WireFrames:
         return self._dialect.ERRORS.frame(error)
 
 
+class UnnamedFrames(WireFrames):
+    """The same for a stream without a name: it has no ids in its frames, no comments in its log."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
+        self.render = self._frames.render  # type: ignore[method-assign]
+
+
 def _part(k: int, num_frames: int) -> str:
     return f".{k}" if num_frames > 1 else ""
