@@ -39,7 +39,12 @@ _TEXT, _IDS = String(least=1), TokenIds(least=1)
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """A string, strings, ids, or lists of ids; none empty."""
+    """A string, strings, ids, or lists of ids; none empty.
+
+    `schema` allows an empty value with `least` 0, for a route that answers it by itself.
+    """
+
+    least: int = 1
 
     def check(self, value: Any, path: str) -> PromptList:
         if type(value) is str:
@@ -53,8 +58,8 @@ class Inputs(msgspec.Struct, frozen=True):
         return PromptList(tuple(kind.check(it, f"{path}[{i}]") for i, it in enumerate(value)), True)
 
     def schema(self) -> dict[str, Any]:
-        of_lists = [Array(kind, MAX_INPUTS, 1).schema() for kind in (_TEXT, _IDS)]
-        return {"anyOf": [_TEXT.schema(), _IDS.schema(), *of_lists]}
+        of_lists = [Array(kind, MAX_INPUTS, self.least).schema() for kind in (_TEXT, _IDS)]
+        return {"anyOf": [String(least=self.least).schema(), _IDS.schema(), *of_lists]}
 
 
 class NumberFormat(msgspec.Struct, frozen=True):
