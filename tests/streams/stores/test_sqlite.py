@@ -106,7 +106,7 @@ async def test_a_live_stream_keeps_few_events_in_memory(tmp_path: Path) -> None:
         log = (await store.create(make_record())).log
         for first in range(0, 1000, 50):
             await log.append(first, some(50, first))
-        assert len(store._live[A]._events) < 2 * sqlite_store._TAIL + 50
+        assert len(store._live[A].events) < 2 * sqlite_store._TAIL + 50
         await log.append(1000, [finish(1000)])
         assert not store._live
 
