@@ -1,9 +1,11 @@
 """Asks a server for its health from a process of its own, so that a busy attacker delays nothing.
 
-`python -m stress.attack.prober PORT` prints the seconds that each answer took, a line for each.
+`python -m stress.attack.prober PORT` prints the number of each question when it is asked, and again
+with the seconds that it took, when it is answered.
 """
 
 import asyncio
+import itertools
 import sys
 import time
 
@@ -13,18 +15,18 @@ _PERIOD_S = 0.1
 _GIVES_UP_S = 60.0
 
 
-async def _probe_once(port: int) -> None:
+async def _probe_once(port: int, number: int) -> None:
+    print(number, flush=True)
     call = Call("GET", "/health/live", silence_s=_GIVES_UP_S)
     made = await exchange(port, call)
-    if made.got.status:
-        print(time.monotonic() - made.began, flush=True)
+    print(number, time.monotonic() - made.began if made.got.status else "-", flush=True)
 
 
 async def _probe(port: int) -> None:
     """Asks ten times a second, whether or not the last answer has come."""
     async with asyncio.TaskGroup() as asking:
-        while True:
-            asking.create_task(_probe_once(port))
+        for number in itertools.count():
+            asking.create_task(_probe_once(port, number))
             await asyncio.sleep(_PERIOD_S)
 
 

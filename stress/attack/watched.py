@@ -63,6 +63,7 @@ class Watched:
         self._target = target
         self.health: Samples = []
         self.gaps: list[float] = []
+        self._asked: dict[str, float] = {}  # questions for health without an answer, and when
         self.gateway: Samples = []  # bytes of the server's own process
         self.workers: Samples = []  # of the largest of its others, engines aside
         self.engines: Samples = []
@@ -111,7 +112,8 @@ class Watched:
         return not self.site.has_ended
 
     def slowest_health(self) -> float:
-        return max((value for _, value in self.health), default=0.0)
+        waiting = [time.monotonic() - asked for asked in self._asked.values()]
+        return max([*waiting, *(value for _, value in self.health), 0.0])
 
     async def probe(self) -> None:
         """Keeps how long /health/live took, as a process of its own measures it."""
@@ -120,12 +122,19 @@ class Watched:
         assert prober.stdout is not None
         try:
             async for line in prober.stdout:
-                took = float(line)
-                self.health.append((time.monotonic() - took, took))
+                number, *took = line.decode().split()
+                if not took:
+                    self._asked[number] = time.monotonic()
+                    continue
+                del self._asked[number]
+                if took != ["-"]:  # else the server was not there
+                    self.health.append((time.monotonic() - float(took[0]), float(took[0])))
             self.fail("the process that asks for health has ended")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 prober.kill()
+            await prober.wait()
+            self._asked.clear()
 
     async def weigh(self) -> None:
         """Weighs all processes; kills the server before it takes the machine's memory."""
