@@ -20,7 +20,6 @@ from headrace_common.ids import SequenceId, StreamId
 from headrace_common.messages import Message, NewSequence, Outputs, Shutdown, Status, Submit
 from headrace_common.plan import PromptInputs
 from headrace_common.sampling import Sampling
-from headrace_engine.engine import Engine
 from headrace_engine.load import load
 from headrace_engine.prefixes import keeper as keepers
 from headrace_engine.prefixes.folder import PrefixFolder
@@ -51,8 +50,7 @@ class Life:
         self.said: list[Message] = []
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._num = 0
-        engine = Engine(loaded.scheduler, loaded.runner, self)
-        engine.prefixes = loaded.prefixes
+        engine = loaded.engine(self)
         self.thread = threading.Thread(target=engine.run, args=(self.inbox,))
         self.thread.start()
 
