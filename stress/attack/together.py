@@ -122,6 +122,6 @@ async def timed(seed: int, seconds: float) -> tuple[str, list[str]]:
     with contextlib.suppress(NotStarted):  # it is among the problems
         table = await run_together(seed, seconds, problems)
     kinds = {problem[:60]: problem for problem in reversed(problems)}
-    lines = [f"VIOLATION {problem[:600]}" for problem in kinds.values()]
+    lines = [f"VIOLATION {problem[:6000]}" for problem in kinds.values()]
     took = time.monotonic() - began
     return "\n".join([table, *lines, f"{len(problems)} violations in {took:.0f} s"]), problems
