@@ -45,7 +45,6 @@ class ResponsesRoutes:
     ) -> None:
         self._generation = generation
         self._intake = intake
-        self._history = intake.histories[ROUTE]
         self._config = config.streams
         self._auth = auth
         self._bodies = bodies
@@ -90,7 +89,7 @@ class ResponsesRoutes:
         async with self._bodies.read(request) as body:
             checked = await unless_left(request.receive, self._intake.do(ReadBody(ROUTE), body))
         owner = self._auth.owner(request.headers)
-        checked = await unless_left(request.receive, self._history.restore(checked, owner))
+        checked = await unless_left(request.receive, self._intake.earlier.restore(checked, owner))
         counting = self._count(checked, owner)
         num_tokens = await unless_left(request.receive, counting)
         counted = {"object": "response.input_tokens", "input_tokens": num_tokens}
@@ -98,7 +97,7 @@ class ResponsesRoutes:
 
     async def _count(self, checked: CheckedBody, owner: str) -> int:
         name = self._generation.fleet.hosts.get(checked.fields.get("model")).name
-        checked = await self._history.before(checked, owner)
+        checked = await self._intake.earlier.before(checked, owner)
         if any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs):
             work = self._generation.work
             packed = await self._generation.pictures.put(work, checked.stubs, checked.packed)

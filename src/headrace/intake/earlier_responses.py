@@ -1,4 +1,4 @@
-"""The responses that a request of /v1/responses names: the conversation that it goes on from."""
+"""Add the earlier responses that a request of /v1/responses names to that request."""
 
 import contextlib
 
@@ -19,10 +19,13 @@ from headrace_common.jobs import CheckedBody, GoOn
 
 
 class EarlierResponses:
-    """Puts earlier responses into the requests that name them."""
+    """Puts earlier responses into the requests that name them.
+
+    Requests of other routes have none of the fields that it reads, and stay as they are.
+    """
 
     def __init__(self, generation: Generation, max_bytes: int) -> None:
-        """`max_bytes`: how long a conversation may become."""
+        """`max_bytes` limits a conversation with all its earlier responses."""
         self._generation = generation
         self._max_bytes = max_bytes
 
@@ -46,7 +49,7 @@ class EarlierResponses:
         return await self._generation.work.do(GoOn(), [packed])
 
     async def before(self, checked: CheckedBody, owner: str) -> CheckedBody:
-        """Return the request with the conversation it goes on from.
+        """Return the request with the conversation that it continues in front of it.
 
         RequestError if there is no such conversation.
         """

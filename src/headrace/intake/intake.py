@@ -2,7 +2,6 @@
 
 import logging
 import secrets
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +14,6 @@ from headrace.intake.vectors import VectorAnswers
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.inserted_texts import client_of
 from headrace.protocols.openai import chat as openai_chat
-from headrace.protocols.openai.responses import ROUTE
 from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
 from headrace.text.tool_formats.generic import GENERIC
@@ -41,13 +39,6 @@ CONVERSATION, KEY = "X-Conversation-Id", "Idempotency-Key"
 _MAX_CONVERSATION, _MAX_KEY = 512, 255
 
 
-HISTORIES: Mapping[Route, type[EarlierResponses]] = {ROUTE: EarlierResponses}
-"""What puts earlier answers into the requests of a route that may name them.
-
-Its `restore` is called for every request, its `before` when a new stream is opened.
-"""
-
-
 class Opened(NamedTuple):
     """The stream of a request.
 
@@ -69,10 +60,7 @@ class Intake:
 
     def __init__(self, generation: Generation, config: ServerConfig) -> None:
         self.vectors = VectorAnswers(generation)
-        self.histories = {
-            route: history(generation, config.http.max_body_bytes)
-            for route, history in HISTORIES.items()
-        }
+        self.earlier = EarlierResponses(generation, config.http.max_body_bytes)
         self._generation = generation
         self._keeps_inserted = config.streams.inserted_texts == "keep"
         self._progress = ProgressPolicy(config.streams.return_progress_for)
@@ -163,41 +151,29 @@ class Intake:
 
         `options` replace those that the body asks for.
         """
-        if (history := self.histories.get(route)) is not None:
-            checked = await history.restore(checked, names.owner)
+        checked = await self.earlier.restore(checked, names.owner)
+        offers_tools = openai_chat.offers_tools(checked.fields)
         stream = await self._generation.streams.find_equal(names)
         is_attached = stream is not None
         if stream is None:
-            stream, is_attached = await self._begin(route, checked, names, id, options)
+            name = checked.fields.get("model")
+            host = await self._generation.host_for(name, waits=names.conversation is None)
+            whole = await self.earlier.before(checked, names.owner)
+            whole = with_progress(whole, host.config.return_progress)
+            dialect = dialect_of(route)
+            request = to_request(dialect, whole, host.model)
+            if options is not None:
+                request = msgspec.structs.replace(request, response_options=options)
+            if offers_tools:
+                self._warn_of_tools(host.name, _tool_format(request))
+            stream = await self._generation.open(request, names, whole, id or new_id(dialect))
+            # Another request may have taken the idempotency key in the meantime.
+            is_attached = stream.record.request.response_options is not request.response_options
         ignored, tool_format = checked.ignored, ""
-        if openai_chat.offers_tools(checked.fields):
+        if offers_tools:
             tool_format = _tool_format(stream.record.request)
             ignored += () if tool_format else ("tools",)
         return Opened(stream, is_attached, ignored, tool_format)
-
-    async def _begin(
-        self,
-        route: Route,
-        checked: CheckedBody,
-        names: Names,
-        id: StreamId | None,
-        options: ResponseOptions | None,
-    ) -> tuple[Found, bool]:
-        """A new stream; or another one, if another request has just taken the idempotency key."""
-        dialect = dialect_of(route)
-        id = id or new_id(dialect)
-        name = checked.fields.get("model")
-        host = await self._generation.host_for(name, waits=names.conversation is None)
-        if (history := self.histories.get(route)) is not None:
-            checked = await history.before(checked, names.owner)
-        checked = with_progress(checked, host.config.return_progress)
-        wanted = to_request(dialect, checked, host.model)
-        if options is not None:
-            wanted = msgspec.structs.replace(wanted, response_options=options)
-        if openai_chat.offers_tools(checked.fields):
-            self._warn_of_tools(host.name, _tool_format(wanted))
-        stream = await self._generation.open(wanted, names, checked, id)
-        return stream, stream.record.request.response_options is not wanted.response_options
 
     def _warn_of_tools(self, model: str, tool_format: str) -> None:
         """Warn once for each model that was not made for tools."""
