@@ -163,6 +163,7 @@ def test_the_plain_order_draws_the_same_either_way(
     assert draw(logits, [known(**asked, samplers=PLAIN_ORDER)]) == [plain]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(0, 1 << 60))
 def test_guessed_ahead_tokens_are_those_drawn_one_by_one(rows: int, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(rows).normal(0, 2, (6, 40)).astype(np.float32))
