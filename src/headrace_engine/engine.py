@@ -27,14 +27,14 @@ from headrace_common.messages import (
     Submit,
 )
 from headrace_common.plan import StepPlan, StepResult
-from headrace_common.prefix import DiskNews, ReadRun
+from headrace_common.prefix import DiskNews
 from headrace_common.system.awake import STOPPED_S, ProcessStops
 from headrace_common.system.core_lock import CoreLock
 from headrace_common.system.panics import STEERING
 from headrace_common.wire import AnyMessage
 from headrace_engine.adapters import AdapterShelf, Reading
 from headrace_engine.grammars import Compiled, Grammars, failures
-from headrace_engine.memory.offers import Offer
+from headrace_engine.prefixes.keeper import PrefixKeeper
 from headrace_engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -73,16 +73,6 @@ class StepWriter(Protocol):
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
     def clear(self) -> None: ...
-
-
-class Prefixes(Protocol):
-    """The keeper of prefixes outside memory; its calls never wait."""
-
-    def start(self, tell: Callable[[DiskNews], None]) -> None: ...
-
-    def serve(self, offers: list[Offer], wishes: list[ReadRun]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 News = AnyMessage | Compiled | Reading | DiskNews
@@ -141,7 +131,7 @@ class Engine:
         step_record: StepWriter | None = None,
         grammars: Grammars | None = None,
         adapters: AdapterShelf | None = None,
-        prefixes: Prefixes | None = None,
+        prefixes: PrefixKeeper | None = None,
         core_lock: CoreLock | None = None,
     ) -> None:
         """`core_lock` is shared by engines on the same cores."""

@@ -16,9 +16,10 @@ from headrace_common.system.awake import ProcessStops
 from headrace_common.system.core_lock import CoreLock
 from headrace_engine.adapters import AdapterShelf
 from headrace_engine.disk_prefixes import disk_part
-from headrace_engine.engine import Engine, Outbox, Prefixes, StepWriter
+from headrace_engine.engine import Engine, Outbox, StepWriter
 from headrace_engine.grammars import Grammars
 from headrace_engine.memory.disk import DiskPrefixes
+from headrace_engine.prefixes.keeper import PrefixKeeper
 from headrace_engine.runner.load import load_lane, warm
 from headrace_engine.runner.runner import Runner
 from headrace_engine.runner.trial import timed_encoding, timed_steps
@@ -35,7 +36,7 @@ class Loaded(NamedTuple):
     scheduler: Scheduler
     ready: Ready
     grammars: Grammars
-    prefixes: Prefixes | None
+    prefixes: PrefixKeeper | None
     adapters: AdapterShelf
 
     def engine(
