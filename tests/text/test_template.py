@@ -170,6 +170,8 @@ def test_a_refusal_is_a_short_text_whatever_the_template_says():
         "{% set s = 'a' * 10 ** 6 %}{{ {'b': [s] * 1000}.items() }}",
         "{% set s = 'a' * 10 ** 6 %}{% set n = namespace(a=[s] * 1000) %}{{ n }}",
         "{% set s = 'a' * 10 ** 6 %}{{ {'a': [s] * 1000} | xmlattr }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ ('a' | safe).escape([s] * 1000) }}",
+        "{% set s = 'a' * 10 ** 6 %}{{ raise_exception([s] * 1000) }}",
         "{{ ([1] * 10 ** 5) | tojson(separators=('a' * 10 ** 4, ':')) }}",
         "{% set n = namespace(x=[1]) %}{% for i in range(900) %}{% set n.x = [n.x, 1] %}"
         "{% endfor %}{{ ([n.x] * 500) | tojson(indent=90) }}",

@@ -180,7 +180,7 @@ def _to_json(
 
 
 def _raise_exception(message: object) -> None:
-    raise jinja2.TemplateError(str(message))
+    raise jinja2.TemplateError(joined((message,)))
 
 
 def _strftime_now(layout: str) -> str:

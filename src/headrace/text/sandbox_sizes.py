@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import filters, pass_environment, pass_eval_context
 from jinja2.utils import Namespace
+from markupsafe import Markup
 
 MAX_SIZE = 32 << 20  # characters of output, or of one value
 _MAX_INT_BITS = 1 << 16
@@ -61,6 +62,8 @@ def check_method(
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if isinstance(owner, int) and name == "to_bytes":
         check_size(_whole(arguments[0] if arguments else named.get("length")))
+    if owner is Markup and name == "escape":  # a class method, which takes any value
+        check_size(6 * sum(map(size_of, (*arguments, *named.values()))))
     if not isinstance(owner, str | bytes):
         return arguments
     if name in _GROWING_METHODS:
@@ -266,7 +269,6 @@ _GROWING = {
 _GROWING_METHODS = {
     **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper", "hex"), 3),
     "encode": 12,
-    "escape": 6,
 }
 
 FILTERS: dict[str, Callable[..., Any]] = {
