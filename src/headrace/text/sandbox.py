@@ -69,7 +69,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             finalize=bounded_output,
         )
         del self.globals["lipsum"]  # writes any amount of filler in one call
-        del self.filters["urlize"]  # writes any attributes around each word
+        del self.filters["urlize"]  # can write a long text around each word
         self.filters |= FILTERS | {"tojson": _to_json}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now

@@ -1,8 +1,8 @@
 """Computes how large the results of a template's operators, filters and methods would be.
 
-Each check runs before the call: a text that is to become a gigabyte wide is never made. The sizes
-are upper bounds in characters. Texts of lists and other values are measured by `size_of`, which
-walks a value and gives up beyond a number of entries: lists may contain each other in many places.
+Each check runs before the call, so a text of a gigabyte is never made. The sizes are upper bounds
+in characters. `size_of` walks a value to bound its text. The walk has a limit, because a few lists
+that contain each other can print without end.
 """
 
 import re
@@ -22,7 +22,7 @@ _MAX_DIGITS = 4000  # to which a number is rounded or printed
 _MAX_INDENT = 100
 _MAX_VALUES = 500_000  # within a value that is printed, or in a list
 _ENTRY = MAX_SIZE // _MAX_VALUES  # characters that count as one entry of a list
-_NAME = 40  # characters of a number, or of the name of an object
+_NAME = 40  # characters of a float, or of the name of an object
 _SPACES = "".join(sign for sign in map(chr, range(0x3001)) if sign.isspace())
 _LINE_BREAKS = "".join(sign for sign in _SPACES if len(f"{sign}a".splitlines()) == 2)
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d+)?(?:\.(\*|\d+)?)?")
@@ -68,13 +68,10 @@ def check_method(
         return arguments
     if name in _GROWING_METHODS:
         check_size(_GROWING_METHODS[name] * len(owner))
-    elif name in ("split", "rsplit", "splitlines"):
-        separator, most = (*arguments, None, None)[:2]
-        if name == "splitlines":
-            separator, most = _LINE_BREAKS, -1
-        num_parts = _num_parts(owner, named.get("sep", separator))
-        limit = _whole(named.get("maxsplit", -1 if most is None else most))
-        check_size(_ENTRY * (num_parts if limit < 0 else min(num_parts, limit + 1)))
+    elif name in ("split", "rsplit"):
+        check_size(_ENTRY * _num_split(owner, *arguments, **named))
+    elif name == "splitlines":
+        check_size(_ENTRY * _num_parts(owner, _LINE_BREAKS))
     elif name in ("center", "ljust", "rjust", "zfill") and arguments:
         check_size(_whole(arguments[0]))
     elif name == "expandtabs":
@@ -101,8 +98,7 @@ def bounded_format(method: Any, formatted: Callable[..., str] | None) -> Callabl
         if _NESTED_FIELD.search(text.replace("{{", "")):
             raise Overrun("formatted a text with a width that is an argument")
         widths = sum(map(_of_digits, _NUMBERS.findall(text)))
-        values = (*arguments, *named.values())
-        each = size_of(values) if "!" in text else sum(map(size_of, values))
+        each = _printed((*arguments, *named.values()), is_quoted="!" in text)
         check_size(len(text) + widths + text.count("{") * each)
         return formatted(*arguments, **named)
 
@@ -119,7 +115,7 @@ def check_json(value: Any, indent: Any, separators: Any) -> None:
 
 
 def bounded_output(value: Any) -> Any:
-    """Return a value that is to be printed; raise Overrun if its text is too large."""
+    """Return a value that the template prints; raise Overrun if its text is too large."""
     if not isinstance(value, str):
         check_size(size_of(value))
     return value
@@ -150,7 +146,7 @@ class BoundedPieces(list[str]):
 
 
 def listed(values: Any) -> Any:
-    """Return the values, as a list if they come one by one; raise Overrun if they are too many."""
+    """Return the values, in a list if they are an iterator; raise Overrun beyond _MAX_VALUES."""
     found = values if isinstance(values, Sized) else list(islice(values, _MAX_VALUES + 1))
     if len(found) > _MAX_VALUES:
         raise Overrun(f"made a list of more than {_MAX_VALUES:,} entries")
@@ -234,7 +230,7 @@ def _round(value: float, precision: int = 0, method: Any = "common") -> float:
 
 
 def _bounded_text(name: str, growth: int) -> Callable[..., Any]:
-    """Jinja's filter, for a text of which each character becomes at most `growth` characters."""
+    """Wrap a filter of Jinja that makes at most `growth` characters of each character."""
     filter_ = filters.FILTERS[name]
 
     @wraps(filter_)  # with its mark if it takes a context
@@ -246,9 +242,9 @@ def _bounded_text(name: str, growth: int) -> Callable[..., Any]:
 
 
 def _bounded_list(name: str) -> Callable[..., Any]:
-    """Jinja's filter, for values of which it makes a list."""
+    """Wrap a filter of Jinja that makes a list of its values."""
     filter_ = filters.FILTERS[name]
-    place = 1 if hasattr(filter_, "jinja_pass_arg") else 0  # behind its context
+    place = 1 if hasattr(filter_, "jinja_pass_arg") else 0  # after the context
 
     @wraps(filter_)
     def bounded(*arguments: Any, **named: Any) -> Any:
@@ -294,12 +290,16 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else 0
 
 
-def _num_parts(text: Any, separator: Any) -> int:
-    """The most parts that a text has between separators; without one, between its spaces."""
-    if separator is None or separator is _LINE_BREAKS:
-        signs = separator or _SPACES
-        return sum(map(text.count, signs)) + 1 if isinstance(text, str) else len(text)
-    return int(text.count(separator)) + 1
+def _num_parts(text: str | bytes, signs: str) -> int:
+    """Return the most parts into which any of these characters can split a text."""
+    return sum(map(text.count, signs)) + 1 if isinstance(text, str) else len(text)
+
+
+def _num_split(text: Any, sep: Any = None, maxsplit: Any = -1) -> int:
+    """Return the most parts that `split` makes of a text, called with these arguments."""
+    num_parts = _num_parts(text, _SPACES) if sep is None else text.count(sep) + 1
+    limit = _whole(maxsplit)
+    return num_parts if limit < 0 else min(num_parts, limit + 1)
 
 
 def _whole(value: Any) -> int:
@@ -338,20 +338,24 @@ def _replaced(text: str | bytes, old: Any, new: Any) -> int:
 
 def _printed_by_percent(layout: str | bytes, values: Any) -> int:
     text = layout.decode("latin-1") if isinstance(layout, bytes) else layout
+    values = values if isinstance(values, tuple) else (values,)
     fields = _PERCENT.findall(text)
     widths = 0
     for given in (number for field in fields for number in field if number):
-        stars = values if isinstance(values, tuple) else (values,)
-        widths += sum(map(_whole, stars)) if given == "*" else _of_digits(given)
-    given_values = values if isinstance(values, tuple) else (values,)
-    each = size_of(given_values) if _QUOTED.search(text) else sum(map(size_of, given_values))
-    return len(text) + widths + len(fields) * each
+        widths += sum(map(_whole, values)) if given == "*" else _of_digits(given)
+    return len(text) + widths + len(fields) * _printed(values, _QUOTED.search(text))
+
+
+def _printed(values: tuple[Any, ...], is_quoted: object) -> int:
+    """Return the most characters that each field of a layout takes, texts in quotes or as is."""
+    return size_of(values) if is_quoted else sum(map(size_of, values))
 
 
 def size_of(value: Any, between: int = 2, indent: int = 0) -> int:
-    """Return the most characters that `value` takes as a text; more than MAX_SIZE if it is endless.
+    """Return the most characters of a value's text; more than MAX_SIZE if the walk was given up.
 
-    `between` counts for each value within it, and `indent` as often as that value is deep.
+    `between` is the size of the separators beside each value inside, and `indent` that of one level
+    of indentation.
     """
     if isinstance(value, str):
         return len(value)
@@ -378,7 +382,7 @@ def size_of(value: Any, between: int = 2, indent: int = 0) -> int:
 
 
 def _quoted_size(text: str | bytes) -> int:
-    """Size of a text in quotes, in Python or JSON, with the longest escapes that it may need."""
+    """Return the most characters of a text in quotes, with its escapes, in Python or JSON."""
     if isinstance(text, bytes):
         return 4 * len(text)
     if not text.isascii():
@@ -387,7 +391,7 @@ def _quoted_size(text: str | bytes) -> int:
 
 
 def _inside(value: Any) -> list[Any]:
-    """The values whose texts are part of this one's."""
+    """Return the values that the text of `value` shows."""
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset | MappingView):
