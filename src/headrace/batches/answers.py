@@ -11,7 +11,7 @@ from headrace.batches.records import BatchRecord
 from headrace.batches.shelf import Blobs
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
-from headrace.intake.answers import AnswerBody, is_old
+from headrace.intake.answers import AnswerBody
 from headrace.intake.intake import Intake
 from headrace.intake.vectors import Asker
 from headrace.protocols.batch_lines import MAX_FAULTS
@@ -21,7 +21,6 @@ from headrace.protocols.vectors import embeddings, rerank
 from headrace.streams.log import LogGone
 from headrace.streams.record import Names
 from headrace.streams.store import ByKey
-from headrace.workers.loop_slices import slice_of_loop
 from headrace.workers.pool import Work
 from headrace_common.errors import RequestError
 from headrace_common.jobs import (
@@ -228,14 +227,10 @@ class LineCheck:
 
 
 async def _gathered(stream: Found) -> tuple[int, bytes]:
-    """Status and body of its whole answer; RequestError if it was cut by what passes."""
+    """Return the status and the body of its answer; RequestError if a new attempt may succeed."""
     answer = AnswerBody(stream.record)
-    async with stream.audience.reader() as events:
-        async for event in events:
-            if is_old(stream.log, event):
-                await slice_of_loop()
-            answer.feed(event)
-            events.sent(event)
+    async with stream.audience.reader() as reader:
+        reader.sent(await answer.gather(stream.log))
     error = answer.error
     if error is not None and error.retryable:
         raise RequestError(error.code, error.message)

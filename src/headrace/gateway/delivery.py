@@ -69,24 +69,16 @@ class WholeAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def deliver() -> None:
-            answer, log = AnswerBody(self._stream.record), self._stream.log
+            answer = AnswerBody(self._stream.record)
             async with self._stream.audience.reader() as reader:
                 try:
-                    after, has_ended = -1, False
-                    while not has_ended:
-                        await log.wait(after)
-                        page, has_ended = await log.read(after, _PAGE)
-                        for event in page:
-                            if len(page) > NUM_NEW and is_old(log, event):
-                                await slice_of_loop()
-                            answer.feed(event)
-                        after += len(page)
+                    last = await answer.gather(self._stream.log)
                 except Exception as error:
                     raise notice_of(error) from None
                 response = await self._response(answer, request_id_of(scope))
                 response.headers.update(self._headers)
                 await response(scope, receive, send)
-                reader.sent(page[-1])
+                reader.sent(last)
 
         await while_connected(receive, self._stream.audience.pause.unless(deliver()))
 

@@ -7,14 +7,16 @@ from headrace.protocols.dialect import ResponseBody, dialect_of, encode
 from headrace.streams.events import AnyEvent, Error
 from headrace.streams.log import Log
 from headrace.streams.record import Record
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 
 _whole_bodies = ThreadPoolExecutor(1, "whole-body")
 NUM_NEW = 8  # last events of a log that count as new: what a few steps write together
+_PAGE = 256
 
 
 def is_old(log: Log, event: AnyEvent) -> bool:
-    """Whether it has lain in its log: it waits for a slice of the loop; a new one goes at once."""
+    """Whether later events have followed it: then its reader waits for a slice of the loop."""
     return log.next_seq - event.seq > NUM_NEW
 
 
@@ -41,6 +43,19 @@ class AnswerBody:
             self.error = event
         else:
             self._body.feed(event)
+
+    async def gather(self, log: Log) -> AnyEvent:
+        """Feed it all events of a log, and return the last one once the stream has ended."""
+        after, has_ended = -1, False
+        while not has_ended:
+            await log.wait(after)
+            page, has_ended = await log.read(after, _PAGE)
+            for event in page:
+                if len(page) > NUM_NEW and is_old(log, event):
+                    await slice_of_loop()
+                self.feed(event)
+            after += len(page)
+        return page[-1]
 
     async def body(self) -> bytes:
         return self.failure(self.error) if self.error else await encoded(self._body)
