@@ -86,10 +86,7 @@ class GenerationRoutes:
         else:
             self._auth.check_operator(request.headers)
             fleet.unload(host)
-        response = answer(unloaded(name, request.url.path))
-        if ignored:
-            response.headers[IGNORED] = ", ".join(ignored)
-        return response
+        return answer(unloaded(name, request.url.path), ignored)
 
     def _wait(self, route: Route, checked: CheckedBody, names: Names, id: StreamId) -> Wait | None:
         """How the client hears of a download, before which there can be no stream."""

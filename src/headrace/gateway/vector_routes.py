@@ -1,21 +1,17 @@
 """The routes that answer with vectors or scores: no stream, and nobody to come back to one."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth
 from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import unless_left
-from headrace.gateway.http_responses import IGNORED, answer
+from headrace.gateway.http_responses import answer
 from headrace.generation.generation import Generation
 from headrace.intake.intake import Intake
 from headrace.intake.vectors import ONE, Asker
 from headrace.text.model_names import called
-from headrace_common.jobs import ReadInputs, ReadJob, ReadPairs
+from headrace_common.jobs import CheckedBody, ReadInputs, ReadJob, ReadPairs
 from headrace_common.request import Route
 
 
@@ -23,7 +19,6 @@ class VectorRoutes:
     def __init__(self, generation: Generation, intake: Intake, auth: Auth, bodies: Bodies) -> None:
         self._generation = generation
         self._intake = intake
-        self._work = generation.work
         self._auth = auth
         self._bodies = bodies
 
@@ -47,20 +42,17 @@ class VectorRoutes:
             reading = self._intake.read(job, body)
             checked = await unless_left(request.receive, reading)
         if checked.fields.get("is_empty"):
-            empty = self._load(request.url.path, checked.fields)
-            response = await unless_left(request.receive, empty)
-            if checked.ignored:
-                response.headers[IGNORED] = ", ".join(checked.ignored)
-            return response
+            return await unless_left(request.receive, self._load(request.url.path, checked))
         asker = Asker(request.url.path, self._auth.owner(request.headers))
         whole = await unless_left(request.receive, self._intake.vectors.answer(checked, asker))
         return HeldAnswer(whole, self._bodies, checked.ignored)
 
-    async def _load(self, route: Route, fields: Mapping[str, Any]) -> Response:
-        """Begin to load the model, which is all that an empty input asks for at Ollama."""
-        name = fields.get("model")
+    async def _load(self, route: Route, checked: CheckedBody) -> ASGIApp:
+        """Start to load the model: Ollama's clients ask for that with an empty input."""
+        name = checked.fields.get("model")
         host = await self._generation.host_for(name, waits=True)
         self._generation.fleet.need(host)
         if route == ONE:
-            return answer({"embedding": []})
-        return answer({"model": fields.get("alias") or called(host, name), "embeddings": []})
+            return answer({"embedding": []}, checked.ignored)
+        model = checked.fields.get("alias") or called(host, name)
+        return answer({"model": model, "embeddings": []}, checked.ignored)
