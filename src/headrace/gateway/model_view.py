@@ -1,4 +1,4 @@
-"""Read everything that the routes show of a model, for each API to render in its own shape."""
+"""Everything that the routes show of a model; each API renders it in its own shape."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +51,7 @@ def view_of(host: ModelHost, name: str, id: str | None = None) -> ModelView:
         model=host.name,
         root=host.root,
         state=host.engine.state,
-        status=_status(host),
+        status=status_of(host),
         text=text,
         ready=host.ready,
         estimated_bytes=lambda: host.num_bytes,
@@ -80,7 +80,8 @@ def view_named(hosts: Models[ModelHost], id: str) -> ModelView:
     return view_of(host, name, name if meant == id else id)
 
 
-def _status(host: ModelHost) -> dict[str, Any]:
+def status_of(host: ModelHost) -> dict[str, Any]:
+    """Return the state of a model, by llama.cpp's names."""
     if host.engine.state == "dead":
         return {"value": "unloaded", "failed": True, "exit_code": 1}
     value = {"ok": "loaded", "recovering": "loaded"}.get(host.engine.state, host.engine.state)

@@ -17,7 +17,7 @@ from headrace.gateway.figure_routes import FigureRoutes
 from headrace.gateway.http_responses import answer, refuse, speaks_anthropic
 from headrace.gateway.listing import OF_ANTHROPIC, page
 from headrace.gateway.model_entries import anthropic_entry, entry_of
-from headrace.gateway.model_view import view_named, view_of, views_of
+from headrace.gateway.model_view import status_of, view_named, views_of
 from headrace.gateway.watch import Watch
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
@@ -140,7 +140,7 @@ class ManageRoutes:
         return Watch(lambda: snapshot(self._generation), self.changed, _HEARTBEAT)
 
     def changed(self, before: Snapshot | None, now: Snapshot) -> bytes:
-        """The event of a new snapshot; times change always, and are no reason to send it."""
+        """Return the event for a snapshot that differs; it adds times, which always change."""
         if now == before:
             return b""
         return b"event: state\ndata: " + encode(self._with_uptime(now)) + b"\n\n"
@@ -175,9 +175,7 @@ def snapshot(generation: Generation) -> Snapshot:
     hosts = generation.fleet.hosts.all()
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
     if generation.fleet.pinned is None:
-        shown["models"] = [
-            {"status": view_of(host, host.name).status, **_snapshot(host)} for host in hosts
-        ]
+        shown["models"] = [{"status": status_of(host), **_snapshot(host)} for host in hosts]
     rows = (_row(host, stream) for host in hosts for stream in generation.streams_of(host))
     shown["requests"] = list(itertools.islice(rows, _MAX_ROWS))
     return shown
