@@ -65,7 +65,7 @@ async def test_a_reader_of_news_that_panics_reports_its_end() -> None:
     news = NewsQueue()
     news.hand_to(hear, hear, ends.append)
     news.put(EngineUp(READY))
-    news.put(EngineUp(READY))  # nobody is told any more
+    news.put(EngineUp(READY))  # is dropped, as all later news
     news.deliver(Outputs())
     assert [type(end) for end in ends] == [Panic]
 

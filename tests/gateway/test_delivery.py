@@ -76,7 +76,8 @@ async def open_stream(**changes: Any) -> FakeStream:
 
 
 STREAMED = {"stream": True}
-WITH_IDS = STREAMED | {"return_token_ids": True}  # tokens of a choice that is not there then fail
+# With ids, a token of a choice that does not exist fails to render.
+WITH_IDS = STREAMED | {"return_token_ids": True}
 
 
 async def test_headers_and_the_first_frame_precede_the_first_step() -> None:

@@ -47,7 +47,7 @@ MAX_ANSWER_BYTES = 256 << 20
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 _DIGEST = 16
-_SHARE = 4  # lines in work: one part in so many of the sequences that run at once
+_SHARE = 4  # lines in work: the sequences that run at once, divided by this
 _UNKNOWN = 8  # lines in work while no model is in memory
 _AGAIN = RequestError("server_restarting", "The stream of this line is gone; it is asked again.")
 
@@ -83,9 +83,9 @@ class LineAnswer(NamedTuple):
 
 
 class LineAnswers:
-    """Answers lines as their routes answer requests, but from what other requests leave.
+    """Answers lines as their routes answer requests, but in the background.
 
-    A line's stream is found again by its key, as that of any client is.
+    The stream of a line has a key, by which it is found again.
     """
 
     def __init__(self, generation: Generation, intake: Intake) -> None:
@@ -123,7 +123,7 @@ class LineAnswers:
             status, body = self._failed(asked, error)
         except LogGone:
             raise _AGAIN.with_traceback(None) from None
-        except Exception:  # one line, and not its batch
+        except Exception:  # fails the line, not its batch
             logger.exception("A line of a batch failed")
             failure = RequestError("internal_error", "The server failed on this request.")
             status, body = self._failed(asked, failure)

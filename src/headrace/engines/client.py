@@ -79,7 +79,7 @@ class EngineClient(Protocol):
 
 
 def _drop(news: EngineNews) -> None:
-    """Ignore news that come after the end."""
+    """Ignore news after the end."""
 
 
 class NewsQueue:

@@ -171,7 +171,7 @@ class Supervisor:
         pulse = Pulse(child)
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(pulse.watch(), name="ping")
-            # A message wakes this task alone, not the frames that wait for it.
+            # In a task of its own, so that a message does not resume the coroutines around it.
             await tasks.create_task(self._pass_on(child, pulse), name="engine news")
             watching.cancel()
 

@@ -1,4 +1,4 @@
-"""An index of the bytes of bodies, for readers that name a place by its byte or frame."""
+"""An index of the bytes of bodies, for readers that resume at a byte or a frame."""
 
 import asyncio
 from array import array

@@ -190,7 +190,7 @@ class LiveAnswer:
     ) -> None:
         """`finish` makes the bytes that follow the last event.
 
-        The frames of up to `num_joined` events that are there at once are sent in one message.
+        Frames of up to `num_joined` events that were written together are sent in one message.
         """
         self._headers = headers
         self._finish = finish
@@ -316,7 +316,7 @@ class LiveAnswer:
 def deliver(
     stream: Found, config: StreamConfig, headers: Mapping[str, str] = MappingProxyType({})
 ) -> WholeAnswer | LiveAnswer | AnswerSoFar:
-    """The stream as its request asked to be answered, with further headers."""
+    """Return the answer in the form that the request asked for, with these headers."""
     record = stream.record
     options = record.request.response_options
     if options.stream:

@@ -55,7 +55,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            interface="asgi3",  # uvicorn's guess takes an app without `async def` for version 2
+            interface="asgi3",  # uvicorn would guess ASGI 2 for an app without `async def`
             http=_Connection,
             ws=_Socket,
             ws_max_size=max_message_bytes,

@@ -12,7 +12,7 @@ Statuses = Mapping[str, Mapping[str, Any]]
 
 
 def changed(before: Statuses | None, now: Statuses) -> bytes:
-    """The frames of all events that lead from one state of the list to another."""
+    """Return the frames of all changes from one state of the list to another."""
     return b"".join(b"data: " + encode(it) + b"\n\n" for it in changes(before or {}, now))
 
 

@@ -1,4 +1,4 @@
-"""Server-sent events that show each change of something that is read again and again."""
+"""Server-sent events for each change of a state that is polled."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,8 +14,8 @@ Seen = TypeVar("Seen")
 class Watch(Generic[Seen]):
     """Sends the first state, then each change. A slow reader gets only the newest state.
 
-    `frames` returns the events that lead from the state that was sent last to the present one, or
-    nothing; the first time there is no earlier state. `heartbeat` is sent while nothing changes.
+    `frames` returns the events for the change from the last state sent, None at first, to the
+    present one; empty if nothing is to be sent. `heartbeat` is sent while nothing changes.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class ChoiceWriter:
         self.end: ChoiceEnd | None = None
         self.has_begun = False  # the engine has begun it
         self.has_text = False  # its text has begun, with the echo of its prompt if there is one
-        self.is_stopped = False  # by its own tokens; later ones from the engine are void
+        self.is_stopped = False  # by its own tokens; later tokens from the engine are ignored
         self.num_prompt = len(record.prompts[self.prompt]) // 4
         self._has_source = model.has_source
         self._max_tokens = request.sampling.max_tokens

@@ -77,12 +77,12 @@ class Serving:
 class EventBuilder:
     """Takes what the engine says, in order; gives events with gapless numbers.
 
-    `watch` hears of the figures of all events, replayed ones excepted.
+    `watch` receives the figures of new events; replayed events were counted when they were new.
     """
 
     def __init__(self, record: Record, model: ServedModel, watch: TallyWatch | None = None) -> None:
-        self.next_seq = self.last_ms = 0  # the next event's number, and when the last one was
-        self.news_ms = 0  # when the last event was that is more than a sign of life
+        self.next_seq = self.last_ms = 0  # number of the next event, time of the last one
+        self.news_ms = 0  # time of the last event that is not a heartbeat
         self.tally = Tally()
         self._watch = watch
         self.num_waiting = record.request.num_choices  # that the engine has not begun
@@ -220,7 +220,7 @@ class EventBuilder:
                 self._advanced.discard(prompt)
         for index in sorted(self._heard) if not is_cut else ():
             event = self._choices[index].take(self.next_seq, at_ms)
-            if event is not None:  # counted here, for most events are tokens
+            if event is not None:  # counted here, without a call: most events are tokens
                 self.tally.feed(event, self._watch)
                 self.next_seq += 1
                 self.last_ms = self.news_ms = at_ms
@@ -284,7 +284,7 @@ class EventBuilder:
         choice.finish(finish)
 
     def _begin(self, choice: ChoiceWriter) -> None:
-        """Counts a choice as begun by the engine, and its prompt with the first of its choices."""
+        """Count a choice that the engine has begun; the first choice of a prompt counts both."""
         if choice.has_begun:
             return
         choice.has_begun = True
@@ -294,7 +294,7 @@ class EventBuilder:
             self.num_unread -= choice.num_prompt
 
     def _begin_text(self, choice: ChoiceWriter) -> None:
-        """Begins the text of a choice: with the prompt, if that is to be echoed."""
+        """Begin the text of a choice, with the prompt if the request asks for its echo."""
         self._begin(choice)
         if self._echo and not choice.has_text:
             self._echo.begin(choice)

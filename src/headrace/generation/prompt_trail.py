@@ -52,7 +52,7 @@ class PromptTrail:
         return figures
 
     def _alike(self, new: KeptPrompt) -> list[tuple[int, KeptPrompt]]:
-        """The kept prompts of this owner that begin alike, with the number of tokens shared."""
+        """Return this owner's prompts with the same start, and how many tokens each shares."""
         start = new.packed[: _NUM_ALIKE * _SIZE]
         if len(start) < _NUM_ALIKE * _SIZE:
             return []
@@ -64,7 +64,7 @@ class PromptTrail:
 
 
 def _num_shared(one: bytes, other: bytes) -> int:
-    """The number of tokens that both begin with, if these are `_NUM_ALIKE` or more."""
+    """Return the number of tokens that both start with; their first `_NUM_ALIKE` are equal."""
     low, high = _NUM_ALIKE, min(len(one), len(other)) // _SIZE
     while low < high:
         middle = (low + high + 1) // 2

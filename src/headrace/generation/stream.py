@@ -44,7 +44,7 @@ class LiveStream:
     """The writer of a log: takes news in order, and appends the events that follow from it.
 
     Made on admission, or from its log after a restart. `run` writes the log to its end. Until then
-    it has its place in the queue, and its images.
+    the stream keeps its place in the queue and its images.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LiveStream:
         self._smaller_context: int | None = None  # if it has shrunk since admission
         self._is_recovering = builder.has_begun  # until the engine is where a dead one was
         self._admitted_at = time.monotonic() - builder.last_ms / 1000
-        self._counts = (0, 0)  # of choices that live and that wait, as its place has them
+        self._counts = (0, 0)  # live and waiting choices that its place was last updated with
         self._keep_place()
 
     # what others call
@@ -219,7 +219,7 @@ class LiveStream:
         self._place.close()
 
     def _abandon(self) -> None:
-        if not self.ended.is_set():  # as it is at every usual end
+        if not self.ended.is_set():  # usually the last reader leaves after the end
             self.stop(RequestError("client_gone", "The client left before the answer ended."))
 
     # the writer
@@ -254,7 +254,7 @@ class LiveStream:
             self.cut = RequestError("internal_error", "The server failed on this request.")
             self._submission.leave()
         self._submission.forget()
-        self.release()  # before anybody sees the end
+        self.release()  # before any reader sees the end
         await self._append([self._builder.terminal(self._at_ms(), self.cut)])
         self.ended.set()
 
@@ -290,15 +290,15 @@ class LiveStream:
         )
 
     def _take_step(self, items: list[Item], at_ms: int) -> None:
-        """Takes what a step of the engine said of this stream; this runs for every token."""
+        """Take the results of one engine step for this stream; this runs for every token."""
         builder, parts = self._builder, self._submission.parts
         for item in items:
-            # 1. Find the choice. News of a sequence that was given up is void.
+            # 1. Find the choice. Ignore a sequence that this stream has given up.
             choice = parts.get(item.sequence_id)
             if choice is None:
                 continue
-            # 2. A token shows that the engine is where the dead one was, and clears the stream of
-            # that one's death.
+            # 2. A token shows that the engine has caught up with the one that died, and that this
+            # stream did not kill it.
             if isinstance(item, NewToken):
                 self._is_recovering = False
                 if self._blame.is_suspect:

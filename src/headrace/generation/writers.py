@@ -154,7 +154,7 @@ class Writers:
         try:
             if stream.log.next_seq == 0:
                 await stream.accept()
-            # A task of its own is woken without the frames around it, for each token.
+            # In a task of its own, so that a token does not resume the coroutines around it.
             await asyncio.create_task(stream.run(), name="stream")
             figures = host.metrics.of(stream.record.request.is_background)
             stream.note_end(figures, self._traces)

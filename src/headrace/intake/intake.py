@@ -1,4 +1,4 @@
-"""The entry point for requests, without HTTP: a body becomes a stream, whoever brings it."""
+"""The entry point for requests: turns a body into a stream, and does not depend on HTTP."""
 
 import logging
 import secrets
@@ -42,8 +42,8 @@ _MAX_CONVERSATION, _MAX_KEY = 512, 255
 class Opened(NamedTuple):
     """The stream of a request.
 
-    `is_attached`: it is that of an earlier request. `ignored` fields have no effect.
-    `tool_format`: how the model is shown the tools, if there are any.
+    `is_attached`: an equal earlier request has opened it. `ignored` fields have no effect.
+    `tool_format`: the format in which the model sees the tools; empty if it sees none.
     """
 
     stream: Found
@@ -64,7 +64,7 @@ class Intake:
         self._generation = generation
         self._keeps_inserted = config.streams.inserted_texts == "keep"
         self._progress = ProgressPolicy(config.streams.return_progress_for)
-        self._warned: set[str] = set()  # of models, and of texts that clients insert
+        self._warned: set[str] = set()  # models and inserted texts that were logged
 
     # bodies
 
@@ -88,10 +88,10 @@ class Intake:
         return await self._generation.work.do(job, body)
 
     async def read(self, job: ReadJob, body: Body) -> CheckedBody:
-        """Return a body as a worker checked it; with its tokens if it is small and its model known.
+        """Have a worker check a body, and tokenize it if it is small and its model is loaded.
 
-        Where the body names an alias, it has the name of the model instead: this is the one place
-        at which aliases of requests end. The alias is kept for the answer.
+        An alias in the body is replaced by the name of its model, here and nowhere else. The
+        alias is kept for the answer.
         """
         return await self.resolve(await self._checked(job, body))
 
@@ -118,7 +118,7 @@ class Intake:
         except RequestError as error:
             if error.code != "template_failed":
                 raise
-        # Without the tokens the template does not run; it overruns again where it is its turn.
+        # Check the body alone. Its template fails again when the stream is opened.
         return await self._generation.work.do(job, body)
 
     async def read_from(self, agent: str, route: Route, body: Body) -> CheckedBody:
@@ -147,7 +147,7 @@ class Intake:
         id: StreamId | None = None,
         options: ResponseOptions | None = None,
     ) -> Opened:
-        """Open the stream of a request, or find that of an earlier one by the names.
+        """Open the stream of a request, or find the stream of an equal one by its names.
 
         `options` replace those that the body asks for.
         """

@@ -1,4 +1,4 @@
-"""Who is told a prompt's progress without asking: by key, by kind of client, by model."""
+"""Which clients get a prompt's progress without asking: by key, by kind of client, by model."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -23,7 +23,7 @@ class ProgressPolicy:
         self._rules = [_parsed(rule) for rule in rules]
 
     def apply(self, agent: str, checked: CheckedBody) -> CheckedBody:
-        """Return the body of the client with this User-Agent, within whose task it is called."""
+        """Return the body of a client with this User-Agent; its key is that of the current task."""
         names = {"key": KEY_NAME.get(), "agent": agent.lower()}
         for kind, pattern, wish in self._rules:
             if fnmatchcase(names[kind], pattern):

@@ -1,4 +1,4 @@
-"""Whole answers with vectors or scores."""
+"""Answers with vectors or scores, which are not streams."""
 
 import secrets
 import time
@@ -21,7 +21,7 @@ _SLICE_BYTES = 256 << 10  # of vectors that one job writes
 
 
 class Asker(NamedTuple):
-    """The route by which vectors are asked for, whose they are, and how urgently."""
+    """The route of a request for vectors, its owner and its priority."""
 
     route: Route
     owner: str
@@ -29,13 +29,13 @@ class Asker(NamedTuple):
 
 
 class VectorAnswers:
-    """Computes vectors, and writes them as the asker's route shows them."""
+    """Computes vectors or scores, and encodes the answer of the route."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
     async def answer(self, checked: CheckedBody, asker: Asker) -> bytes:
-        """Return the whole answer of the asker's route."""
+        """Return the body of the answer."""
         if asker.route == embeddings.ROUTE:
             return await self._embed(checked, asker)
         if asker.route in rerank.ROUTES:
@@ -64,7 +64,7 @@ class VectorAnswers:
     async def _embedded(
         self, checked: CheckedBody, asker: Asker, form: VectorForm
     ) -> tuple[Vectors, bytes]:
-        """The vectors, and how they stand in an answer."""
+        """Return the vectors, and the same as JSON, separated by commas."""
         fields = checked.fields
         asked = embeddings.to_request(checked, asker.owner, asker.priority)
         making = self._generation.vectors.make(

@@ -71,7 +71,7 @@ class History:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.began = clock()
-        self.current = Point(-1)  # of the second that was last counted in
+        self.current = Point(-1)  # the newest second with figures
         self._seconds: deque[Point] = deque(maxlen=WAITS_S)
         self._points: deque[Point] = deque(maxlen=NUM_POINTS)
 

@@ -63,7 +63,7 @@ class RequestFigures:
             self._history.now().wait("ttft", seconds)
 
     def tokens(self, number: int, gap_s: float | None) -> None:
-        # This runs for every token, so it asks the history only when a second has passed.
+        # This runs for every token, so it calls the history only in a new second.
         point = self._history.current
         if point.number != int(self._history.clock()):
             point = self._history.now()
@@ -75,7 +75,7 @@ class RequestFigures:
     def ended(
         self, route: str, outcome: str, tally: Tally, seconds: float
     ) -> tuple[Usage, Timings]:
-        """Counts a request, and returns what it was counted with.
+        """Count a request, and return its usage and timings.
 
         `outcome` is how it finished, or the code of its error.
         """

@@ -184,7 +184,10 @@ class WireFrames:
 
 
 class UnnamedFrames(WireFrames):
-    """The same for a stream without a name: it has no ids in its frames, no comments in its log."""
+    """The same for a stream without a name.
+
+    Its frames have no ids and its log no comments, so the dialect's frames are used as they are.
+    """
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)

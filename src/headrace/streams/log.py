@@ -158,7 +158,8 @@ class MemoryLog:
         """Nothing is ever under way."""
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
-        # Every reader calls this for each token, so it reads the tail, which drops nothing, itself.
+        # Every reader calls this for each token, so it does without Tail.read. This tail drops
+        # no events.
         tail = self.tail
         if tail.gone is not None:
             raise tail.gone.with_traceback(None)

@@ -48,7 +48,7 @@ class Tally:
         self._max_gap_ms = 0
 
     def feed(self, event: AnyEvent, watch: TallyWatch | None = None) -> None:
-        """Counts an event; `watch` hears of it."""
+        """Count an event, and report its figures to `watch`."""
         if isinstance(event, Tokens):  # most events are
             if event.ids:
                 at_ms, gap_s = event.at_ms, None

@@ -41,7 +41,7 @@ _TEXT, _IDS = String(least=1), TokenIds(least=1)
 class Inputs(msgspec.Struct, frozen=True):
     """A string, strings, ids, or lists of ids; none empty.
 
-    `schema` allows an empty value with `least` 0, for a route that answers it by itself.
+    With `least` 0 the schema allows an empty value, for a route that handles it before `check`.
     """
 
     least: int = 1
