@@ -276,6 +276,7 @@ def test_an_expression_that_never_ends_is_refused(
         ({"alpha_pattern": {"(": 1}}, "is not a regular expression"),
         ({"alpha_pattern": {"a{99999999999999}": 1}}, "is not a regular expression"),
         ({"alpha_pattern": {"(" * 5000 + ")" * 5000: 1}}, "in adapter_config.json"),
+        ({"lora_alpha": 10**400}, "has lora_alpha 10000000000000000000… for"),
         ({"lora_alpha": 10**400}, "it must be a number"),
         ({"lora_alpha": True}, "has lora_alpha True"),
         ({"lora_alpha": "x"}, "has lora_alpha x"),

@@ -23,6 +23,7 @@ _MAX_CONFIG = 1 << 20  # bytes
 _MAX_HEADER = 4 << 20  # bytes, which describe about 20,000 tensors
 _MAX_WEIGHTS = 16 << 30  # bytes, all of which are read for the fingerprint
 _LONGEST_NAME = 512  # characters, of a tensor
+_SHOWN, _SHOWN_DIGITS = 120, 20  # characters of a text or of a number in a message
 _TYPES = ("F32", "F16", "BF16")
 _GGUF_TYPES = tuple(name for name, *_ in TYPES.values())
 _PEFT_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -177,7 +178,10 @@ def _shown(value: Any) -> str:
     """A file's value as messages show it: short, on one line."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
-    return "".join(it if it.isprintable() else "?" for it in str(value)[:120])
+    shown = str(value)
+    if isinstance(value, int) and len(shown) > _SHOWN_DIGITS:
+        return f"{shown[:_SHOWN_DIGITS]}…"
+    return "".join(it if it.isprintable() else "?" for it in shown[:_SHOWN])
 
 
 def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
