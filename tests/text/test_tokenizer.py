@@ -78,13 +78,20 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path, content):
     assert str(tmp_path) not in str(refused.value)
 
 
+@pytest.mark.parametrize("config", ["[1]", "not json"])
+def test_a_config_that_cannot_be_read_is_refused_by_its_own_name(tmp_path, config):
+    save(tmp_path, config=config)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
     save(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match=f"The model's {name} cannot be read"):
         Tokenizer.load(tmp_path)
 
 

@@ -79,9 +79,11 @@ class Tokenizer:
 
         Takes seconds where an older kind must be converted first, which happens once.
         """
-        config_file = folder / "tokenizer_config.json"
+        name = "tokenizer_config.json"
         try:
-            config = json.loads(read_small(config_file)) if config_file.exists() else {}
+            file = folder / name
+            config = dict(json.loads(read_small(file))) if file.exists() else {}  # no list
+            name = "tokenizer.json"
             return cls(read_small(tokenizer_file(folder), MAX_FILE), config, lowers_case)
         except ModelError:
             raise
@@ -89,7 +91,7 @@ class Tokenizer:
             raise
         except BaseException as error:  # the library panics, or raises a bare Exception
             raise ModelError(
-                "The model's tokenizer.json cannot be read; download it again.",
+                f"The model's {name} cannot be read; download it again.",
                 "tokenizer_invalid",
             ) from (error if isinstance(error, Exception) else None)
 
