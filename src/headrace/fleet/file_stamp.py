@@ -1,4 +1,4 @@
-"""Tells whether the files that a model is read from have changed."""
+"""Detects that the files of a model have changed."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ Stamp = tuple[tuple[int, ...], ...]
 def file_stamp(config: ModelConfig) -> Stamp | None:
     """Return a value that changes with the files of a model, its adapters and its template.
 
-    None if the model is not on this machine. Of a huge folder, only the first files count.
+    Return None if the model is not on this machine. Only the first files of a huge folder count.
     """
     place = place_of(config.model)
     if place is None or not place.exists():
@@ -42,12 +42,12 @@ def _within(path: str, depth: int = 1) -> Iterator[str]:
                     yield from _within(entry.path, depth - 1)
                 else:
                     yield entry.path
-    except (OSError, ValueError):  # a file; ValueError for a text that is no path
+    except (OSError, ValueError):  # it is a file, or the text is not a path
         return
 
 
 def _facts(path: str) -> set[tuple[int, ...]]:
-    """Return what changes with a file: of a link, also that of the file that it leads to."""
+    """Return the file's identity, size and times; for a link, also those of its target."""
     found: set[tuple[int, ...]] = set()
     for follows in (False, True):
         try:

@@ -2,8 +2,9 @@
 
 What a folder holds is parsed by libraries that can crash, hang while they hold the interpreter's
 lock, or take any amount of memory: tokenizers, templates, configs, headers of weights. So a process
-with limits reads it before the gateway does. Files that it can read, the gateway can read too. The
-user's cache remembers models that could be read, so that a restart need not wait for the process.
+with limits reads it before the gateway does. If that process can read the files, so can the
+gateway. The user's cache remembers the models that it could read, so that a restart need not wait
+for the process again.
 
 `python -m headrace.fleet.model_check` reads a packed ModelConfig from stdin and writes its answer.
 """
@@ -80,7 +81,7 @@ class NotChecked(ModelError):
 
 
 def read_checked(config: ModelConfig, path: str) -> ServedModel:
-    """Read the model at `path` once the process has read it without harm.
+    """Read the model at `path` once the process with limits has read it; ModelError if it cannot.
 
     The model that comes with the package needs no check.
     """
@@ -109,7 +110,7 @@ def check_model(config: ModelConfig) -> Checked:
 
 
 def _memory(config: ModelConfig) -> Path | None:
-    """Return the file that remembers a model by its settings and the state of its files."""
+    """Return the cache file for a model with these settings and the present state of its files."""
     if (stamp := file_stamp(config)) is None:
         return None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -128,7 +129,7 @@ def _remembered(memory: Path | None) -> Readable | None:
 
 
 def _remember(memory: Path | None, answer: Readable) -> None:
-    """Write a short file; where the disk does not take it, the next start checks again."""
+    """Write the answer to the cache; if that fails, the next start checks the model again."""
     if memory is None:
         return
     with contextlib.suppress(OSError):

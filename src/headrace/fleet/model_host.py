@@ -35,11 +35,11 @@ CACHE_BYTES = 1 << 30
 
 Start = Callable[[ModelConfig], EngineClient]
 
-_REMEMBERED_S = 600.0  # a full disk may also keep a model from being read
+_REMEMBERED_S = 600.0  # the cause may not be in the files: a full disk, for example
 
 
 class _Failure(NamedTuple):
-    """The reason why a model could not be read, and the files that it was about."""
+    """The reason why a model could not be read, and the state of its files then."""
 
     files: ModelConfig
     stamp: Stamp | None
@@ -70,7 +70,7 @@ class ModelHost:
         if config.kv_cache_memory_bytes is None and cache_bytes is not None:
             config = replace(config, kv_cache_memory_bytes=cache_bytes)
         self.config = config
-        # the model's names, the first of which the server itself uses, and those of its adapters
+        # of the model and its adapters; the server itself uses the first
         self.names = known.names if known else (*names_of(config), *adapters_of(config))
         self.name = self.names[0]
         self.paths = known.paths if known else paths_of(config)
@@ -164,7 +164,8 @@ class ModelHost:
     async def read(self) -> None:
         """Read all but the weights, which may be a download; ModelError if it cannot be served.
 
-        Callers share one thread, which goes on when they leave: each of them would start another.
+        All callers share one thread. It goes on when they leave, so that the next caller does not
+        start another one.
         """
         if self.known is not None:
             return
@@ -175,7 +176,7 @@ class ModelHost:
         reading = self._reading
         await asyncio.wait([reading])
         if (error := reading.exception()) is not None:
-            # A shared exception would keep the frames of all that it was raised to.
+            # A new exception for each caller: one that is raised again collects their frames.
             raise ModelError(str(error), getattr(error, "code", "load_failed"))
 
     def _has_read(self, reading: "asyncio.Future[ServedModel]") -> None:

@@ -1,4 +1,7 @@
-"""Lark grammars without recursion as regular expressions, which also fit into a JSON string."""
+"""Translates Lark grammars without recursion into regular expressions.
+
+Unlike a grammar, a regular expression can be enforced inside a JSON string.
+"""
 
 import json
 import re
@@ -35,9 +38,9 @@ Token = tuple[str, str]
 
 
 def lark_pattern(grammar: str) -> str:
-    """Return a pattern for the texts of a Lark grammar.
+    """Return a regular expression for the same texts as a Lark grammar.
 
-    Return "" if its rules are recursive or have parts that are not translated, such as `%ignore`.
+    Return "" if its rules are recursive or contain something unsupported, such as `%ignore`.
     """
     try:
         return _Rules(grammar).pattern()
@@ -46,16 +49,16 @@ def lark_pattern(grammar: str) -> str:
 
 
 class _NotTranslated(Exception):
-    """The grammar needs more than a regular expression, or more than this module knows."""
+    """No regular expression has the same texts, or this module does not support the syntax."""
 
 
 class _Rules:
-    """The definitions of a grammar; each name is replaced by what it stands for."""
+    """The rules and terminals of a grammar."""
 
     def __init__(self, grammar: str) -> None:
         self._imported = set[str]()
         self._bodies: dict[str, list[Token]] = {}
-        self._open = set[str]()  # rules whose pattern is being made
+        self._open = set[str]()  # rules that are being translated; a name among them is recursive
         self._done: dict[str, str] = {}
         if len(grammar) > _MAX_PATTERN:
             raise _NotTranslated
@@ -77,7 +80,7 @@ class _Rules:
                 yield str(found.lastgroup), found[0]
 
     def _split(self, tokens: list[Token]) -> None:
-        """Note the tokens of each rule; a line that begins with `|` continues the rule above."""
+        """Store the tokens of each rule; a line that begins with `|` continues the rule above."""
         body: list[Token] | None = None
         for number, (kind, text) in enumerate(tokens):
             following = tokens[number + 1] if number + 1 < len(tokens) else ("", "")
@@ -93,6 +96,7 @@ class _Rules:
                 body.append((kind, text))
 
     def _of(self, name: str) -> str:
+        """Return the pattern of a rule or of an imported terminal."""
         if name not in self._bodies:
             if name not in self._imported or name not in _COMMON:
                 raise _NotTranslated
@@ -129,7 +133,7 @@ class _Rules:
         if kind == "literal":
             found = f"(?:{re.escape(_text_of(text))})"
         elif kind == "regex":
-            found = f"(?:{text[1:-1].replace(chr(92) + '/', '/')})"
+            found = "(?:" + text[1:-1].replace(r"\/", "/") + ")"
         elif kind == "name":
             found = self._of(text)
         elif text in ("(", "["):

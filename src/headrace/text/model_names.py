@@ -1,4 +1,4 @@
-"""Names and aliases of models for clients; without a setting, a name is made from the path."""
+"""Names and aliases by which clients ask for models; by default a name comes from the path."""
 
 import os
 from collections import defaultdict
@@ -19,7 +19,7 @@ _SHOWN = 100  # characters of an unknown name
 
 
 class Named(Protocol):
-    """A model that answers to its names and, unlisted, to the path that it was given by."""
+    """A model that clients find by its names or, though it is not listed, by its path."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -29,22 +29,22 @@ class Named(Protocol):
 
 
 def names_of(config: ModelConfig) -> tuple[str, ...]:
-    """The names that clients may use, without a look at the model's files; never a path."""
+    """Return the names that clients may use, never a path; the model's files are not read."""
     return config.served_model_name or (root_of(config),)
 
 
 def adapters_of(config: ModelConfig) -> dict[str, str]:
-    """The paths of the adapters that the settings name, by their names."""
+    """Return the paths of the adapters in the settings, by the adapters' names."""
     return {name: path for name, _, path in (it.partition("=") for it in config.adapter)}
 
 
 def root_of(config: ModelConfig) -> str:
-    """The name of the model's folder or file, without `.gguf`; of a hub's model its id."""
+    """Return the name of the model's folder or file, without `.gguf`; for a hub's model its id."""
     return _parts(config)[-1]
 
 
 def paths_of(config: ModelConfig) -> frozenset[str]:
-    """Spellings of the path by which earlier versions served it; none of a hub's model."""
+    """Return the spellings of a local model's path, which earlier versions used as its names."""
     given = config.model
     if place_of(given) is None:
         return frozenset()
@@ -63,7 +63,7 @@ class Aliases:
     def __init__(self, pairs: Iterable[str] = ()) -> None:
         split = [pair.partition("=") for pair in pairs]
         self.fixed = {name: model for name, _, model in split if "*" not in name}
-        # of what fnmatch knows, only * has a meaning
+        # Of fnmatch's special characters, aliases use only *.
         self._patterns = [
             (name.replace("[", "[[]").replace("?", "[?]"), model)
             for name, _, model in split
@@ -71,7 +71,7 @@ class Aliases:
         ]
 
     def model(self, name: str) -> str | None:
-        """Return what the alias `name` stands for: the fixed one, or the first that fits."""
+        """Return the model of the alias `name`: the exact alias, or else the first that matches."""
         for spelling in (name, name.removesuffix(LATEST)):
             if spelling in self.fixed:
                 return self.fixed[spelling]
@@ -93,11 +93,11 @@ class Models(Generic[ByName]):
 
     @property
     def first(self) -> ByName:
-        """The model that answers where no name is given."""
+        """The model that answers requests without a name."""
         return self._models[0]
 
     def find(self, name: str) -> ByName | None:
-        """Return the model of a name, or else of the path that it was given by, if there is one.
+        """Return the model with this name, or else with this path, if there is one.
 
         Clients of Ollama may write `:latest` after any name.
         """
@@ -183,10 +183,10 @@ def settled_aliases(pairs: Iterable[str], configs: Iterable[ModelConfig]) -> tup
 
 
 def told_apart(configs: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
-    """The same, each with its names.
+    """Return the settings of the models, each with a name.
 
-    Where several would share one, as many folders stand before each as tell them apart. Models of
-    one and the same path share it all the same.
+    If several models would get the same name, each name begins with as many parent folders as are
+    needed to make them different. Models with the same path keep the same name.
     """
     places = {n: _parts(config) for n, config in enumerate(configs) if not config.served_model_name}
     taken = {name for config in configs for name in config.served_model_name}
@@ -209,7 +209,7 @@ def told_apart(configs: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
 
 
 def _parts(config: ModelConfig) -> tuple[str, ...]:
-    """The folders to where it lies, its own name last."""
+    """Return the names of the folders above the model, and last the model's own name."""
     place = place_of(config.model)
     if place is None:
         return (config.model,)

@@ -1,4 +1,4 @@
-"""The text side of a model: its names, tokenizer, template and formats, read without an engine."""
+"""The text side of a model: names, tokenizer, chat template and formats; needs no engine."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ _UNKNOWN = 1 << 30  # tokens; where no limit is known, none is checked
 
 
 class TextModel:
-    """Everything that a prompt needs to become ids, and that ids need to become an answer."""
+    """Everything that turns prompts into token ids, and token ids into answers."""
 
     @unreadable_refused()
     def __init__(
@@ -28,10 +28,10 @@ class TextModel:
         on_progress: OnProgress | None = None,
         folder: Path | None = None,
     ) -> None:
-        """Read the model in `folder`, or find it first, which may be a download."""
+        """Read the model in `folder`; without a folder, find the model, or download it."""
         self.folder = folder or find_model(config.model, config.revision, on_progress)
         self.root = root_of(config)
-        self.names = names_of(config)  # the first is the one that the server itself uses
+        self.names = names_of(config)  # the server itself uses the first
         self.paths = paths_of(config)
         self.spec: ModelSpec = read_spec(self.folder)
         self.has_source = self.spec.has_source  # its answers have a context of their own
@@ -42,7 +42,7 @@ class TextModel:
             self.folder, self.tokenizer.special_tokens, config.chat_template
         )
         source = self.template.source if self.template else ""
-        # by which the model writes tool calls and sets its reasoning apart; "" if it does not
+        # formats of the model's tool calls and reasoning; "" if it has none
         tools_source = self.template.tools_source if self.template else ""
         self.tool_format = _given(config.tool_format, tool_format(tools_source))
         self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
@@ -51,7 +51,7 @@ class TextModel:
         self._lane = config.lane
         self._max_model_len = config.max_model_len
         self.pooling = config.pooling
-        self.cuts_any = config.embedding_dimensions == "any"  # vectors, to any length
+        self.cuts_any = config.embedding_dimensions == "any"  # vectors may be cut to any length
         self.defaults = self.spec.defaults if config.generation_config == "auto" else None
 
     @property
@@ -76,14 +76,14 @@ class TextModel:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens; 0 if neither settings nor model say."""
+        """The most tokens of prompt and answer together; 0 if settings and model set no limit."""
         return min(filter(None, (self._max_model_len, self.spec.max_positions)), default=0)
 
 
 def longest_prompt(model: TextModel, max_model_len: int, max_tokens: int | None) -> int:
     """Return the tokens of the longest prompt that can be answered with `max_tokens`."""
     if not max_model_len:
-        return _UNKNOWN  # the engine will say
+        return _UNKNOWN  # the engine knows the limit
     if model.has_source:
         return max_model_len  # the answer has a context of its own
     return max_model_len - (max_tokens != 0)
