@@ -1,4 +1,4 @@
-"""Dialects unlike OpenAI's: what the rooms around one must not take for granted."""
+"""Dialects unlike OpenAI's: what the code around a dialect must not take for granted."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -85,8 +85,8 @@ def _drop(news: EngineNews) -> None:
 class NewsQueue:
     """News in order, for one reader; filled on the event loop's thread.
 
-    The reader may take them by a call instead, at once: what passes them on needs no queue. One
-    that iterates gets RuntimeError if the client itself failed: nobody watches the engine any more.
+    The reader either iterates, or gives functions to `hand_to`, which are called without a queue.
+    The iteration ends with RuntimeError if the client failed, since its engine is then unwatched.
     """
 
     def __init__(self) -> None:

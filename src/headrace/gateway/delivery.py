@@ -243,7 +243,8 @@ class LiveAnswer:
                 page, has_ended = await log.read(after, _PAGE)
                 after += len(page)
                 is_long = len(page) > self._num_joined
-                for events in [[event] for event in page] if is_long else [page]:
+                messages = [[event] for event in page] if is_long else [page]
+                for events in messages:
                     if is_long and is_old(log, events[0]):
                         await slice_of_loop()
                     # 2. Render them. If one fails, the frames before it are still sent.
