@@ -25,7 +25,7 @@ from headrace_engine.scheduler.budget import StepTimes, TimeBudget
 from headrace_engine.scheduler.restores import Restores
 from headrace_engine.scheduler.sequence import Sequence
 from headrace_engine.scheduler.step import PlannedStep
-from headrace_engine.scheduler.table import OutputBuffer, Quarantine, SequenceTable, decide
+from headrace_engine.scheduler.table import OutputBuffer, Quarantine, SequenceTable
 
 
 class InFlight:
@@ -83,7 +83,7 @@ class InFlight:
 
     def _commit_load(self, load: Load) -> None:
         sequence = self._table[load.sequence_id]
-        sequence.commit_load(load.end)
+        sequence.commit_tokens(load.end)
         self._memory.publish(sequence.held, sequence.token_ids, sequence.chain, load.end)
         if sequence.outcome is None and sequence.num_reported >= 0:
             self._report(sequence, load.start, ChunkResult())
@@ -107,7 +107,7 @@ class InFlight:
         if chunk.guess:
             end += self._commit_guess(sequence, chunk, result.drawn[0])
         for computed in named:
-            computed.commit_chunk(end)
+            computed.commit_tokens(end)
         if sequence.outcome is None:
             if sequence.num_reported < sequence.num_shown:
                 self._report(sequence, chunk.start, result)
@@ -116,7 +116,7 @@ class InFlight:
                 self._table.scatter(family)
             if end == sequence.max_total:  # nothing was to be drawn
                 finish = FinishReason.ERROR if result.error is not None else FinishReason.LENGTH
-                decide(sequence, finish, result.error or "", result.vector)
+                sequence.decide(finish, result.error or "", result.vector)
 
         # 2. Each of them gets the tokens that were drawn for it, up to the one that ends it.
         for drawing, drawn in zip(named if chunk.draws else (), result.drawn, strict=True):
@@ -128,9 +128,9 @@ class InFlight:
                 logprobs = drawn.logprobs and drawn.logprobs.row(number)
                 self._outputs.tokens.append(NewToken(drawing.id, token_id, logprobs))
                 if finish_reason is not None:
-                    decide(drawing, finish_reason)
+                    drawing.decide(finish_reason)
             if drawn.error is not None and drawing.outcome is None:
-                decide(drawing, FinishReason.ERROR, drawn.error)
+                drawing.decide(FinishReason.ERROR, drawn.error)
 
         # 3. Others may use the blocks that are full now. Sequences that are over leave. Whoever
         # keeps blocks on disk may also want those that were public before.

@@ -268,11 +268,6 @@ class Sequence:
         num_again, self.num_again = self.num_again, 0
         return num_again
 
-    def commit_load(self, end: int) -> None:
-        """Tokens up to `end` were loaded."""
-        self.num_in_flight -= 1
-        self.num_computed = end
-
     def commit_units(self, num_units: int) -> None:
         """That many units of its works were encoded."""
         self.num_in_flight -= 1
@@ -283,8 +278,8 @@ class Sequence:
         self.num_guessed, self.num_again = 0, num_again
         self.num_planned += num_right
 
-    def commit_chunk(self, end: int) -> None:
-        """The chunk that ends at token `end` was computed."""
+    def commit_tokens(self, end: int) -> None:
+        """Count the tokens up to `end`, which a plan computed or loaded."""
         self.num_in_flight -= 1
         self.num_computed = end
 
@@ -302,9 +297,10 @@ class Sequence:
         """So many tokens of its prompt were reported as done."""
         self.num_reported = num_reported
 
-    def decide(self, outcome: Finished) -> None:
-        """Set how it ends."""
-        self.outcome = outcome
+    def decide(self, finish: FinishReason, message: str = "", vector: bytes = b"") -> None:
+        """Set how it ends; it must have no outcome yet."""
+        code = "internal_error" if finish is FinishReason.ERROR else ""
+        self.outcome = Finished(self.id, finish, code, message, vector)
 
     def finish(self) -> None:
         """End, without memory."""

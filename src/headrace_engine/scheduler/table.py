@@ -195,14 +195,6 @@ def _share(sequence: Sequence) -> float:
     return TURN_S + sequence.alone
 
 
-def decide(
-    sequence: Sequence, finish: FinishReason, message: str = "", vector: bytes = b""
-) -> None:
-    """Decide how a sequence ends that has no outcome yet."""
-    code = "internal_error" if finish is FinishReason.ERROR else ""
-    sequence.decide(Finished(sequence.id, finish, code, message, vector))
-
-
 class SequenceTable:
     """Keeps the status, place in line, memory and outputs of each sequence in step."""
 
@@ -283,12 +275,10 @@ class SequenceTable:
         sequence.rewind()
         self.waiting.add(sequence)
 
-    def end(
-        self, sequence: Sequence, finish: FinishReason, message: str = "", vector: bytes = b""
-    ) -> None:
+    def end(self, sequence: Sequence, finish: FinishReason, message: str = "") -> None:
         """Decide the outcome, unless it is decided already."""
         if sequence.outcome is None:
-            decide(sequence, finish, message, vector)
+            sequence.decide(finish, message)
             self.close_if_over(sequence)
 
     def close_if_over(self, sequence: Sequence) -> None:
