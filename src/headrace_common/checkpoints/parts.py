@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Rows = Sequence[int]
-"""Numbers of rows: a range wherever it can be one, since a file may have 100,000 such tensors."""
+"""Row numbers, as a range where possible: a file may have 100,000 such tensors."""
 
 
 class TensorPart(NamedTuple):
@@ -75,8 +75,8 @@ def _of_heads(path: str, kind: str, size: int, config: Mapping[str, Any]) -> Ite
     stated = [config.get(field, default) for field, default in _HEADS.items()]
     if not all(isinstance(number, int) and 0 < number <= _MAX_SIZE for number in stated):
         return
-    rows = _head_rows(kind, *stated)
-    if sum(map(len, rows)) != size:
+    rows = _head_rows(kind, size, *stated)
+    if rows is None:
         return  # nobody knows it then, which an error says
     names = ("qkv", "z") if kind == "qkvz" else ("b", "a")
     for own, its_rows in zip(names, rows, strict=True):
@@ -84,14 +84,16 @@ def _of_heads(path: str, kind: str, size: int, config: Mapping[str, Any]) -> Ite
 
 
 @functools.lru_cache(maxsize=4)
-def _head_rows(kind: str, heads: int, key: int, value_heads: int, value: int) -> tuple[Rows, Rows]:
-    """Return the rows of both parts, computed once for all layers; empty if there are too many."""
+def _head_rows(
+    kind: str, size: int, heads: int, key: int, value_heads: int, value: int
+) -> tuple[Rows, Rows] | None:
+    """Return the rows of both parts, once for all layers; None if they are not `size` rows."""
     share = value_heads // heads
     values = share * value
     sizes = (key, key, values, values) if kind == "qkvz" else (share, share)
     each = sum(sizes)
-    if heads * each > _MAX_SIZE:
-        return (), ()
+    if heads * each != size or size > _MAX_SIZE:
+        return None
 
     def rows(number: int) -> tuple[int, ...]:
         first = sum(sizes[:number])
