@@ -1,12 +1,13 @@
-"""Counts the statements of our Python code, which no formatting changes.
+"""Counts the statements of the Python code, which do not depend on its format.
 
     python tools/statements.py              # this tree, by package
     python tools/statements.py OLD          # a revision, and how many more this tree has
     python tools/statements.py OLD NEW      # a revision, and how many more another one has
 
-Docstrings and comments do not count.
+Docstrings and comments are not counted.
 """
 
+import argparse
 import ast
 import io
 import subprocess
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("src", "tests", "stress", "tools", "benchmarks")
+FOLDERS = ("src", "tests", "stress", "tools", "benchmarks", "mini")
 
 
 def files(revision: str | None) -> Iterator[tuple[str, bytes]]:
@@ -27,9 +28,11 @@ def files(revision: str | None) -> Iterator[tuple[str, bytes]]:
             for path in sorted((ROOT / folder).rglob("*.py")):
                 yield str(path.relative_to(ROOT)), path.read_bytes()
         return
-    command = ["git", "-C", str(ROOT), "archive", revision]
-    archive = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    command = ["git", "-C", str(ROOT), "archive", "--end-of-options", revision]
+    archive = subprocess.run(command, stdout=subprocess.PIPE)
+    if archive.returncode:
+        sys.exit(archive.returncode)  # git has printed why
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         for member in tar:
             content = tar.extractfile(member)
             if content and member.name.endswith(".py") and member.name.startswith(FOLDERS):
@@ -52,9 +55,18 @@ def is_docstring(node: ast.stmt) -> bool:
     return is_constant and isinstance(node.value.value, str)
 
 
-if __name__ == "__main__":
-    old = count(sys.argv[1] if sys.argv[1:] else None)
-    new = count(sys.argv[2] if sys.argv[2:] else None) if sys.argv[1:] else old
+def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("old", nargs="?", help="a git revision")
+    parser.add_argument("new", nargs="?", help="another one; this tree if it is left out")
+    given = parser.parse_args()
+    old = count(given.old)
+    new = count(given.new) if given.old else old
     for package in sorted(old.keys() | new.keys()):
-        change = f"{new[package] - old[package]:+8,}" if sys.argv[1:] else ""
+        change = f"{new[package] - old[package]:+8,}" if given.old else ""
         print(f"{package:28}{old[package]:8,}{change}")
+
+
+if __name__ == "__main__":
+    main()
