@@ -98,3 +98,22 @@ def test_a_broken_folder_is_refused_and_the_place_named(
         load_runner(ModelConfig(device="cpu", threads=1, lane="auto" if own_code else lane), folder)
     assert caught.value.code == code and place in str(caught.value)
     assert str(tmp_path) not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_parameters": {"rope_type": "no such type", "rope_theta": 1e4}},
+        {"hidden_act": 2**64},
+        {"hidden_act": "no such function"},
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_named(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", "Qwen3ForCausalLM")
+    config(**values)(folder)
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
+        load_runner(ModelConfig(device="cpu", threads=1, lane="generic-text"), folder)
+    assert caught.value.code == "model_corrupt"
+    assert len(str(caught.value)) < 400

@@ -144,15 +144,24 @@ def load_pretrained(
     """
     read_headers(spec)  # a damaged file is named before transformers meets it
     with _without_bars():
-        model, report = auto.from_pretrained(
-            spec.folder,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are in the report
-            output_loading_info=True,
-        )
+        try:
+            model, report = auto.from_pretrained(
+                spec.folder,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are in the report
+                output_loading_info=True,
+            )
+        except (MemoryError, ModelError):
+            raise
+        except Exception as error:  # transformers checks few of config.json's values
+            raise ModelError(
+                f"transformers cannot build {spec.name} by its config.json "
+                f"({type(error).__name__}); check the file, or download the model again.",
+                "model_corrupt",
+            ) from error
     spared = {} if unused is None else {"unexpected_keys": "", "missing_keys": unused}
     for kind, fault in _FAULTS.items():
         for key in report[kind]:
