@@ -155,8 +155,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     restores: tuple[SlotCopy, ...] = ()  # snapshots put into slots before the chunks
     encoded: tuple[EncodeChunk, ...] = ()
     loads: tuple[Load, ...] = ()
-    worked_on: tuple[SequenceId, ...] = ()  # the sequences it loads or computes, not just draws for
-    allowed_s: float = 0.0  # how long it should take, for the watch on hangs; 0 while unmeasured
+    worked_on: tuple[SequenceId, ...] = ()  # sequences that it loads or computes; others only draw
+    allowed_s: float = 0.0  # seconds that the watch on hangs allows it; 0 while unmeasured
 
     @property
     def named(self) -> list[SequenceId]:

@@ -12,7 +12,7 @@ class VectorRequest(msgspec.Struct, frozen=True):
     route: Route
     task: str  # embed or score
     packed: bytes
-    field: str  # that the inputs stand in
+    field: str  # of the body, which has the inputs
     is_list: bool = True
     model: str | None = None
     owner: str = ""

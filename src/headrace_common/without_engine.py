@@ -1,4 +1,4 @@
-"""The answer of an installation without the engine to what needs one."""
+"""Detects an installation without the engine, and says what it lacks."""
 
 from importlib.util import find_spec
 

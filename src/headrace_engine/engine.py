@@ -148,7 +148,7 @@ class Engine:
         self._status = StatusTeller()
         self._starving_due = 0.0
         self._was_held = False
-        self._ended_at = self._clock()  # the last step
+        self._ended_at = self._clock()  # when the last step ended
         self._stops = ProcessStops()
 
     def run(self, inbox: Inbox) -> None:
@@ -183,7 +183,8 @@ class Engine:
         """Plan, execute, commit. False: there was nothing to do."""
         scheduler = self._scheduler
 
-        # 1. Plan. Clients hear who starts or was cancelled before the step executes.
+        # 1. Plan. Starts and cancels are reported before the step executes. Without a step,
+        #    the status may be due.
         plan = scheduler.plan(self._clock())
         if self._prefixes is not None:
             self._prefixes.serve(scheduler.take_offers(), scheduler.take_wishes())
@@ -206,8 +207,8 @@ class Engine:
             logger.exception("A step of %d chunks failed", len(plan.chunks))
             scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
 
-        # 3. Commit. If the process was stopped since the last step, the time that passed is not
-        #    what this step took. A shorter time than STOPPED_S shows that it was not.
+        # 3. Commit. If the process was stopped since the last step, this step's time says nothing.
+        #    It cannot have been stopped if less than STOPPED_S passed.
         else:
             began_at, self._ended_at = self._ended_at, self._clock()
             if self._ended_at - began_at > STOPPED_S and self._stops.take():
@@ -216,7 +217,7 @@ class Engine:
             if trace is not None:
                 self._status.note(trace)
 
-        # 4. Send what came of it.
+        # 4. Send the tokens and ends, and the status if it is due.
         self._step_record.clear()
         self._send(scheduler.take_outputs())
         return True
@@ -307,7 +308,7 @@ class Engine:
             self._preparing.cancels.clear()
 
     def _send(self, outputs: Outputs | None) -> None:
-        """Sends these outputs, and the status if it is due."""
+        """Send these outputs, and the status if it is due."""
         if outputs is not None:
             if outputs.finished:
                 self._grammars.release(end.sequence_id for end in outputs.finished)

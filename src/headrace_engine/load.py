@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
         step_record: StepWriter | None = None,
         core_lock: CoreLock | None = None,
     ) -> Engine:
-        """Join the parts with what the engine's process has."""
+        """Build the engine from the parts and from what its process gives it."""
         return Engine(
             self.scheduler,
             self.runner,
@@ -61,7 +61,7 @@ class Loaded(NamedTuple):
 def load(config: ModelConfig) -> Loaded:
     """Loads and times the model that `config` names; ModelError if it cannot be served.
 
-    Every part gets the parts that it uses from its constructor, so this is their order.
+    Each constructor is given the parts that the new one uses, which fixes the order.
     """
     folder = Path(config.model)
     lane, head, ready = load_lane(config, folder)

@@ -59,7 +59,7 @@ def _fused(parts: Sequence[tuple[Kernel, Arguments]], barrier: int) -> Call:
     for _, arguments in parts:
         arguments[0] = 0
     call: Any = partial(parallel, IN_TURN, arguments_of(table.ctypes.data, len(pairs), barrier))
-    call.kept = table, parts  # their addresses are all that the kernel gets
+    call.kept = table, parts  # the kernel only has their addresses
     return call
 
 

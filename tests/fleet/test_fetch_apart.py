@@ -89,7 +89,7 @@ def test_a_download_of_which_nothing_new_comes_is_given_up(
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr("headrace.fleet.fetch_apart.MAX_SILENCE_S", 0.5)
     news: list[tuple[int, int]] = []
-    with pytest.raises(ModelError, match="Nothing new came") as failed:
+    with pytest.raises(ModelError, match="no progress") as failed:
         fetch_apart(ModelConfig(model=REPO), lambda *now: news.append(now))
     assert failed.value.code == "download_failed" and news == [(1, 9)]
 

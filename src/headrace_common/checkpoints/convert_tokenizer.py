@@ -1,8 +1,8 @@
 """Makes a tokenizer.json from older files.
 
-`python -m headrace_common.checkpoints.convert_tokenizer FOLDER OUT` is a process of its own:
-transformers imports torch, which the gateway never does. It reads local files only, never runs
-code that comes with a model, and may take a bounded amount of memory.
+`python -m headrace_common.checkpoints.convert_tokenizer FOLDER OUT` runs in a process of its own,
+because transformers imports torch, which the gateway never does. It reads local files only, never
+runs code that comes with a model, and its memory is limited.
 """
 
 import resource
@@ -23,7 +23,7 @@ def main(folder: Path, out: Path) -> None:
 
 
 def run(folder: Path, out: Path, max_bytes: int = _MAX_BYTES) -> None:
-    """Convert within a limit on the memory of this process."""
+    """Convert with a limit on the memory of this process."""
     resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
     main(folder, out)
 

@@ -53,11 +53,11 @@ _MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000  # characters: a line stays far below 
 _MEMORY_BYTES = 2 << 30  # an answer of the hub without end must not take the machine's memory
 _TIDY_S = 1.0
 MAX_SILENCE_S = 600.0
-"""Seconds without anything new after which a download is given up: a hub may answer slowly for each
-of hundreds of files, and the hash of a large file takes minutes."""
+"""Seconds without progress after which a download is stopped: a hub may answer slowly for each of
+hundreds of files, and the hash of a large file takes minutes."""
 SILENT = (
-    f"Nothing new came of the download for {MAX_SILENCE_S:g} s, so it was given up; "
-    "what has come is kept: try again later."
+    f"The download made no progress for {MAX_SILENCE_S:g} s and was stopped. "
+    "What was received is kept; try again later."
 )
 
 
@@ -132,9 +132,9 @@ def _failure(error: BaseException) -> FetchFailed:
 
 
 def _end(*_: object) -> None:
-    """End the process: installers are ended and scratch is removed, within _TIDY_S.
+    """End installers, remove temporary files and end the process, all within _TIDY_S.
 
-    The hub's library waits for its threads, and one that reads from a slow hub may take for ever.
+    The hub's library waits for its threads, and one that reads from a slow hub may never end.
     """
     kill = threading.Timer(_TIDY_S, os.killpg, (0, signal.SIGKILL))
     kill.daemon = True

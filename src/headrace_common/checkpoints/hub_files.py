@@ -14,7 +14,7 @@ from headrace_common.errors import ModelError
 
 _TRIES = 5  # in a row that bring nothing
 _PAUSE_S = 1.0
-_SLOW_S, _SLOW_BYTES = 30.0, 30 << 10  # a hub that sends less in that time is given up
+_SLOW_S, _SLOW_BYTES = 30.0, 30 << 10  # a download that receives less in that time is stopped
 _PARTIAL = 206
 _SHA256 = re.compile("[0-9a-f]{64}")
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -150,7 +150,7 @@ def _check_hash(file: HubFile) -> None:
 _WRONG_HASH = "A downloaded file does not match the hub's hash and was discarded; try again."
 _TOO_MUCH = "A file of the hub is larger than its stated size and was discarded; try again."
 _TOO_SLOW = (
-    f"The hub sent less than {_SLOW_BYTES >> 10} KiB in {_SLOW_S:g} s, so the download was given "
-    "up; what has come is kept: try again later."
+    f"The hub sent less than {_SLOW_BYTES >> 10} KiB in {_SLOW_S:g} s, so the download was "
+    "stopped. What was received is kept; try again later."
 )
 _NOTHING_MORE = "The hub stopped sending a file before its end; try again later."

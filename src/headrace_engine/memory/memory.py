@@ -42,7 +42,7 @@ class Memory:
     """The books of one lane's memory."""
 
     def __init__(self, layout: MemoryLayout, offers: Offers | None = None) -> None:
-        """`offers` is told of full blocks and saved states; None: they are kept nowhere else."""
+        """`offers` collects full blocks and saved states; None if nothing is kept on disk."""
         self.offers = offers
         self.layout = layout
         self._blocks = BlockPool(layout.num_blocks)

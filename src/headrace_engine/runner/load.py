@@ -49,7 +49,7 @@ class Computing(NamedTuple):
 
 
 class LoadedLane(NamedTuple):
-    """A lane that has its weights and its memory, how it makes vectors, and its figures."""
+    """A lane with its weights and memory, its vector head, and its limits and figures."""
 
     lane: Lane
     head: VectorHead
@@ -57,7 +57,7 @@ class LoadedLane(NamedTuple):
 
 
 def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
-    """Loads a warm runner that knows no grammars; ModelError if the model cannot be served."""
+    """Loads and warms a runner without grammars; ModelError if the model cannot be served."""
     lane, head, ready = load_lane(config, folder)
     runner = Runner(lane, head)
     warm(runner, ready.layout)

@@ -50,9 +50,10 @@ class Runner:
         constrain: Callable[[Sampling], Constraint | None] = _unconstrained,
         tells_forced: bool = False,
     ) -> None:
-        """`head` makes vectors; `constrain` gives an answer its constraint, where it has one.
+        """`head` makes vectors; `constrain` returns the constraint of an answer that has one.
 
-        `tells_forced`: draws tell what their grammar forces next, for guesses.
+        With `tells_forced`, a draw also returns the tokens that its grammar forces next, which
+        guesses start with.
         """
         self.lane = lane
         self.head = head
@@ -148,7 +149,7 @@ class Runner:
         return self._encoding.encode(chunk, work)
 
     def _compute(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Runs the chunks' tokens through the model; returns the rows that were asked for."""
+        """Run the chunks' tokens through the model; return the rows that the chunks ask for."""
         tokens = []
         for chunk in chunks:
             num_known = chunk.length - len(chunk.guess)
@@ -189,7 +190,7 @@ class Runner:
     def _draw(self, chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> list[Drawn]:
         """Draws for each sequence, chunk by chunk; siblings draw from the same row."""
         rows: list[Tensor] = []
-        places: list[int] = []  # of each sequence's first row
+        places: list[int] = []  # the number of each sequence's first row
         sequences: list[SequenceState] = []
         guesses: list[tuple[int, ...]] = []
         num_rows = 0
@@ -260,14 +261,14 @@ class PendingStep:
 
 
 def _with_forced(known: SequenceState, drawn: Drawn) -> Drawn:
-    """Adds the tokens that the grammar lets follow, if the request may guess."""
+    """Add the tokens that the grammar forces next, if the request allows guesses."""
     if not known.sampling.guess or drawn.error is not None or known.is_over:
         return drawn
     return msgspec.structs.replace(drawn, forced=known.forced())
 
 
 def _raise_if_memory_is_short(error: RuntimeError) -> None:
-    """Raises MemoryError for every form in which torch says that memory is short."""
+    """Raise MemoryError if torch ran out of memory, which it reports in several ways."""
     is_short = isinstance(error, torch.OutOfMemoryError)
     if is_short or "you tried to allocate" in str(error):  # the CPU's allocator has no type
         raise MemoryError(str(error)) from error

@@ -203,7 +203,7 @@ class TimeBudget:
     def __init__(self, limits: Limits) -> None:
         self.model = CostModel()
         self.encoding = CostModel()
-        self.rows = RowTimes() if limits.max_guess else None  # only guesses ask for them
+        self.rows = RowTimes() if limits.max_guess else None  # only guesses use them
         self.missed: Counter[str] = Counter()  # steps that missed the stall target, by cause
         self.kept = 0.0  # seconds saved for a chunk that fits no single step
         self.starved_s = 0.0  # how long prompts have had no more than a small share
@@ -286,8 +286,8 @@ class TimeBudget:
     ) -> Room:
         """The room beside these decode chunks; `is_awaited`: a stream waits for the step.
 
-        `part` is the share of the target that the step may take. `can_save`: other chunks go on
-        in a step that saves its room for a larger chunk.
+        `part` is the share of the target that the step may take. With `can_save`, the step may
+        leave its room unused, to save it for a larger chunk.
         """
         tokens = max(1, self._max_tokens - decoding.num_new)
         elsewhere = self.elsewhere
@@ -331,7 +331,7 @@ class TimeBudget:
     def expect_miss(self, shape: StepShape, cause: str, predicted: float) -> str:
         """Count a step that a stream waits for if it should miss the target; returns why.
 
-        `predicted` is what `predict` gave for this step. A step that streams have no part in
+        `predicted` is the result of `predict` for this step. A step that streams sit out
         always counts.
         """
         if cause not in SAT_OUT:
@@ -343,7 +343,7 @@ class TimeBudget:
         return cause
 
     def is_in_time(self, shape: StepShape, computing: float) -> bool:
-        """Whether a step should meet the stall target; `computing`: what the model predicts."""
+        """Whether a step should meet the stall target; `computing`: its chunks' seconds."""
         target = self._limits.max_stall_s
         if target is None or not self.model.is_measured:
             return True

@@ -61,7 +61,7 @@ class InFlight:
         return step.launch(self._table.take_ended())
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepTrace | None:
-        """Take in the result of the oldest step; return its figures unless it was not timed."""
+        """Apply the result of the oldest step; return its figures if it was timed."""
         step = self._steps.popleft()
         assert step.plan is plan
         if plan.loads:
@@ -97,12 +97,12 @@ class InFlight:
         self._table.close_if_over(sequence)
 
     def _commit_chunk(self, chunk: Chunk, named: list[Sequence], result: ChunkResult) -> None:
-        """Take in a chunk of the first of `named`; the others are siblings that draw with it."""
+        """Apply the result of a chunk: `named[0]` computed it, and its siblings draw with it."""
         sequence = named[0]
         lease, block_size = sequence.lease, self._memory.layout.block_size
         assert lease is not None
 
-        # 1. The chunk's tokens are computed, and those of its guesses that were right.
+        # 1. Count the chunk's tokens as computed, and those of its guesses that were right.
         end = chunk.start + chunk.length - len(chunk.guess)
         if chunk.guess:
             end += self._commit_guess(sequence, chunk, result.drawn[0])
@@ -118,7 +118,7 @@ class InFlight:
                 finish = FinishReason.ERROR if result.error is not None else FinishReason.LENGTH
                 sequence.decide(finish, result.error or "", result.vector)
 
-        # 2. Each of them gets the tokens that were drawn for it, up to the one that ends it.
+        # 2. Append to each sequence the tokens that were drawn for it, up to one that ends it.
         for drawing, drawn in zip(named if chunk.draws else (), result.drawn, strict=True):
             drawing.commit_draw(drawn.forced)
             for number, token_id in enumerate(drawn.token_ids):
@@ -132,8 +132,8 @@ class InFlight:
             if drawn.error is not None and drawing.outcome is None:
                 drawing.decide(FinishReason.ERROR, drawn.error)
 
-        # 3. Others may use the blocks that are full now. Sequences that are over leave. Whoever
-        # keeps blocks on disk may also want those that were public before.
+        # 3. Publish the blocks that are full now, and close the sequences that have an outcome.
+        #    With a disk, `publish` also offers it blocks that were public before.
         num_public = min(end, len(sequence.token_ids)) - sequence.num_again
         has_filled = num_public >= (lease.num_published + 1) * block_size
         if has_filled or self._memory.offers is not None:

@@ -138,7 +138,7 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self.is_measured = False  # whether the coefficients can be trusted
+        self.is_measured = False  # whether enough steps were timed to trust the coefficients
         self._fitted = Coefficients()
         self._paces = {False: 1.0, True: 1.0}  # after the last step without and with prompt tokens
         self._last_kind = True

@@ -22,12 +22,12 @@ class _Candidate(NamedTuple):
 
 
 def own_guesser(sequence: Sequence) -> Guesser:
-    """Make a guesser that needs nothing but the sequence."""
+    """Make a guesser that uses only the tokens of the sequence."""
     return OwnGuesser()
 
 
 class Guessing:
-    """Adds guesses to steps of decode chunks alone, if the limits allow any."""
+    """Adds guesses to steps that have only decode chunks."""
 
     def __init__(
         self, limits: Limits, budget: TimeBudget, memory: Memory, make_guesser: MakeGuesser
@@ -76,7 +76,7 @@ class Guessing:
         The step stays within the stall target and the token cap.
         """
         num_chunks, times = step.num_decoding, self._budget.rows
-        assert times is not None, "steps are timed by their rows where they may guess"
+        assert times is not None, "limits that allow guesses have rows timed"
         num_rows = step.shape.num_new
         alone = times.seconds(num_chunks, num_rows)
         if not alone:

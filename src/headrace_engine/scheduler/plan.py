@@ -236,11 +236,11 @@ class Planner:
     ) -> bool:
         """Give these sequences their chunks; False if a commit has to free memory first.
 
-        Every decoding sequence advances by one token in every step: that is what keeps streams from
-        stalling. So decode chunks come first, and prompts share the time that is left.
+        Streams do not stall because every decoding sequence advances by one token in every step.
+        So decode chunks come first, and prompts share the time that is left.
         """
-        # 1. Each decoder that is at the end of its last block gets another one. If there are too
-        #    few, the newest sequences lose their memory, and nobody may take it in this step.
+        # 1. Give each decoder whose last block is full another block. If there are too few, the
+        #    newest sequences lose their memory, and no sequence may start in this step.
         decoders, opened, growing = self._split(running)
         if growing and not self._make_room(growing, can_preempt):
             return False
@@ -255,17 +255,17 @@ class Planner:
             if self._memory.layout.num_snapshots:
                 self._save(step, decoders)
 
-        # 3. The prompts, within the seconds that the decode chunks leave. A stream may come at any
-        #    time and then waits for a step of the background, so that one is short, too.
+        # 3. The prompts, within the seconds that the decode chunks leave. A background step is
+        #    short, too: a stream may arrive at any time and then has to wait for its end.
         is_awaited = step.is_background or bool(decoders) or self._has_streams(step)
         part = BACKGROUND_PART if step.is_background else 1.0
-        can_save = not (step.is_background and step.is_empty)  # else nothing else would go on
+        can_save = not (step.is_background and step.is_empty)  # else the step might stay empty
         room = self._budget.open(step.shape, is_awaited, part, can_save)
         step.open(room.seconds, is_awaited)
         if opened or waiting is not None:
             self._add_prompts(step, room, opened, waiting or ())
 
-        # 4. Guesses of what the decoders draw next, where there are no prompts.
+        # 4. Guesses of the decoders' next tokens, in a step without prompts.
         if self._limits.max_guess and decoders:
             self._guessing.add_to(step, decoders, sum(map(step.is_for, self._table.running)))
         return True
@@ -273,9 +273,10 @@ class Planner:
     def _split(
         self, running: list[Sequence]
     ) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Sequences that decode, those with open prompts, and the decoders that need a block.
+        """Return the sequences that decode, those with open prompts, and decoders without room.
 
-        A sequence whose last token is being drawn is none of these.
+        The last are those of the first that need another block. A sequence whose last token is
+        being drawn is in none of the lists.
         """
         layout = self._memory.layout
         decoders: list[Sequence] = []

@@ -263,7 +263,7 @@ class Scheduler:
         return None if step is None else self._in_flight.launch(step)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepTrace | None:
-        """Take in the result of the oldest plan in flight; return its figures if it was timed."""
+        """Apply the result of the oldest plan in flight; return its figures if it was timed."""
         return self._in_flight.commit(plan, result, now)
 
     def fail(self, plan: StepPlan, message: str, now: float) -> None:

@@ -104,7 +104,7 @@ class Sequence:
     guesser: Guesser | None = None
     forced: tuple[int, ...] = ()  # tokens that its grammar lets follow
     num_shown: int = field(init=False)  # prompt tokens that progress counts: a source's, if any
-    is_background: bool = field(init=False)  # takes only what others leave
+    is_background: bool = field(init=False)  # runs only in time and memory that others leave
 
     def __post_init__(self) -> None:
         self.is_background = self.priority >= BACKGROUND
@@ -196,7 +196,7 @@ class Sequence:
         return None
 
     def join(self, family: "Family", alone: bool) -> None:
-        """Become one of the choices of a prompt; `alone`: without waiting for the leader."""
+        """Become one of the choices of a prompt; with `alone`, do not wait for the leader."""
         self.is_reporter = family.leader is self
         self.family = None if alone else family
 
@@ -249,32 +249,32 @@ class Sequence:
         self.num_in_flight += 1
 
     def encode(self, num_units: int) -> None:
-        """That many units of its works are in a plan."""
+        """Count further units of its works as planned."""
         self.num_units_planned += num_units
         self.num_in_flight += 1
 
     def guess(self, make_guesser: Callable[["Sequence"], Guesser], most: int) -> Guess:
-        """Guess what follows, at most that many tokens."""
+        """Guess at most `most` of the tokens that follow."""
         if self.guesser is None:
             self.guesser = make_guesser(self)
         return self.guesser.guess(self.token_ids, self.forced, most)
 
     def plan_guess(self, num_guessed: int) -> None:
-        """Its chunk in a plan goes on with that many guessed tokens."""
+        """Note how many guessed tokens its planned chunk ends with."""
         self.num_guessed = num_guessed
 
     def take_in_again(self) -> int:
-        """Return how many planned tokens its state lacks; a plan computes them again."""
+        """Return how many tokens a wrong guess removed from its state, to be computed again."""
         num_again, self.num_again = self.num_again, 0
         return num_again
 
     def commit_units(self, num_units: int) -> None:
-        """That many units of its works were encoded."""
+        """Count further units of its works as encoded."""
         self.num_in_flight -= 1
         self.num_units_computed += num_units
 
     def commit_guess(self, num_right: int, num_again: int) -> None:
-        """So many guessed tokens were right; its state must take in `num_again` tokens again."""
+        """Count the guesses that were right; `num_again` tokens have to be computed again."""
         self.num_guessed, self.num_again = 0, num_again
         self.num_planned += num_right
 
@@ -284,7 +284,7 @@ class Sequence:
         self.num_computed = end
 
     def commit_draw(self, forced: tuple[int, ...]) -> None:
-        """A launched chunk has drawn for it; its grammar lets `forced` follow."""
+        """Count a launched draw as done; its grammar forces `forced` next."""
         self.num_pending -= 1
         self.forced = forced
 
@@ -294,7 +294,7 @@ class Sequence:
         return self.end_reason()
 
     def report(self, num_reported: int) -> None:
-        """So many tokens of its prompt were reported as done."""
+        """Note how many tokens of its prompt were reported as processed."""
         self.num_reported = num_reported
 
     def decide(self, finish: FinishReason, message: str = "", vector: bytes = b"") -> None:
@@ -307,7 +307,7 @@ class Sequence:
         self.status, self.lease = SequenceStatus.FINISHED, None
 
     def leave_plans(self) -> None:
-        """The launched plans that name it were dropped."""
+        """Forget the launched plans that name it, since they were dropped."""
         self.num_in_flight = 0
 
     def rewind(self) -> None:

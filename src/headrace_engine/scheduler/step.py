@@ -30,7 +30,7 @@ class PlannedStep:
     planned_at: float
     seats: int  # sequences that may still start in it
     forward_per_chunk: bool
-    is_background: bool = False  # whether it is for those who take what others leave
+    is_background: bool = False  # whether it is for background sequences
     is_alone: bool = False  # whether a suspect has it to itself
     first_due: float | None = None  # only sequences due before it may start
     num_passed_over: int = 0  # waiting sequences that lacked blocks
@@ -86,11 +86,11 @@ class PlannedStep:
         self.room, self.is_awaited = room, is_awaited
 
     def expect(self, predicted: float, allowed: float) -> None:
-        """Set how long it should take, and how long the watch on hangs should expect."""
+        """Set the seconds that it should take, and those that the watch on hangs allows it."""
         self.predicted, self.allowed = predicted, allowed
 
     def blame(self, cause: str) -> None:
-        """Set why it is expected to miss its target; empty: it is not."""
+        """Set why it is expected to miss its target; empty if it is not."""
         self.cause = cause
 
     def begin(self, sequence: Sequence, restore: SlotCopy | None = None) -> None:

@@ -298,7 +298,7 @@ class SequenceTable:
         del self._sequences[sequence.id]
         self._outputs.finished.append(sequence.outcome)
         if family is not None and family.leader is sequence:
-            leader = family.hand_over()  # the old one may not have computed the prompt
+            leader = family.hand_over()  # the prompt may not be computed yet
             if leader is not None:
                 self.waiting.add(leader)
 

@@ -37,7 +37,7 @@ class SequenceState:
     pooled: PooledRows | None = None  # of one that draws nothing
     seen: Occurrences = field(default_factory=Occurrences)  # of all tokens, if it is penalized
     drawn: Occurrences = field(init=False)  # of those drawn
-    is_penalized: bool = field(init=False)  # before the mask; `samplers` penalize by themselves
+    is_penalized: bool = field(init=False)  # before the mask; False if `samplers` do it instead
 
     def __post_init__(self) -> None:
         s = self.sampling
