@@ -231,6 +231,17 @@ def test_values_of_usual_size_are_printed_in_every_way():
         assert render(source, {"role": "user", "content": long}).strip() == long.strip()
 
 
+def test_methods_are_called_in_a_loop_by_all_their_arguments():
+    source = (
+        "{% for m in messages %}{% set a = 'a,b,c' %}{{ a.split(',') }}{{ a.split(sep=',') }}"
+        "{{ a.rsplit(',', maxsplit=1) }}{{ a.split() }}{{ ('<' | safe).escape('<' * 3) }}"
+        "{% endfor %}"
+    )
+    assert render(source, USER) == (
+        "['a', 'b', 'c']['a', 'b', 'c']['a,b', 'c']['a,b,c']&lt;&lt;&lt;"
+    )
+
+
 def test_a_template_that_loops_without_writing_overruns_its_time(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
     source = "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}"

@@ -37,6 +37,7 @@ from headrace.text.sandbox_sizes import (
 MAX_SECONDS = 5.0
 MAX_SOURCE = 256 << 10
 """Characters of a template's source; the longest known template has a tenth of that."""
+_SCOPES = ("_loop_vars", "_block_vars")  # that Jinja adds to the arguments of every call
 
 
 class _Generator(CodeGenerator):
@@ -94,7 +95,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
         """Make a call for a template; raise Overrun if its result would be too large."""
-        return super().call(context, obj, *check_method(obj, arguments, named), **named)
+        own = {name: value for name, value in named.items() if name not in _SCOPES}
+        return super().call(context, obj, *check_method(obj, arguments, own), **named)
 
     def wrap_str_format(self, value: Any) -> Any:
         """`format` and `format_map` of a text, with bounded widths."""
