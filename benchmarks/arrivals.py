@@ -1,12 +1,13 @@
-"""Long prompts that arrive at a rate, some of them another turn of one before: waits and gaps.
+"""Measures waiting times and token gaps when long prompts arrive at a given rate.
 
     python -m benchmarks.arrivals [MODEL] [--rates 1 2 4] [--lengths 4096 8192] [--warm 0 .5 .9]
     python -m benchmarks.arrivals --url http://127.0.0.1:8000
 
-Each cell is one rate, length and warm share. Its requests leave at their times, whatever became of
-those before, and draw 32 tokens each. A warm one shares all but its last 512 tokens with one of
-four prompts that were read before the cell. Without MODEL it serves a tiny one, so that the serving
-is measured, not the model.
+Each cell is one rate, length and warm share. The cell's requests are sent on schedule, whether
+or not earlier requests have ended, and generate 32 tokens each. The warm share is the fraction
+of requests that repeat one of four prompts, except for the last 512 tokens. These four prompts
+are processed before the cell. Without MODEL, a tiny model is served, so that the result shows
+the cost of serving alone.
 """
 
 import argparse
@@ -35,7 +36,7 @@ _PATIENCE_S = 120.0
 
 
 class Cell:
-    """The requests of one rate, length and warm share, and when their tokens came."""
+    """The requests of one rate, length and warm share, and when their tokens arrived."""
 
     def __init__(self, target: Target, rate: float, length: int, warm: float, seed: int) -> None:
         self._target, self._rate, self._length, self._warm = target, rate, length, warm
@@ -64,7 +65,8 @@ class Cell:
         return f"{head}{waits} {stalls} {self.num_failed:7}"
 
     def _fresh(self, length: int) -> list[int]:
-        plain = self._target.num_vocab * 9 // 10  # special tokens stand at the end
+        # Special tokens are at the end of the vocabulary.
+        plain = self._target.num_vocab * 9 // 10
         return [self._random.randrange(plain) for _ in range(length)]
 
     def _prompt(self) -> list[int]:
@@ -88,11 +90,13 @@ class Cell:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?")
-    parser.add_argument("--url", help="of a server that runs already")
-    parser.add_argument("--rates", type=float, nargs="*", default=[1.0, 2.0, 4.0], help="a second")
+    parser.add_argument("--url", help="URL of a running server")
+    parser.add_argument(
+        "--rates", type=float, nargs="*", default=[1.0, 2.0, 4.0], help="requests per second"
+    )
     parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 12288])
     parser.add_argument("--warm", type=float, nargs="*", default=[0.0, 0.5, 0.9])
-    parser.add_argument("--requests", type=int, default=16, help="of each cell")
+    parser.add_argument("--requests", type=int, default=16, help="requests per cell")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with _server(options) as url:
@@ -112,7 +116,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _tiny(folder: Path, positions: int) -> Path:
-    """A tiny model of that many positions, whose tokens all have a text."""
+    """Make a tiny model with `positions` positions. Each of its tokens has a text."""
     make_random_model(folder, "tiny")
     config = folder / "config.json"
     given = json.loads(config.read_text())

@@ -1,4 +1,4 @@
-"""Gaps between the tokens of a server's streams beside something else: KINDS has what.
+"""Measures the gaps between a server's tokens while the server also has an additional load.
 
     python -m benchmarks.beside schemas|embed|body|prompts|lookups|other-killed|other-prompt [MODEL]
     python -m benchmarks.beside image MODEL
@@ -7,16 +7,18 @@
     python -m benchmarks.beside llama MODEL [--rounds 2] [--threads 2]     # make llama-gap
     python -m benchmarks.beside disk MODEL [--rounds 10] [--length 512] [--threads 2]
 
-MODEL is a folder or a name, headrace-mini if none is given. Rounds alone and rounds beside it
-alternate on one server, so that whatever else the machine does falls on both. Exits with 1 if the
-99th percentile of the gaps beside it is more than 1.5 times the server's stall target. Flags that
-are not known here are the server's. The client shares the cores with the server.
+The table KINDS lists the loads. MODEL is a folder or a name; the default is headrace-mini.
+Rounds with and without the load alternate on one server, so that other activity on the machine
+affects both. The exit code is 1 if the 99th percentile of the gaps under load is more than 1.5
+times the server's stall target. Unknown flags are passed to the server. The client shares the
+cores with the server.
 
-"crowd" says instead how late the heartbeats of those are who wait, and how long control routes
-take; "targets" measures cold prompts of 2,048 tokens, each stall target on a server of its own, and
-writes a file and two pictures; "llama" has one GGUF file served by llama-server (LLAMA_SERVER=PATH
-for your own) and by us, all loaded side by side and asked in turn; "disk" has a server that keeps
-prefixes on disk in turn with one that does not.
+"crowd" measures instead how late the heartbeats of queued streams are, and how long control
+routes take. "targets" measures cold prompts of 2,048 tokens with each stall target on a
+separate server, and writes a file and two pictures. "llama" serves one GGUF file with
+llama-server (LLAMA_SERVER=PATH for your own build) and with Headrace. All servers are loaded at
+the same time and measured in turn. "disk" alternates between a server that stores prefixes on
+disk and a server that does not.
 """
 
 import argparse
@@ -61,16 +63,19 @@ Act = Callable[[Target], Awaitable[list[Injection]]]
 
 @contextlib.contextmanager
 def serving(model: Path | str, flags: tuple[str, ...]) -> Iterator[str]:
-    """The URL of a server of its own, stopped at the end."""
+    """Start a server and yield its URL; stop it at the end."""
     with running_server(str(model), "--state-dir", "none", *flags) as server:
         yield server.url
 
 
-# what the streams have beside them: one request each, of which no two are alike
+# The additional load of a server. Each request is different, so no request hits a cache.
 
 
 class Kind(NamedTuple):
-    """`ask` comes again and again, or once a round; with two models `a` is asked, `b` measured."""
+    """A kind of additional load. `ask` is called repeatedly, or once per round if `is_once` is set.
+
+    With two models, `ask` calls model `a` and the gaps of model `b` are measured.
+    """
 
     ask: Callable[[httpx.AsyncClient, int], Awaitable[Any]]
     num_streams: int = 4
@@ -84,7 +89,7 @@ async def _post(client: httpx.AsyncClient, route: str, body: dict[str, Any]) -> 
 
 
 async def _schema(client: httpx.AsyncClient, number: int) -> None:
-    """Close to the largest grammar that is taken: about a second to compile."""
+    """Send nearly the largest grammar that is accepted; the server compiles for about a second."""
     fields = {f"f{number}_{i}": {"enum": [f"{j} of {i}" for j in range(4)]} for i in range(2200)}
     schema = {"type": "object", "properties": fields, "required": list(fields)}
     schema["additionalProperties"] = False
@@ -92,13 +97,13 @@ async def _schema(client: httpx.AsyncClient, number: int) -> None:
 
 
 async def _embed(client: httpx.AsyncClient, number: int) -> None:
-    """The largest batch there is."""
+    """Send the largest batch that is accepted."""
     inputs = [f"{number} of a batch, {i} of its inputs" for i in range(2048)]
     await _post(client, "/v1/embeddings", {"input": inputs})
 
 
 async def _image(client: httpx.AsyncClient, number: int) -> None:
-    """40 megapixels."""
+    """Send an image with 40 megapixels."""
     url = await asyncio.to_thread(_picture, number)
     parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": url}}]
     messages = [{"role": "user", "content": parts}]
@@ -114,7 +119,7 @@ def _picture(number: int) -> str:
 
 
 async def _body(client: httpx.AsyncClient, number: int) -> None:
-    """32 MiB, which is answered with 400: the prompt is too long."""
+    """Send a body of 32 MiB; the answer is 400, because the prompt is too long."""
     sent = json.dumps({"prompt": "x" * (32 * 2**20 - 100), "max_tokens": 1}).encode()
     await client.post(TEXT, content=sent, headers={"Content-Type": "application/json"})
 
@@ -124,7 +129,7 @@ async def _prompts(client: httpx.AsyncClient, number: int) -> None:
 
 
 async def _lookup(client: httpx.AsyncClient, number: int) -> None:
-    """1,000 conversations, which the first lookup makes."""
+    """Look up 1,000 conversations, which the first lookup creates."""
     names = [f"c{i}" for i in range(1000)]
     for name in names if number == 0 else ():
         body = {"prompt": "Hi", "max_tokens": 1, "stream": True}
@@ -133,7 +138,7 @@ async def _lookup(client: httpx.AsyncClient, number: int) -> None:
 
 
 async def _kill(client: httpx.AsyncClient, number: int) -> None:
-    """Until there is another engine."""
+    """Kill the other engine, and wait until a new engine runs."""
     models = (await client.get("/manage/state")).json()["models"]
     (pid,) = (one["engine"]["pid"] for one in models if one["model"] == "a")
     os.kill(pid, signal.SIGKILL)
@@ -172,7 +177,7 @@ KINDS = {
 }
 
 
-# a round, and what is seen in it
+# One round and its figures.
 
 
 @contextlib.asynccontextmanager
@@ -185,7 +190,7 @@ async def _target(url: str, model: str = "") -> AsyncIterator[Target]:
 
 
 async def _round(target: Target, act: Act | None, prompts: list[list[int]], lead_s: float) -> Round:
-    """Streams from start to end, and the act between."""
+    """Run streams, and call `act` while the streams run; return the times."""
     background = Background(target, prompts)
     try:
         await background.open()
@@ -196,31 +201,36 @@ async def _round(target: Target, act: Act | None, prompts: list[list[int]], lead
         ended, lost_at = time.perf_counter(), background.lost_at
     finally:
         await background.close()
-    await asyncio.sleep(lead_s)  # a server may take a step until it sees that they are gone
-    # a stream that fell silent for good counts with its silence
+    # After the clients have disconnected, the server may take one more step.
+    await asyncio.sleep(lead_s)
+    # If a stream was silent until the end, count the silence as a gap.
     begun = done[0].sent if done else settled
     silent = [[ended] if times[-1] < begun else [] for times in background.arrivals]
     pairs = zip(background.arrivals, silent, strict=True)
     return Round(settled, ended, tuple((*a, *b) for a, b in pairs), tuple(done), lost_at)
 
 
-_PARTS = {BASELINE: "gaps alone", STEADY: "gaps before and after it", STALL: "gaps beside it"}
+_PARTS = {
+    BASELINE: "gaps alone",
+    STEADY: "gaps before and after the load",
+    STALL: "gaps during the load",
+}
 
 
 def _show(name: str, cell: Cell) -> dict[str, Any]:
-    """Prints the figures of a cell, in milliseconds."""
+    """Print the figures of a cell in milliseconds, and return them."""
     seen = figures(cell)
     for tag, found in seen["gaps_ms"].items():
         print(f"{name}: {_PARTS[tag]}: {found}", flush=True)
     if seen["ttft_ms"]["n"]:
-        print(f"{name}: each took {seen['ttft_ms']}")
+        print(f"{name}: time per load: {seen['ttft_ms']}")
     if any(round.lost_at is not None for round in cell.rounds):
-        print(f"{name}: a stream ended before it was told to")
+        print(f"{name}: a stream ended too early")
     return seen
 
 
 async def compare(url: str, kind: Kind, given: argparse.Namespace) -> bool:
-    """Whether the gaps beside it keep the bound."""
+    """Return whether the gaps under load stay within the bound."""
     numbers = itertools.count()
 
     async def act(target: Target) -> list[Injection]:
@@ -242,8 +252,10 @@ async def compare(url: str, kind: Kind, given: argparse.Namespace) -> bool:
         streams = [[5 + n] for n in range(num)]
         if kind.has_two_models:
             await _both_up(target.http)
-        await kind.ask(target.http, next(numbers))  # the first has no streams beside it
-        await _round(target, nothing, streams, 0.3)  # the engine learns what its steps take
+        # The first request runs without streams, to warm up.
+        await kind.ask(target.http, next(numbers))
+        # In this round the engine learns how long its steps take.
+        await _round(target, nothing, streams, 0.3)
         props = await target.http.get("/props", params={"model": target.model})
         stall_ms = props.json()["max_stall_ms"]
         for _ in range(given.rounds):
@@ -252,18 +264,18 @@ async def compare(url: str, kind: Kind, given: argparse.Namespace) -> bool:
                     cell.rounds += (_by_frame(await _round(target, what, streams, 0.3)),)
     _show(given.kind, alone)
     ratio = _show(given.kind, loaded)["gaps_ms"][STALL]["p99"] / stall_ms
-    print(f"p99 beside it is {ratio:.2f} of the target of {stall_ms} ms")
+    print(f"p99 during the load is {ratio:.2f} of the target of {stall_ms} ms")
     return ratio <= BOUND
 
 
 def _by_frame(round: Round) -> Round:
-    """Tokens of one frame count once."""
+    """Count the tokens of one frame only once."""
     return replace(round, streams=tuple(tuple(dict.fromkeys(times)) for times in round.streams))
 
 
 @contextlib.asynccontextmanager
 async def _others(url: str, kind: Kind) -> AsyncIterator[None]:
-    """Two streams of model `a`, where there is one."""
+    """Run two streams of model `a` if there are two models."""
     if not kind.has_two_models:
         yield
         return
@@ -277,7 +289,7 @@ async def _others(url: str, kind: Kind) -> AsyncIterator[None]:
             await background.close()
 
 
-# the same prompt at several servers
+# The same prompt on several servers.
 
 
 def targets(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
@@ -297,7 +309,7 @@ def targets(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
             continue
         run.flags = own
         runs.append(run)
-        # after each, so that a run that is cut short leaves what it has
+        # Write the report after each server, so that an interrupted run keeps the results.
         write(given.out / "wall.json", report(runs, options))
         from headrace.bench.plots import draw
 
@@ -310,7 +322,7 @@ def _flags_for(target: str) -> tuple[str, ...]:
 
 
 async def llama(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
-    """Six places of 4,096 positions, at each server."""
+    """Measure llama-server and Headrace, each with six sequences of 4,096 positions."""
     from tools.harness.llama_server import llama_server
 
     file, threads = _gguf(Path(given.model), given.out), given.threads
@@ -328,16 +340,17 @@ async def llama(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
         for number in range(given.rounds + 1):
             for name, url in urls.items():
                 seen = await _prompt_round(url, number, 2048 if number else 512)
-                cells[name].rounds += (seen,) if number else ()  # the first warms up
+                # The first round warms up.
+                cells[name].rounds += (seen,) if number else ()
     print(f"{machine()}, {commit()}, {threads} threads, milliseconds")
     for name, cell in cells.items():
         seen = _show(name, cell)
         rate = seen["stream_tokens_per_s_in_windows"]
-        print(f"{name}: {rate:.1f} tokens/s of the four meanwhile")
+        print(f"{name}: {rate:.1f} tokens/s of the four streams during the prompt")
 
 
 async def _prompt_round(url: str, number: int, length: int) -> Round:
-    """Four streams, and a prompt that nobody has seen."""
+    """Run four streams and a prompt that no server has seen."""
     async with _target(url) as target:
         prompts = PromptSource(number, target.num_vocab)
         act = _prompt_act(prompts, length)
@@ -345,7 +358,7 @@ async def _prompt_round(url: str, number: int, length: int) -> Round:
 
 
 async def disk(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
-    """Pairs of rounds; the gaps count until a second after the prompt's first token."""
+    """Measure rounds with and without a disk, up to a second after the prompt's first token."""
     flags += ("--threads", str(given.threads), "--max-model-len", "4096")
     with tempfile.TemporaryDirectory(dir=given.out) as folder, contextlib.ExitStack() as stack:
         own = {"without": (), "with": ("--prefix-cache-dir", folder)}
@@ -353,10 +366,11 @@ async def disk(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
         urls = {name: stack.enter_context(context) for name, context in opened.items()}
         cells = {name: Cell(plan=None, num_streams=4, rounds=()) for name in urls}
         for number in range(given.rounds + 1):
-            # each goes first in every second pair
+            # The order alternates from pair to pair.
             for name in sorted(urls, reverse=bool(number % 2)):
                 seen = _by_frame(await _prompt_round(urls[name], number, given.length))
-                cells[name].rounds += (seen,) if number else ()  # the first warms up
+                # The first round warms up.
+                cells[name].rounds += (seen,) if number else ()
         written = _num_bytes(Path(folder))
     print(f"{machine()}, {commit()}, prompts of {given.length}, {written / 1e6:.0f} MB written")
     worst = {name: [_p99(round) for round in cell.rounds] for name, cell in cells.items()}
@@ -364,8 +378,11 @@ async def disk(given: argparse.Namespace, flags: tuple[str, ...]) -> None:
         _show(f"{name} a disk", cell)
         print(f"{name} a disk: p99 of all gaps {_p99(*cell.rounds):.1f} ms, by round {worst[name]}")
     ratios = sorted(a / b for a, b in zip(worst["with"], worst["without"], strict=True))
-    print("p99 with a disk over that without, by pair:", [round(ratio, 3) for ratio in ratios])
-    print(f"the median pair {statistics.median(ratios):.3f}")
+    print(
+        "p99 with a disk divided by p99 without a disk, by pair:",
+        [round(ratio, 3) for ratio in ratios],
+    )
+    print(f"median of the pairs: {statistics.median(ratios):.3f}")
 
 
 def _num_bytes(folder: Path) -> int:
@@ -393,11 +410,11 @@ def _gguf(model: Path, folder: Path) -> Path:
     return file
 
 
-# a crowd, whose streams are read as bytes: one process reads all of them
+# Many streams at the same time. One process reads all streams, so it reads only bytes.
 
 
 class Line:
-    """One stream, read as it comes; `times` are when something came."""
+    """A stream that is read as its bytes arrive; `times` has the times of the arrivals."""
 
     def __init__(self, url: str) -> None:
         self._at = urlsplit(url)
@@ -421,12 +438,12 @@ class Line:
             writer.transport.abort()
 
     def gaps(self, since: float) -> list[float]:
-        """Seconds between signs of life from `since` on."""
+        """Return the seconds between arrivals from `since` on."""
         return [b - a for a, b in itertools.pairwise(self.times) if a >= since]
 
 
 def controls(url: str, seconds: float) -> dict[str, list[float]]:
-    """Seconds that each route took, one request at a time."""
+    """Return the seconds that each route took, with one request at a time."""
     routes = ("/health", "/v1/models", "/metrics", "/manage/state", "/slots")
     took: dict[str, list[float]] = {route: [] for route in routes}
     until = time.perf_counter() + seconds
@@ -441,7 +458,7 @@ def controls(url: str, seconds: float) -> dict[str, list[float]]:
 
 
 async def crowd(url: str, num_active: int, num_waiting: int, seconds: float) -> None:
-    """Heartbeats are due once a second."""
+    """Measure how late heartbeats are. A heartbeat is due every second."""
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds + 20
     lines = [Line(url) for _ in range(num_active + num_waiting)]
@@ -449,16 +466,18 @@ async def crowd(url: str, num_active: int, num_waiting: int, seconds: float) -> 
         for line in lines:
             tasks.create_task(line.read(until))
             await asyncio.sleep(0.005)
-        await asyncio.sleep(10)  # until all are in, and the engine knows its steps
+        # After this time, all requests have arrived, and the engine knows how long its steps take.
+        await asyncio.sleep(10)
         since = time.perf_counter()
-        with ProcessPoolExecutor(1, get_context("spawn")) as other:  # does not wait for our streams
+        # A separate process is not delayed by the streams that this process reads.
+        with ProcessPoolExecutor(1, get_context("spawn")) as other:
             took = await loop.run_in_executor(other, controls, url, seconds)
         state = (await client.get("/manage/state")).json()
     print(f"{state['running']} streams run, {state['waiting']['requests']} wait")
     late = [max(gap - 1, 0) for line in lines[num_active:] for gap in line.gaps(since)]
     running = [gap for line in lines[:num_active] for gap in line.gaps(since)]
-    print("heartbeats of those that wait come late by, in ms:", spread(late))
-    print("gaps of those that run:", spread(running))
+    print("lateness of waiting streams' heartbeats, in ms:", spread(late))
+    print("gaps of running streams:", spread(running))
     print("control routes:", spread(itertools.chain(*took.values())))
     for route, values in took.items():
         print(f"  GET {route}", spread(values))
@@ -470,13 +489,13 @@ def main() -> int:
     parser.add_argument("kind", choices=(*KINDS, "crowd", "targets", "llama", "disk"))
     parser.add_argument("model", nargs="?", default="headrace-mini")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, help="of a round; 8, and 30 of a crowd")
+    parser.add_argument("--seconds", type=float, help="per round; default: 8, for crowd 30")
     parser.add_argument("--streams", type=int)
-    parser.add_argument("--waiting", type=int, default=1000, help="of a crowd")
+    parser.add_argument("--waiting", type=int, default=1000, help="waiting streams of crowd")
     parser.add_argument("--targets", nargs="+", default=("60", "100", "200", "off"), metavar="MS")
-    parser.add_argument("--prompts", type=int, help="per target, instead of six")
-    parser.add_argument("--length", type=int, default=512, help="of the prompts; for disk")
-    parser.add_argument("--threads", type=int, default=2, help="of a server; for llama and disk")
+    parser.add_argument("--prompts", type=int, help="prompts per target; default: 6")
+    parser.add_argument("--length", type=int, default=512, help="tokens per prompt of disk")
+    parser.add_argument("--threads", type=int, default=2, help="per server of llama and disk")
     parser.add_argument("--out", type=Path, default=Path("build/llama-gap"))
     given, rest = parser.parse_known_args()
     given.seconds = given.seconds or (30.0 if given.kind == "crowd" else 8.0)

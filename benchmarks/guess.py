@@ -1,13 +1,14 @@
-"""Tokens per second with guesses and without, in pairs on one server; the texts must be equal.
+"""Compares tokens per second with and without speculative decoding; the texts must be equal.
 
     python -m benchmarks.guess MODEL [--pairs 10] [--tokens 200] [FLAGS OF THE SERVER]
 
-MODEL is a folder, a GGUF file or a name; `--quantize none` reads a file in 4 bits as bfloat16. One
-stream copies a text, repeats code with another name in it, fills a JSON schema or writes prose that
-does not repeat; then eight streams do. Both of a pair are asked in turn, each first every other
-time. A ratio is with guesses over without, of rates from the first token to the last (eight: of the
-wall clock). Exits with 1 if a text differs. --llama-server asks the server of the wheel xllamacpp
-instead, with its n-gram look-up and without, one stream each.
+MODEL is a folder, a GGUF file or a name; `--quantize none` reads a 4-bit file as bfloat16. One
+stream copies a text, repeats code with another name in it, fills a JSON schema or writes prose
+without repetition; then eight streams do the same. Both requests of a pair go to one server, in
+alternating order. The ratio is the rate with guesses divided by the rate without guesses. A
+rate is counted from the first token to the last; for eight streams, over the wall-clock time.
+The exit code is 1 if a text differs. With --llama-server, the server of the wheel xllamacpp is
+measured instead. It runs with and without its n-gram lookup, and with one stream at a time.
 """
 
 import argparse
@@ -71,7 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
 NUM_STREAMS, PROMPT = 8, 600
 NAMES = {False: "off", True: "on"}
 Clients = dict[bool, httpx.AsyncClient]
-"""Those who are asked with guesses and without."""
+"""Maps True to a client whose requests use guesses, and False to a client without guesses."""
 
 
 class Answer(NamedTuple):
@@ -93,7 +94,7 @@ async def ask(client: httpx.AsyncClient, kind: str, seed: int, tokens: int, gues
 async def ask_all(
     client: httpx.AsyncClient, kind: str, seed: int, tokens: int, guess: bool
 ) -> Answer:
-    """Eight streams at once: their texts, and the rate of all."""
+    """Run eight streams at the same time; return their texts and their total rate."""
     began = time.perf_counter()
     asked = (ask(client, kind, 8 * seed + i, tokens, guess) for i in range(NUM_STREAMS))
     answers = await asyncio.gather(*asked)
@@ -103,7 +104,7 @@ async def ask_all(
 
 
 async def beside_prompts(client: httpx.AsyncClient, guess: bool, tokens: int) -> list[float]:
-    """Seconds between the frames of two streams that copy, while prompts come one by one."""
+    """Return the seconds between frames of two streams that copy a text, while prompts arrive."""
     gaps: list[float] = []
 
     async def stream() -> None:
@@ -115,7 +116,8 @@ async def beside_prompts(client: httpx.AsyncClient, guess: bool, tokens: int) ->
                     now = time.perf_counter()
                     gaps.append(now - last)
                     last = now
-        gaps.remove(max(gaps))  # the first frame's
+        # Remove the time before the first frame, which is the longest of these gaps.
+        gaps.remove(max(gaps))
 
     async def prompts() -> None:
         rng = Random(tokens)
@@ -130,7 +132,10 @@ async def beside_prompts(client: httpx.AsyncClient, guess: bool, tokens: int) ->
 
 
 async def measure_gaps(url: str, options: argparse.Namespace) -> bool:
-    """True if the gaps are no longer with guesses, by their 99th percentile, than the target."""
+    """Return whether the 99th percentile of the gaps with guesses is acceptable.
+
+    Acceptable is at most the target, or at most the 99th percentile without guesses.
+    """
     found: dict[bool, list[float]] = {True: [], False: []}
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         target = (await client.get("/props")).json()["max_stall_ms"]
@@ -139,7 +144,7 @@ async def measure_gaps(url: str, options: argparse.Namespace) -> bool:
                 gaps = await beside_prompts(client, guess, options.tokens)
                 found[guess] += gaps if number else []
     longest = {guess: 1000 * quantiles(gaps, n=100)[98] for guess, gaps in found.items()}
-    print(f"99 % of gaps beside prompts of {PROMPT} tokens, one after another; target {target} ms")
+    print(f"p99 of gaps during prompts of {PROMPT} tokens, one by one; target {target} ms")
     told = (f"{name} {longest[key]:.0f} ms of {len(found[key])}" for key, name in NAMES.items())
     print(", ".join(told))
     return longest[True] <= max(target, longest[False])
@@ -153,7 +158,7 @@ class Pair(NamedTuple):
 async def ask_llama(
     client: httpx.AsyncClient, kind: str, seed: int, tokens: int, guess: bool
 ) -> Answer:
-    """The same of llama-server, of which one with guesses or without is asked."""
+    """Send the request to llama-server. An option at the server's start turns guesses on."""
     asked = {**KINDS[kind], "seed": seed, "n_predict": tokens}
     asked["json_schema"] = asked.pop("guided_json", None) or {}
     body = {key: value for key, value in asked.items() if value != {}}
@@ -164,7 +169,7 @@ async def ask_llama(
 
 
 async def pairs(clients: Clients, ask: Any, kind: str, options: Any) -> list[Pair]:
-    """The first one warms up and is left out."""
+    """Return pairs of answers, without the first pair, which warms up."""
     made = []
     for number in range(options.pairs + 1):
         order = (True, False) if number % 2 else (False, True)
@@ -189,7 +194,7 @@ def show(name: str, found: list[Pair]) -> bool:
 
 
 async def measure(on_url: str, off_url: str, options: argparse.Namespace) -> bool:
-    print("| | off, tokens/s | on | ratio | of the pairs | guessed | right |")
+    print("| | off, tokens/s | on | ratio | range of the pairs | guessed | right |")
     print("|---|---|---|---|---|---|---|")
     is_same, one = True, ask_llama if options.llama_server else ask
     async with (
@@ -211,9 +216,9 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="only these, one stream each")
-    parser.add_argument("--gaps", action="store_true", help="of streams, while prompts are read")
-    parser.add_argument("--llama-server", action="store_true", help="the one of xllamacpp")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="with one stream each")
+    parser.add_argument("--gaps", action="store_true", help="measure gaps during prompts")
+    parser.add_argument("--llama-server", action="store_true", help="measure xllamacpp's server")
     options, flags = parser.parse_known_args()
     if options.llama_server:
         sizes = {"threads": 2, "positions": 2048}

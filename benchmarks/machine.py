@@ -1,4 +1,4 @@
-"""The machine's own limits: how fast it reads memory, and how fast it multiplies."""
+"""Measures the limits of the machine: the speed of reading memory and of multiplying."""
 
 import time
 from collections.abc import Callable
@@ -10,14 +10,18 @@ import numpy as np
 import torch
 from numba import njit
 
-_READ_BYTES = 1 << 29  # far more than any cache holds
-_SIZE = 2048  # rows and columns of the matrices that are multiplied
-_SECONDS = 0.5  # at most, per figure and round
-_PIECE = 1 << 21  # numbers: reading them takes far longer than to hand them out
+# Far more bytes than any cache holds.
+_READ_BYTES = 1 << 29
+# The number of rows and columns of the multiplied matrices.
+_SIZE = 2048
+# The longest time in seconds per figure and round.
+_SECONDS = 0.5
+# Values per piece. Reading a piece of this size takes far longer than scheduling it.
+_PIECE = 1 << 21
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The floor under every step; rates are of the best of all ways that were tried."""
+    """The rates of the machine that bound every step; each is the best of several measurements."""
 
     read_bytes_per_s: float
     bf16_ops_per_s: float
@@ -29,7 +33,10 @@ class Machine(msgspec.Struct, frozen=True):
         return Machine(*(max(pair) for pair in pairs))
 
     def ops_per_s(self, dtype: str) -> float:
-        """The speed that products of that type can reach: widening to float32 is open to all."""
+        """Return the rate that products of this type can reach.
+
+        Every type can be converted to float32, so the rate of float32 is a lower bound.
+        """
         own = {"bfloat16": self.bf16_ops_per_s, "int8": self.int8_ops_per_s}.get(dtype, 0.0)
         return max(own, self.float32_ops_per_s)
 
@@ -62,7 +69,7 @@ def _sum(values: Any) -> Any:
 
 
 def _read_rate() -> float:
-    """Threads take pieces as they come, so that a slow core takes fewer."""
+    """Return the read rate. Idle threads fetch the next piece, so slow cores get fewer pieces."""
     values = np.ones(_READ_BYTES // 4, np.int32)
     pieces = [values[first : first + _PIECE] for first in range(0, values.size, _PIECE)]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:

@@ -1,22 +1,24 @@
-"""The cost of serving besides the model: planning, a step's own work, gateway, durable logs.
+"""Measures what serving costs besides the model: planning, steps, the gateway and durable logs.
 
     cd TREE && PYTHONPATH=$PWD/src python -m benchmarks.overhead plan step gateway
     python -m benchmarks.overhead step gateway --base OTHER_TREE --pairs 10
     python -m benchmarks.overhead logs MODEL
 
-Processor time, medians. "plan": plan and commit of one step, by the number that run, with 1,000
-waiting; it should grow with the number that runs, and stay under 2 ms with 256. "step": what the
-engine's loop computes per step with 32 sequences decoding, 1,000 waiting and a runner that
-computes nothing: plan, commit, and messages encoded for the gateway. "gateway": what the server's
-own process computes per token while 32 streams decode a tiny model; the engine and the workers are
-not counted. A busy machine adds to all of it, by cold caches, so `--base` compares this tree with
-another one in pairs: each pair measures both, one right after the other, and which one comes first
-alternates. The ratio is this tree's processor time divided by the other's.
+The figures are medians of processor time. "plan" is the time to plan and commit one step with
+1,000 waiting requests. This time grows with the number of running sequences, and should stay
+below 2 ms with 256. "step" is what the engine's loop computes per step: plan, commit and
+encoded messages. There are 32 decoding sequences and 1,000 waiting requests, and the runner
+computes nothing. "gateway" is what the server's main process computes per token while 32
+streams of a tiny model run; the engine and the workers are not counted. On a busy machine all
+figures rise, because caches are cold. Therefore `--base` compares this tree with another tree
+in pairs of adjacent runs in alternating order. The ratio is this tree's processor time divided
+by the other tree's.
 
-"logs": tokens a second of 32 streams, durable ones (opted in by their name, committed to SQLite
-before they are sent) against plain ones (memory only), in turn. Rounds differ by more than a log
-costs, so the processor time of the server's own process is counted too: what durable streams add to
-it is the log, and as a share of all cores it bounds what the log can take from the engine.
+"logs" compares the tokens per second of 32 durable streams with those of 32 plain streams, in
+turn. A durable stream has a name, and its events are committed to SQLite before they are sent.
+A plain stream is only in memory. These rates vary by more than a log costs, so the processor
+time of the server's main process is compared as well. The difference is the cost of the log. As
+a fraction of all cores, the difference limits what the log can take from the engine.
 """
 
 import argparse
@@ -49,7 +51,8 @@ from tools.harness.tiny_models import make_tiny_model
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STREAMS = 32
 NUM_WAITING = 1000
-LIMIT_MS = 2.0  # of planning
+# The largest acceptable time for planning, in milliseconds.
+LIMIT_MS = 2.0
 FLAGS = ("--threads", "1", "--state-dir", "none", "--max-num-seqs", str(NUM_STREAMS))
 
 
@@ -58,9 +61,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("what", nargs="+", help="plan, step, gateway; or logs MODEL")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, help="per stream; 400, and 200 for logs")
+    parser.add_argument("--tokens", type=int, help="per stream; default: 400, for logs 200")
     parser.add_argument("--base", type=Path, help="a tree to compare step and gateway with")
-    parser.add_argument("--pairs", type=int, default=10, help="of runs, with --base")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of runs with --base")
     given = parser.parse_args()
     if given.base:
         for name in given.what:
@@ -77,11 +80,11 @@ def main() -> None:
         {"plan": plans, "step": steps, "gateway": gateway}[name](given)
 
 
-# two trees in turn
+# Comparing two trees.
 
 
 def compare(name: str, given: argparse.Namespace) -> None:
-    """Prints how this tree's processor time compares with the other one's, pair by pair."""
+    """Print how this tree's processor time compares with the other tree's, pair by pair."""
     trees = [given.base.resolve(), ROOT]
     pairs = []
     for number in range(given.pairs):
@@ -97,7 +100,7 @@ def compare(name: str, given: argparse.Namespace) -> None:
 
 
 def run_in(tree: Path, name: str, given: argparse.Namespace) -> float:
-    """The median that the tree's own copy of this script prints, in microseconds."""
+    """Run the tree's own copy of this script; return its median in microseconds."""
     command = [sys.executable, "-m", "benchmarks.overhead", name, "--rounds", str(given.rounds)]
     command += ["--tokens", str(given.tokens)] if given.tokens else []
     environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
@@ -108,7 +111,7 @@ def run_in(tree: Path, name: str, given: argparse.Namespace) -> float:
     return float(found[1])
 
 
-# pure: no server, no model
+# Planning alone, without a server or a model.
 
 
 def plans(given: argparse.Namespace) -> None:
@@ -120,9 +123,9 @@ def plans(given: argparse.Namespace) -> None:
 
 
 def plan_s(num_running: int, num_rounds: int) -> float:
-    """Seconds of plan and commit together, while all that run are decoding.
+    """Return the seconds of plan and commit together, while all running sequences decode.
 
-    The best of some rounds' medians: what else runs on the machine only ever adds.
+    The result is the smallest median of several rounds, because other programs can only add time.
     """
     scheduler = filled(num_running)
     while scheduler.status().num_running < num_running:
@@ -133,7 +136,7 @@ def plan_s(num_running: int, num_rounds: int) -> float:
 
 
 def filled(num_running: int) -> Scheduler:
-    """A scheduler with places for so many, and NUM_WAITING more that wait."""
+    """Return a scheduler with `num_running` slots and NUM_WAITING more requests."""
     limits = Limits(
         max_num_seqs=num_running, max_step_tokens=100_000, max_model_len=100_000, max_stall_s=0.1
     )
@@ -147,7 +150,7 @@ def filled(num_running: int) -> Scheduler:
 
 
 def plan_step(scheduler: Scheduler, now: float) -> float:
-    """Seconds that the scheduler computes for one step; the runner's are not among them."""
+    """Return the processor seconds of the scheduler for one step, without the runner's seconds."""
     began = time.process_time()
     plan = scheduler.plan(now)
     scheduler.take_outputs()
@@ -166,11 +169,12 @@ def result_of(plan: StepPlan) -> StepResult:
 
 
 class NullRunner:
-    """Draws one fixed token per sequence, at no cost that counts."""
+    """Draws the same token for each sequence, at negligible cost."""
 
     def __init__(self) -> None:
         self._result = StepResult((), 0.0)
-        self.seconds = 0.0  # that its own work has taken
+        # The runner's own processor time, which is subtracted.
+        self.seconds = 0.0
 
     def launch(self, plan: StepPlan) -> "NullRunner":
         began = time.process_time()
@@ -183,7 +187,7 @@ class NullRunner:
 
 
 class Encoding:
-    """An outbox that does a message's part of the work, and sends it nowhere."""
+    """An outbox that encodes messages but does not send them."""
 
     def put(self, message: Message) -> None:
         wire.encode(message)
@@ -197,7 +201,7 @@ def steps(given: argparse.Namespace) -> None:
 
 
 def step_s() -> float:
-    """Median seconds of a step in which NUM_STREAMS sequences decode."""
+    """Return the median seconds of a step in which NUM_STREAMS sequences decode."""
     scheduler, runner = filled(NUM_STREAMS), NullRunner()
     engine = Engine(scheduler, runner, Encoding())
     while scheduler.status().num_running < NUM_STREAMS:
@@ -211,22 +215,22 @@ def _one_step(engine: Engine, runner: NullRunner) -> float:
     return time.process_time() - began - (runner.seconds - before)
 
 
-# a server with 32 streams
+# A server with 32 streams.
 
 
 class Round(NamedTuple):
     tokens_per_s: float
     cpu_s: float
-    """Of the server's own process, per token."""
+    """Processor seconds of the server's main process per token."""
     cpu_share: float
-    """The same, of all cores' time."""
+    """Processor time of the server's main process as a fraction of all cores' time."""
 
     def __str__(self) -> str:
         return f"{self.tokens_per_s:.1f} tokens/s, {self.cpu_share:.2%} CPU"
 
 
 async def measure(client: httpx.AsyncClient, pid: int, num_tokens: int, name: str = "") -> Round:
-    """From the first request to the end of the last stream; no name: plain streams."""
+    """Measure until the last stream has ended. Without a name, the streams are plain."""
     begun, cpu = time.perf_counter(), cpu_s(pid)
     names = [f"{name} {number}" if name else "" for number in range(NUM_STREAMS)]
     await asyncio.gather(*(stream(client, each, num_tokens) for each in names))
@@ -246,7 +250,7 @@ async def stream(client: httpx.AsyncClient, name: str, num_tokens: int) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds of all threads of one process so far, to the nanosecond."""
+    """Return the processor seconds of all threads of a process so far, exact to the nanosecond."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
@@ -259,7 +263,8 @@ def opened(url: str) -> httpx.AsyncClient:
 def gateway(given: argparse.Namespace) -> None:
     async def run(url: str, pid: int) -> list[float]:
         async with opened(url) as client:
-            rounds = range(given.rounds + 1)  # the first warms up
+            # The first round warms up.
+            rounds = range(given.rounds + 1)
             return [(await measure(client, pid, given.tokens or 400)).cpu_s for _ in rounds][1:]
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The findings of peers.py: as JSON, as a picture, and as the section of docs/benchmarks.md.
+"""Writes the results of peers.py as JSON, as a picture and as a page of the documentation.
 
 python -m benchmarks.peer_report FOLDER/peers.json [--publish]
 """
@@ -19,8 +19,11 @@ _MIXED = {
     "off": "target off",
     "": "",
 }
-_WITHIN = 1.15  # of the target, in which 99 % of gaps must be
-_MUST = {"equal": 1.15, "default": 2.0}  # of OpenVINO's first token, and of that with target off
+# The 99th percentile of the gaps may be this many times the target.
+_WITHIN = 1.15
+# Limits of the ratio of two first-token times. "equal" compares with OpenVINO, "default" with
+# Headrace with target off.
+_MUST = {"equal": 1.15, "default": 2.0}
 
 
 def p99(gaps: list[float]) -> float:
@@ -29,7 +32,7 @@ def p99(gaps: list[float]) -> float:
 
 
 def mixed_row(peer: str, setting: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of all rounds; gaps are of all streams while the prompt is computed."""
+    """Return the medians of all rounds; the gaps are between tokens of the streams."""
     gaps = [gap for answer in answers for gap in answer["gaps_ms"]]
     firsts = [round(answer["first_s"], 2) for answer in answers]
     alone = [gap for answer in answers for gap in answer["alone_ms"]]
@@ -50,35 +53,31 @@ def mixed_row(peer: str, setting: str, answers: list[dict[str, Any]]) -> dict[st
 
 
 def _target_ms(target: str) -> float | None:
-    """None where there is none: with target off, and for the other servers."""
+    """Return the stall target in ms, or None for target off and for the other servers."""
     if target == "default":
         return MAX_STALL_MS["cpu"]
     return float(target) if target not in ("", "off") else None
 
 
 def keep(report: dict[str, Any], folder: Path) -> None:
-    """Writes the rows measured so far."""
+    """Write the rows that have been measured so far."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "peers.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
+    """Write the report as JSON, as a page and as a picture."""
     keep(report, folder)
-    (folder / "peers.md").write_text(markdown(report) + "\n")
+    title = "# Headrace, OpenVINO GenAI and llama.cpp"
+    picture = "![Times by row, relative to Headrace](peers.png)"
+    (folder / "peers.md").write_text(f"{title}\n\n{markdown(report)}\n\n{picture}\n")
     draw(report, folder / "peers.png")
 
 
 def publish(report: dict[str, Any], docs: Path) -> None:
-    """Replaces what lies between two markers of docs/benchmarks.md, those of its instructions."""
+    """Write the report into docs/contribute/benchmarks, in the folder of the kernels it used."""
     name = "peers" if report["isa"] == "native" else f"peers-{report['isa']}"
-    begin, end = f"<!-- {name}: written by benchmarks/peers.py -->", f"<!-- {name}: end -->"
-    picture = f"benchmarks/{name}/peers.png"
-    write(report, (docs / picture).parent)
-    page = docs / "benchmarks.md"
-    before, _, rest = page.read_text().partition(begin)
-    after = rest.partition(end)[2]
-    section = f"{begin}\n\n{markdown(report)}\n\n![Times by row, beside Headrace's]({picture})\n\n"
-    page.write_text(f"{before}{section}{end}{after}")
+    write(report, docs / "benchmarks" / name)
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -93,18 +92,18 @@ def markdown(report: dict[str, Any]) -> str:
 def _about(report: dict[str, Any]) -> str:
     packages = " and ".join(package.replace("==", " ") for package in report["packages"])
     plain = (
-        " llama.cpp without its own layouts of weights." if report["llama_plain_buffers"] else ""
+        " llama.cpp runs without its own weight layouts." if report["llama_plain_buffers"] else ""
     )
     uses = "; ".join(f"{NAMES[peer]} `{', '.join(all_)}`" for peer, all_ in report["uses"].items())
     left_out = "".join(
-        f" {NAMES[peer]} is left out: it cannot be held to {report['isa']} here (`{uses}`)."
+        f" {NAMES[peer]} is left out: it cannot be limited to {report['isa']} here (`{uses}`)."
         for peer, uses in report["left_out"].items()
     )
     return (
         f"{report['date']}, revision {report['revision']}, {report['processor']}, "
         f"{report['threads']} threads, shape `{report['shape']}`, "
         f"{packages}. Medians of rounds; a ratio is the median of the rounds' ratios, with the "
-        f"least and the largest.{plain} Used, as each says itself: {uses}.{left_out}"
+        f"least and the largest.{plain} Instructions that each server reports: {uses}.{left_out}"
     )
 
 
@@ -152,7 +151,7 @@ def _mixed(runs: list[dict[str, Any]]) -> str:
     lines = [
         "Four streams at 128 tokens, and a cold prompt of 2,048:",
         "",
-        "| server | rounds | 99 % of gaps, ms | of the target | worst gap, ms "
+        "| server | rounds | p99 of gaps, ms | of the target | worst gap, ms "
         "| a step of the streams alone, ms | first token, s | ratio | must hold |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -183,7 +182,7 @@ def _of_target(share: float | None) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Each server's time as a multiple of Headrace's, row by row; nothing without matplotlib."""
+    """Draw each server's time as a multiple of Headrace's. Without matplotlib, draw nothing."""
     rows = {name: row["ms"] for name, row in report["rows"].items() if "headrace" in row["ms"]}
     try:
         from matplotlib.figure import Figure
@@ -219,7 +218,7 @@ def main() -> None:
     given = parser.parse_args()
     report = json.loads(given.report.read_text())
     if given.publish:
-        publish(report, Path(__file__).resolve().parent.parent / "docs")
+        publish(report, Path(__file__).resolve().parent.parent / "docs" / "contribute")
     print(markdown(report))
 
 

@@ -1,6 +1,6 @@
-"""Set-up for peers.py: environments of the peers, and their models' files.
+"""Prepares peers.py: the environments of the other servers, and the files of their models.
 
-All of it lies in one folder and is made once. Every model comes from the same random weights.
+Everything is stored in one folder and made only once. All models have the same random weights.
 """
 
 import json
@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from tools.harness.gguf_files import add_tokenizer, gguf_name, write_file
 from tools.make_random_model import make_random_model
 
-# torch is what the exporter needs; the version is the one of constraints.txt
+# The exporter needs torch, in the version of constraints.txt.
 OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0")
 LLAMA = ("llama-cpp-python==0.3.36",)
-# GCC 12 takes a matrix unit's table of tiles for 8 bytes and drops what is written behind them, so
-# llama.cpp is killed at its first quantized prompt; here _tile_loadconfig reads all 64
+# GCC 12 assumes that the instruction which loads the AMX tile table reads only 8 bytes. GCC
+# therefore removes the writes to the remaining bytes, and llama.cpp crashes at its first
+# quantized prompt. This replacement of _tile_loadconfig declares all 64 bytes as read.
 _TILE_TABLE = """\
 #if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
@@ -35,7 +36,7 @@ static inline void load_whole_table(const void * table) {
 """
 _FORMATS = {"bf16": (), "int8": ("--weight-format", "int8"), "int4": ("--weight-format", "int4")}
 _FILE_TYPES = {"Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
-# without GGML_NATIVE all that comes before AVX-512 is on
+# Without GGML_NATIVE, all instruction sets that are older than AVX-512 are enabled.
 _BUILDS = {"native": "-DGGML_NATIVE=ON", "avx2": "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF"}
 _QUANTIZE = """
 import sys, llama_cpp
@@ -47,9 +48,9 @@ sys.exit(llama_cpp.llama_model_quantize(source.encode(), target.encode(), params
 
 
 class Setup:
-    """`folder` holds the environments, and a folder of models for each shape.
+    """The prepared files. `folder` has the environments, and a folder of models per shape.
 
-    `isa`: what llama.cpp is built for, avx2, or native for all that this machine has.
+    `isa` decides how llama.cpp is built: "avx2", or "native" for all instructions of this machine.
     """
 
     def __init__(self, folder: Path, shape: str, isa: str = "native") -> None:
@@ -58,7 +59,7 @@ class Setup:
         self.models.mkdir(parents=True, exist_ok=True)
 
     def python(self, peer: str) -> Path:
-        """The interpreter of a peer's environment, which is made if there is none."""
+        """Return the interpreter of a peer's environment, which is created on first use."""
         if peer == "headrace":
             return Path(sys.executable)
         packages = OPENVINO if peer == "openvino" else LLAMA
@@ -73,24 +74,25 @@ class Setup:
                 _refuse_cuda(python, packages)
             pip = (str(python), "-m", "pip")
             native = {} if peer == "openvino" else {"CMAKE_ARGS": self._flags()}
-            # pip would take a wheel that it built once before, with whatever flags
+            # Otherwise pip would use an earlier wheel that was built with other flags.
             anew = ("--no-cache-dir",) if native else ()
             _run(*pip, "install", "--quiet", *anew, *packages, environment=native)
             if peer == "openvino":
-                # the exporter works without it, and fails with one that was built for another torch
+                # The exporter works without torchvision. A torchvision for a different torch
+                # makes it fail.
                 _run(*pip, "uninstall", "--quiet", "--yes", "torchvision")
             ready.touch()
         return python
 
     def _flags(self) -> str:
-        """Flags of llama.cpp's build: this machine's own instructions, or AVX2, FMA and F16C."""
+        """Return llama.cpp's build flags: for this machine, or only for AVX2, FMA and F16C."""
         header = (self._environments / "tile_table.h").absolute()
         header.write_text(_TILE_TABLE)
         kind = _BUILDS[self._isa]
         return f"{kind} -DMTMD_BUILD=OFF '-DCMAKE_CXX_FLAGS=-include {header}'"
 
     def folder(self) -> Path:
-        """The checkpoint that all others are made of."""
+        """Return the checkpoint from which all other files are made."""
         return self._made("hf", lambda path: make_random_model(path, self._shape))
 
     def openvino(self, form: str) -> Path:
@@ -102,7 +104,7 @@ class Setup:
         return self._made(f"openvino-{form}", export)
 
     def gguf(self, kind: str) -> Path:
-        """bf16 holds the very weights; the others are rounded by llama.cpp."""
+        """Return a GGUF file. BF16 has the exact weights; llama.cpp rounds all other kinds."""
         if kind == "BF16":
             return self._made("BF16.gguf", lambda path: write_gguf(self.folder(), path))
 
@@ -113,7 +115,7 @@ class Setup:
         return self._made(f"{kind}.gguf", rounded)
 
     def _made(self, name: str, make) -> Path:  # type: ignore[no-untyped-def]
-        """A half-made folder has another name, so that a run that was cut short begins again."""
+        """Make a file or folder, under a temporary name until the file or folder is complete."""
         path, half = self.models / name, self.models / f"half-{name}"
         if not path.exists():
             print(f"Making {path}", file=sys.stderr, flush=True)
@@ -123,7 +125,7 @@ class Setup:
 
 
 def write_gguf(folder: Path, target: Path, matrices: Kind = Kind.BF16) -> None:
-    """A model folder of make_random_model as one file."""
+    """Write a model folder of make_random_model as one file."""
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(target, config["model_type"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -147,19 +149,19 @@ def write_gguf(folder: Path, target: Path, matrices: Kind = Kind.BF16) -> None:
 
 
 def _refuse_cuda(python: Path, packages: tuple[str, ...]) -> None:
-    """The torch of some indexes brings gigabytes of libraries for GPUs."""
+    """Exit if pip would install torch with gigabytes of CUDA libraries."""
     command = (str(python), "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-")
     report = subprocess.run([*command, *packages], stdout=subprocess.PIPE, check=True).stdout
     planned = json.loads(report)["install"]
     if any(package["metadata"]["name"].startswith("nvidia-") for package in planned):
         raise SystemExit(
-            "pip would install torch with CUDA; let it find a build for CPUs first, "
-            "such as by PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS."
+            "pip would install torch with CUDA. Let pip find a build for CPUs first, "
+            "for instance with PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS."
         )
 
 
 def _run(*command: str, environment: dict[str, str] | None = None) -> None:
-    """Its output goes to stderr; SystemExit if it fails."""
+    """Run a command with its output on stderr; raises SystemExit if it fails."""
     try:
         subprocess.run(
             command, check=True, env=os.environ | (environment or {}), stdout=sys.stderr.fileno()

@@ -1,4 +1,4 @@
-"""Headrace beside OpenVINO GenAI and llama.cpp: the same weights, the same rows, in turn.
+"""Compares Headrace with OpenVINO GenAI and llama.cpp, with the same weights and the same rows.
 
     python -m benchmarks.peers [--rounds 3] [--out FOLDER] [--publish]
     python -m benchmarks.peers --shape small --rounds 1    # tries the script itself
@@ -6,14 +6,15 @@
     python -m benchmarks.peers --isa avx2 [--resume]       # as on a machine without AVX-512
     python -m benchmarks.peers --resume --rows mixed --rounds 3 --target 950
 
-The first run makes an environment for each peer, builds llama.cpp natively and writes all models,
-which takes half an hour on two cores. Then all servers are loaded side by side, each with the same
-number of threads. Each round measures a row on one after another, and those that are not measured
-are stopped. No server is measured through HTTP; each one's own scheduler decides what a step
-computes. Keys and values have two bytes in all of them, but four in OpenVINO where it has no
-bfloat16. Each says what instructions it really uses, and one that `--isa` does not hold is left
-out. A row is written to the report as soon as it is measured; `--resume` goes on from there.
-`--publish` writes JSON, a picture and the section of docs/benchmarks.md.
+The first run creates an environment for each peer, builds llama.cpp for this machine and writes
+all models; this takes half an hour on two cores. Then all servers are loaded at the same time
+with the same number of threads. Each round measures a row on one server after another; SIGSTOP
+pauses the other servers meanwhile. HTTP is not involved; each server's own scheduler decides what a
+step computes. Keys and values are stored in two bytes each, or in four by OpenVINO without
+bfloat16. Each server reports the instructions that it really uses, and a server that
+does not respect `--isa` is left out. A row is written to the report as soon as the row is
+measured, and `--resume` continues after the last row. `--publish` writes JSON, a picture and a
+page into docs/contribute/benchmarks.
 """
 
 import argparse
@@ -38,19 +39,22 @@ ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("headrace", "openvino", "llama.cpp")
 MIXED = "mixed"
 _LOAD = {"do": "mixed", "streams": 4, "context": 128, "tokens": 2048}
-_STEPS = 24  # of decoding, each time
-_STEP_TOKENS = 64  # of OpenVINO beside streams
+# The number of decode steps in each measurement.
+_STEPS = 24
+# OpenVINO's step size while other streams run.
+_STEP_TOKENS = 64
 
 
 _KINDS = ("bf16", "8bit", "4bit")
 
 
 class PeerRow(NamedTuple):
-    """A bar: the ratio that must hold, of Headrace's time to another's."""
+    """A measured row. `must` limits Headrace's time divided by the time of `against`."""
 
     models: str
     command: dict[str, Any]
-    against: str = "quickest"  # a peer, the quickest one, or another row of Headrace's
+    # Name of a peer, "quickest" for the fastest peer, or name of another row of Headrace.
+    against: str = "quickest"
     must: float | None = None
 
 
@@ -77,7 +81,7 @@ ROWS = {
 
 
 def _wanted(isa: str) -> dict[str, PeerRow]:
-    """On AVX2 prompts must be as quick as the quickest peer's that it holds."""
+    """Return the rows. For AVX2, the limit of prompt rows is the fastest other server's time."""
     if isa == "native":
         return ROWS
     must = {name: 1.0 if row.command["do"] == "prompt" else None for name, row in ROWS.items()}
@@ -90,19 +94,19 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="of every server")
+    parser.add_argument("--threads", type=int, default=2, help="per server")
     parser.add_argument("--isa", choices=("native", "avx2"), default="native")
     parser.add_argument(
-        "--target", nargs="*", type=int, default=(), help="of Headrace beside streams, in ms"
+        "--target", nargs="*", type=int, default=(), help="of Headrace in the mixed row, in ms"
     )
-    parser.add_argument("--resume", action="store_true", help="leave out rows of the last report")
+    parser.add_argument("--resume", action="store_true", help="skip rows of the last report")
     parser.add_argument(
-        "--llama-plain-buffers", action="store_true", help="where its own layouts crash; slower"
+        "--llama-plain-buffers", action="store_true", help="avoid crashing weight layouts; slower"
     )
     parser.add_argument("--build", type=Path, default=Path("build/peers"))
     parser.add_argument("--out", type=Path, default=Path("build/peers/report"))
-    parser.add_argument("--publish", action="store_true", help="as the section of the docs")
-    parser.add_argument("--prepare", action="store_true", help="environments and models only")
+    parser.add_argument("--publish", action="store_true", help="write the page of the docs")
+    parser.add_argument("--prepare", action="store_true", help="make environments and models only")
     given = parser.parse_args()
     setup = Setup(given.build, given.shape, given.isa)
     found = given.out / "peers.json"
@@ -127,17 +131,17 @@ def main() -> None:
             report["rows"][name]["ratio"] = _ratio(row, report["rows"], name)
     peer_report.write(report, given.out)
     if given.publish:
-        peer_report.publish(report, ROOT / "docs")
+        peer_report.publish(report, ROOT / "docs" / "contribute")
     print(peer_report.markdown(report))
 
 
 def _commands(setup: Setup, kind: str, given: argparse.Namespace) -> dict[str, list[str]]:
-    """How each server is started with the models of a kind."""
+    """Return the command that starts each server with the models of a kind."""
     threads, found = str(given.threads), {}
     forms = {"8bit": ("int8", "Q8_0"), "4bit": ("int4", "Q4_K_M")}
     form, file = forms.get(kind, ("bf16", "BF16"))
     if "headrace" in given.peers:
-        # in 4 bits it reads the very file that llama.cpp reads
+        # In 4 bits, Headrace reads the same file as llama.cpp.
         model = str(setup.gguf(file) if kind == "4bit" else setup.folder())
         flags = ("--quantize", "int8") if kind == "8bit" else ()
         python = str(setup.python("headrace"))
@@ -155,7 +159,7 @@ def _commands(setup: Setup, kind: str, given: argparse.Namespace) -> dict[str, l
 
 
 class Server:
-    """A process of side.py; it runs only while it is asked."""
+    """A process of side.py. The process runs only while it answers a command."""
 
     def __init__(self, peer: str, command: list[str], environment: dict[str, str]) -> None:
         path = f"{ROOT}{os.pathsep}{ROOT / 'src'}"
@@ -185,7 +189,8 @@ class Server:
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"{self.peer} ended with code {self._process.wait()}.")
-        self._process.send_signal(signal.SIGSTOP)  # no thread of it takes a core from the next
+        # A stopped process cannot take a core from the next server.
+        self._process.send_signal(signal.SIGSTOP)
         return json.loads(line)
 
 
@@ -193,7 +198,7 @@ class Server:
 def _started(
     commands: dict[str, list[str]], isa: str, report: dict[str, Any]
 ) -> Iterator[list[Server]]:
-    """Servers that the instruction set holds; the report gets what each one uses."""
+    """Start the servers that respect `isa`; record in the report what each server uses."""
     environment = {} if isa == "native" else _held_to_avx2()
     with contextlib.ExitStack() as stack:
         servers = []
@@ -202,7 +207,7 @@ def _started(
             stack.callback(server.close)
             if environment and not _is_held(server.uses):
                 report["left_out"][peer] = server.uses
-                _say(f"{peer} is left out: it cannot be held to {isa}, it uses {server.uses}")
+                _say(f"{peer} is left out: it cannot be limited to {isa} and uses {server.uses}")
                 server.close()
                 continue
             uses = report["uses"].setdefault(peer, [])
@@ -212,9 +217,9 @@ def _started(
 
 
 def _held_to_avx2() -> dict[str, str]:
-    """Variables that keep servers from AVX-512; none where the processor has none.
+    """Return variables that keep servers from using AVX-512; none if the processor lacks AVX-512.
 
-    llama.cpp is built without it, and OpenVINO's products heed oneDNN's limit.
+    llama.cpp is built without AVX-512, and OpenVINO's products respect oneDNN's limit.
     """
     import llvmlite.binding as llvm  # type: ignore[import-untyped]
 
@@ -228,17 +233,22 @@ def _held_to_avx2() -> dict[str, str]:
 
 
 def _is_held(uses: str) -> bool:
-    """One that names no instructions asks the processor, which has more."""
+    """Return whether a server is limited to AVX2.
+
+    A server that reports no instructions uses all instructions of the processor, so the server is
+    not limited.
+    """
     said = uses.lower()
     return "avx2" in said and not any(wide in said for wide in ("512", "amx"))
 
 
 def _row(name: str, servers: list[Server], rounds: int) -> dict[str, Any]:
-    """Milliseconds by server and round; the round before the first warms up."""
+    """Return milliseconds by server and round. The first round warms up and is left out."""
     times: dict[str, list[float]] = {server.peer: [] for server in servers}
     command = ROWS[name].command
     for number in range(rounds + 1):
-        # a cold prompt is another one each time; contexts of decoding are computed once
+        # Each cold prompt is new. All rounds decode with the same contexts, so the contexts are
+        # computed only once.
         seed = 1000 * number if command["do"] == "prompt" else 1
         for server in servers:
             answer = server.ask(**command, seed=seed)
@@ -250,7 +260,7 @@ def _row(name: str, servers: list[Server], rounds: int) -> dict[str, Any]:
 
 
 def _ratio(row: PeerRow, rows: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """The median of the rounds' ratios."""
+    """Return the median of the rounds' ratios."""
     times = rows[name]["ms"]
     others = {peer: own for peer, own in times.items() if peer != "headrace"}
     if row.against in ROWS:
@@ -266,7 +276,11 @@ def _ratio(row: PeerRow, rows: dict[str, Any], name: str) -> dict[str, Any] | No
 
 
 def _mixed(servers: list[Server], rounds: int, asked: list[int]) -> list[dict[str, Any]]:
-    """Each server as it is; Headrace at OpenVINO's gap, as asked, at its default, and off."""
+    """Measure each server while streams and a prompt run at the same time.
+
+    Headrace is measured with OpenVINO's 99th percentile as its target, with each target in `asked`,
+    with its default, and with target off.
+    """
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     by_name = {server.peer: server for server in servers}
     for number in range(rounds + 1):
@@ -298,7 +312,8 @@ def _about(given: argparse.Namespace) -> dict[str, Any]:
         "revision": revision,
         "processor": _processor(),
         "isa": given.isa,
-        "uses": {},  # by peer, what it said of its instructions
+        # For each peer, the instructions that the peer reported.
+        "uses": {},
         "left_out": {},
         "threads": given.threads,
         "shape": given.shape,

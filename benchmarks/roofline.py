@@ -1,11 +1,12 @@
-"""The lane's steps against this machine's own floor, both measured in the same run.
+"""Compares steps of a lane with this machine's own limits, both measured in the same run.
 
     python benchmarks/roofline.py --model DIR [--json] [--only NAME ...]
 
-floor = max(bytes / read bandwidth, operations / rate of products); ratio = floor / measured. A row
-has three rounds, the rates are measured before and after each and the better count, and the round
-with the median ratio is the row's: a shared machine changes by the minute.
-DIR is what tools/make_random_model.py --shape qwen3-0.6b writes.
+The floor of a step is max(bytes / read bandwidth, operations / rate of products), and the ratio
+is floor / measured. A row has three rounds. The machine's rates are measured before and after
+each round and the better rates count, because the speed of a shared machine changes by the
+minute. The round with the median ratio is the row's result. `tools/make_random_model.py --shape
+qwen3-0.6b` makes DIR.
 """
 
 import os
@@ -15,7 +16,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from headrace.engines.child import ENVIRONMENT
 
-os.environ |= ENVIRONMENT | os.environ  # before torch is loaded
+# The environment must be set before torch is imported.
+os.environ |= ENVIRONMENT | os.environ
 
 import argparse
 import gc
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", nargs="*", help="names of rows")
+    parser.add_argument("--only", nargs="*", help="rows to measure")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -1,7 +1,7 @@
-"""One of the servers that peers.py compares, as a process: it steps, and this measures.
+"""Measures steps in one of the servers that peers.py compares, in a separate process.
 
-Runs in each server's own environment, so it imports nothing but the standard library. Commands come
-on stdin and answers leave on stdout, a line of JSON each.
+The process runs in each server's own environment, so it imports only the standard library.
+Commands arrive on stdin and answers go to stdout, each as one line of JSON.
 """
 
 import json
@@ -12,32 +12,36 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-_SETTLING = 4  # steps of decoding that do not count
-_ALONE, _AFTER = 16, 4  # steps of a mixed load before the prompt comes and after its first token
-_FEWEST, _MOST = 0.02, 0.98  # of the vocabulary, between which prompts are drawn
+# The number of first decode steps that are not counted.
+_SETTLING = 4
+# The number of steps of a mixed load before the prompt arrives, and after its first token.
+_ALONE, _AFTER = 16, 4
+# Prompts are drawn from this part of the vocabulary, without its two ends.
+_FEWEST, _MOST = 0.02, 0.98
 
 
 class Side(Protocol):
-    """A server without its HTTP: the caller says when it steps."""
+    """A server without HTTP; the caller decides when the server takes a step."""
 
     vocab_size: int
-    uses: str  # the instructions that it really computes with, in its own words
+    # The instructions that the server really uses, in its own words.
+    uses: str
 
     def add(self, prompt: list[int]) -> int:
-        """Begins an endless, greedy stream; returns its number. Computes nothing yet."""
+        """Starts an endless, greedy stream without a step; returns the stream's number."""
 
     def step(self) -> Collection[int]:
-        """One step of all streams; returns those that it gave a token."""
+        """Takes one step of all streams; returns the streams that received a token."""
 
     def end(self, stream: int) -> None:
-        """Keeps the prompt that it has computed for the next stream that begins so."""
+        """Ends a stream. Its computed prompt stays for the next stream with the same prompt."""
 
     def aim(self, target: str) -> None:
-        """Takes another stall target, in ms, or default or off, where there is such a thing."""
+        """Sets the stall target, if the server has one: milliseconds, "default" or "off"."""
 
 
 def serve(make: Callable[[], Side]) -> None:
-    """Answers commands until stdin ends. What a library prints goes to stderr."""
+    """Answers commands until stdin ends. The output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     side = make()
@@ -50,7 +54,7 @@ def serve(make: Callable[[], Side]) -> None:
 
 
 def prompt(side: Side, tokens: int, seed: int) -> float:
-    """Milliseconds until the first token of a cold prompt, alone."""
+    """Return the milliseconds until the first token of a cold prompt that runs alone."""
     began = time.perf_counter()
     stream = side.add(_ids(side, tokens, seed))
     _until_each(side, {stream})
@@ -60,9 +64,13 @@ def prompt(side: Side, tokens: int, seed: int) -> float:
 
 
 def decode(side: Side, streams: int, context: int, steps: int, seed: int) -> list[float]:
-    """Milliseconds of steps in which every stream gets a token; contexts grow from `context`."""
+    """Return the milliseconds of steps in which every stream gets a token.
+
+    The contexts have `context` tokens at first and grow.
+    """
     prompts = [_ids(side, context, seed + n) for n in range(streams)]
-    for ids in prompts:  # one after another, so that no stream runs ahead of the others
+    # Compute the prompts one after another, so that all streams start at the same time.
+    for ids in prompts:
         _end(side, _until_each(side, {side.add(ids)}))
     running = _until_each(side, {side.add(ids) for ids in prompts})
     for _ in range(_SETTLING):
@@ -79,7 +87,7 @@ def decode(side: Side, streams: int, context: int, steps: int, seed: int) -> lis
 def mixed(
     side: Side, streams: int, context: int, tokens: int, seed: int, target: str
 ) -> dict[str, Any]:
-    """Gaps of streams that run while a cold prompt is computed, and when it had its first token."""
+    """Return the token gaps of streams during a cold prompt, and the prompt's time in seconds."""
     side.aim(target)
     running = {side.add(_ids(side, context, seed + n)) for n in range(streams)}
     _until_each(side, running)
@@ -94,7 +102,10 @@ def mixed(
 
 
 def _gaps(side: Side, running: set[int], steps: int, until: int | None) -> list[float]:
-    """Milliseconds between two tokens, of all streams, for some steps or until a stream's first."""
+    """Return the milliseconds between two tokens of each stream.
+
+    Stops after `steps` steps, or when the stream `until` has its first token.
+    """
     last = dict.fromkeys(running, time.perf_counter())
     found = []
     while steps or until is not None:
@@ -108,7 +119,7 @@ def _gaps(side: Side, running: set[int], steps: int, until: int | None) -> list[
 
 
 def _until_each(side: Side, streams: set[int]) -> set[int]:
-    """Steps until each of them had a token."""
+    """Takes steps until each of the streams has received a token."""
     missing = set(streams)
     while missing:
         missing.difference_update(side.step())

@@ -1,4 +1,4 @@
-"""Headrace as one side of peers.py: the engine's own loop and scheduler, without HTTP.
+"""Runs Headrace for peers.py: the engine's own loop and scheduler, without HTTP.
 
 python -m benchmarks.side_headrace MODEL THREADS [--quantize int8]
 """
@@ -7,7 +7,8 @@ import os
 
 from headrace.engines.child import ENVIRONMENT
 
-os.environ |= ENVIRONMENT | os.environ  # before torch is loaded
+# The environment must be set before torch is imported.
+os.environ |= ENVIRONMENT | os.environ
 
 import argparse
 import time
@@ -30,7 +31,10 @@ _ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 
 
 class HeadraceSide:
-    """Also the engine's outbox. Each target has a scheduler of its own, on the same runner."""
+    """Headrace's engine; this class is also the engine's outbox.
+
+    Each stall target has a separate scheduler. All schedulers share one runner.
+    """
 
     def __init__(self, model: str, threads: int, quantize: str) -> None:
         folder = find_model(model, None)
@@ -53,7 +57,8 @@ class HeadraceSide:
         if target == self._target:
             return
         config = SchedulerConfig()
-        if target == "off":  # and prompts in one step
+        # With this configuration, a whole prompt is computed in one step.
+        if target == "off":
             config = SchedulerConfig(max_stall_ms="off", max_step_ms="off", max_step_tokens=4096)
         elif target != "default":
             config = SchedulerConfig(max_stall_ms=float(target))
@@ -78,7 +83,7 @@ class HeadraceSide:
         self._scheduler.cancel(Cancel((SequenceId(stream),)))
         self._engine.step()
 
-    # the engine's outbox
+    # The methods of the engine's outbox.
 
     def put(self, message: Message) -> None:
         if isinstance(message, Outputs):

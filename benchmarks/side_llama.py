@@ -1,4 +1,4 @@
-"""llama.cpp as one side of peers.py: batches filled as llama-server fills them.
+"""Runs llama.cpp for peers.py, with the same batches as in llama-server.
 
     python -m benchmarks.side_llama FILE.gguf THREADS [--plain-buffers]
 
@@ -13,16 +13,20 @@ from typing import Any
 from benchmarks.side import serve
 
 _BATCH_TOKENS = 2048
-_STREAMS = 6  # that the cache has places for
-_POSITIONS = 2560  # of each
+# The number of sequences in the cache.
+_STREAMS = 6
+# The positions of each sequence.
+_POSITIONS = 2560
 _LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-_SILENT = _LogCallback(lambda level, text, data: None)  # it would print hundreds of lines
+# Without this callback, llama.cpp prints hundreds of lines.
+_SILENT = _LogCallback(lambda level, text, data: None)
 
 
 class LlamaSide:
-    """A place is a sequence of llama.cpp's. `_ids` are the tokens whose keys and values it holds.
+    """llama.cpp, where the number of a stream is a sequence id.
 
-    Of a stream that runs, the last one or more of its tokens are not computed yet.
+    `_computed` has the tokens of each sequence whose keys and values are in the cache. `_waiting`
+    has the tokens of each running stream that are not computed yet, at least the last token.
     """
 
     def __init__(self, file: str, threads: int, extra_buffers: bool) -> None:
@@ -44,14 +48,16 @@ class LlamaSide:
         self.uses = _switched_on(llama_cpp.llama_print_system_info().decode())
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._computed: list[list[int]] = [[] for _ in range(_STREAMS)]
-        self._waiting: dict[int, list[int]] = {}  # by the place of a stream that runs
+        # Maps running sequences to the tokens that are not computed yet.
+        self._waiting: dict[int, list[int]] = {}
 
     def aim(self, target: str) -> None:
-        """Its batches have a size, not a time."""
+        """Does nothing: batches are limited by size, not by time."""
 
     def add(self, prompt: list[int]) -> int:
         free = [place for place in range(_STREAMS) if place not in self._waiting]
-        # one that has computed this prompt, or else the one with the least to lose
+        # Take a sequence that has already computed this prompt. Without such a sequence, take the
+        # sequence with the shortest cache.
         keeps = [self._computed[place][: len(prompt)] == prompt for place in free]
         lengths = [len(self._computed[place]) for place in free]
         best = keeps.index(True) if any(keeps) else lengths.index(min(lengths))
@@ -80,7 +86,7 @@ class LlamaSide:
         del self._waiting[stream]
 
     def _take(self) -> dict[int, list[int]]:
-        """Tokens by place: those of running streams before prompts."""
+        """Return the next batch by sequence: the tokens of running streams first, then prompts."""
         left, taken = _BATCH_TOKENS, {}
         for place in sorted(self._waiting, key=lambda place: len(self._waiting[place])):
             if left:
@@ -107,7 +113,7 @@ class LlamaSide:
 
 
 def _switched_on(info: str) -> str:
-    """The vector instructions that are 1 in "CPU : AVX2 = 1 | AVX512 = 0 | ..."."""
+    """Return the vector instructions with the value 1 in "CPU : AVX2 = 1 | AVX512 = 0 | ..."."""
     pairs = (part.rpartition(":")[2].split("=") for part in info.split("|") if "=" in part)
     on = [name.strip() for name, value in pairs if value.strip() == "1"]
     return " ".join(name for name in on if name.startswith(("AVX", "AMX", "FMA", "F16C")))
@@ -117,7 +123,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file")
     parser.add_argument("threads", type=int)
-    parser.add_argument("--plain-buffers", action="store_true", help="no weights in other layouts")
+    parser.add_argument(
+        "--plain-buffers", action="store_true", help="keep the file's weight layout"
+    )
     given = parser.parse_args()
     serve(lambda: LlamaSide(given.file, given.threads, not given.plain_buffers))
 

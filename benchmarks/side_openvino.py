@@ -1,4 +1,4 @@
-"""OpenVINO GenAI as one side of peers.py: its continuous batching, step by step.
+"""Runs OpenVINO GenAI for peers.py: its continuous batching, step by step.
 
 python -m benchmarks.side_openvino FOLDER THREADS [--step-tokens N] [--float32]
 """
@@ -15,9 +15,9 @@ _ENDLESS = 1 << 30
 
 
 class OpenVinoSide:
-    """Keys and values are bfloat16, as everybody's are; by default OpenVINO keeps 8 bits.
+    """OpenVINO with keys and values in bfloat16, like the other servers; its default is 8 bits.
 
-    They are float32 where it has no bfloat16, which is without AVX-512, or is held to `float32`.
+    Keys and values are float32 if OpenVINO has no bfloat16 on this machine, or if `float32` is set.
     """
 
     def __init__(self, folder: str, threads: int, step_tokens: int, float32: bool) -> None:
@@ -27,7 +27,8 @@ class OpenVinoSide:
         float32 |= "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         keys = ov.Type.f32 if float32 else ov.Type.bf16
         options = {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": keys}
-        if float32:  # else it would take bfloat16 without the instructions for it
+        # Otherwise OpenVINO would use bfloat16 even on a processor without instructions for it.
+        if float32:
             options["INFERENCE_PRECISION_HINT"] = ov.Type.f32
         self.uses = f"{_product_of(options)}, keys and values in {keys.get_type_name()}"
         scheduler = genai.SchedulerConfig()
@@ -46,7 +47,7 @@ class OpenVinoSide:
         self._numbers = count()
 
     def aim(self, target: str) -> None:
-        """Its steps have a size, not a time."""
+        """Does nothing: steps are limited by size, not by time."""
 
     def add(self, prompt: list[int]) -> int:
         import numpy as np
@@ -71,7 +72,7 @@ class OpenVinoSide:
 
 
 def _product_of(options: dict[str, Any]) -> str:
-    """The primitive that it takes for the product of a small model of its own."""
+    """Return the primitive that OpenVINO selects for a small matrix product."""
     import numpy as np
     import openvino as ov
     from openvino import opset13 as op
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("threads", type=int)
     parser.add_argument("--step-tokens", type=int, default=2048)
-    parser.add_argument("--float32", action="store_true", help="no bfloat16, though it has it")
+    parser.add_argument("--float32", action="store_true", help="never use bfloat16")
     given = parser.parse_args()
     serve(lambda: OpenVinoSide(given.folder, given.threads, given.step_tokens, given.float32))
 

@@ -1,4 +1,7 @@
-"""Steps of the kinds that serving is made of, run on a loaded lane, with what each must move."""
+"""Runs all kinds of steps on a loaded lane, and counts their bytes and operations.
+
+A lane is the code that runs one kind of model.
+"""
 
 import statistics
 import time
@@ -20,27 +23,34 @@ _GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 _BLOCK = 32
 MAX_STREAMS = 16
 MAX_CONTEXT = 2048
-_ROOM = MAX_CONTEXT + 512 + 128  # positions that each sequence has blocks for
-_MAX_CHUNK = 512  # what a step on a CPU computes at most
-_SECONDS = 1.0  # per round of a row, at least; the first repetition does not count
+# The number of positions for which each sequence has blocks.
+_ROOM = MAX_CONTEXT + 512 + 128
+# The maximum number of tokens that a step on a CPU computes.
+_MAX_CHUNK = 512
+# The shortest time in seconds per round of a row; the first repetition is not counted.
+_SECONDS = 1.0
 Share = tuple[int, int, int]
-"""Sequence, start, length."""
+"""A sequence's number, the start of its chunk and the length of its chunk."""
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """The sizes by which work is counted."""
+    """The sizes from which bytes and operations are counted."""
 
-    linear: int  # weights that every token is multiplied by
-    head: int  # weights that each row of logits is multiplied by
+    # The number of weights in all linear layers, which every token is multiplied by.
+    linear: int
+    # The number of weights in the output head, which each row of hidden states is multiplied by.
+    head: int
     layers: int
     heads: int
     dim: int
-    kv_bytes: int  # of one position, all layers
-    weight_bytes: float  # per weight of a linear layer
+    # Bytes of one position in all layers.
+    kv_bytes: int
+    # Bytes per weight of a linear layer.
+    weight_bytes: float
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One measured kind of step; several plans one after another if it does not fit in one."""
+    """A measured kind of step. A step that is too large for one plan has consecutive plans."""
 
     name: str
     seconds: float
@@ -49,7 +59,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Bench:
-    """A lane with every block filled: the same random prompt, copied to all sequences."""
+    """A lane whose blocks are all filled: the same random prompt is copied to all sequences."""
 
     def __init__(self, folder: Path, is_int8: bool) -> None:
         config = read_spec(folder).config
@@ -102,7 +112,7 @@ class Bench:
         return self._measured(name, [[(n, context, 1) for n in range(streams)]])
 
     def mixed(self, name: str, streams: int, context: int, length: int) -> Row:
-        """`streams` decode while another sequence computes `length` tokens of its prompt."""
+        """Measure steps with `streams` decodes and `length` prompt tokens of another sequence."""
         self._begin(streams + 1, context + length)
         shares = [(n, context + length - 1, 1) for n in range(streams)]
         return self._measured(name, [[*shares, (streams, context, length)]])
@@ -122,7 +132,7 @@ class Bench:
         return Row(name, statistics.median(times[1:]), moved, operations)
 
     def _run(self, steps: Sequence[Sequence[Share]]) -> float:
-        """Seconds from the first plan to the last drawn token; sequences begin afresh."""
+        """Restart the sequences; return the seconds from the first plan to the last token."""
         self._runner.launch(StepPlan(begun=self._begun)).result()
         plans = [StepPlan(chunks=tuple(map(self._chunk, step))) for step in steps]
         began = time.perf_counter()
@@ -138,14 +148,18 @@ class Bench:
         return Chunk(SequenceId(number), start, length, len(draws), draws, blocks)
 
     def _bytes(self, step: Sequence[Share]) -> int:
-        """Weights once, each sequence's past read once, its new positions written once."""
+        """Return the bytes of a step: weights are read once, keys and values once."""
         s = self.shape
         positions = sum(start + length for _, start, length in step)
         weights = (s.linear + (s.head if self._rows(step) else 0)) * s.weight_bytes
         return int(weights) + positions * s.kv_bytes
 
     def _operations(self, step: Sequence[Share]) -> int:
-        """Two per weight and token; four per query, visible position, head and dimension."""
+        """Return the operations of a step.
+
+        Count two operations per weight and token, and four operations per query, visible position,
+        head and dimension.
+        """
         s = self.shape
         tokens = sum(length for _, _, length in step)
         visible = sum(start * n + n * (n + 1) // 2 for _, start, n in step)
@@ -157,6 +171,6 @@ class Bench:
 
 
 def _cut(number: int, start: int, length: int) -> list[list[Share]]:
-    """One sequence's prompt as steps of at most _MAX_CHUNK tokens."""
+    """Divide a sequence's prompt into steps of at most _MAX_CHUNK tokens."""
     end = start + length
     return [[(number, s, min(_MAX_CHUNK, end - s))] for s in range(start, end, _MAX_CHUNK)]

@@ -1,8 +1,8 @@
-"""Where training begins: the first two layers already copy, since nothing else is learnt so late.
+"""Initializes the first two layers so that they already copy, which training alone learns last.
 
-A head that copies asks "after what came I?" and needs another head that writes down, at every
-token, what came before it. Neither is of use without the other, which is why training alone finds
-the pair only after many steps. Here both are put in place, roughly; training does the rest.
+An induction head asks "what followed this token earlier?". For that it needs another head that
+writes into each token which token precedes it. Neither is useful without the other, so training
+alone finds the pair only after many steps. Here both are set roughly, and training refines them.
 """
 
 import torch
@@ -10,15 +10,18 @@ from torch import Tensor
 
 from mini.model import Layer, Mini
 
-NUM_SLOW = 14  # pairs of a head that turn too slowly for distance to spoil a comparison
-NUM_FAST = 6  # pairs that turn fast enough to tell neighbours apart
+# Rotary pairs of a head that rotate so slowly that distance does not disturb a comparison.
+NUM_SLOW = 14
+# Rotary pairs that rotate fast enough to distinguish adjacent tokens.
+NUM_FAST = 6
 WIDTH = 2 * NUM_SLOW
 SHARPNESS = 2.0
-NOTED, COPIED = 0.15, 0.3  # how loudly heads write, beside embeddings of 0.05
+# How strongly the heads write, compared with embeddings of 0.05.
+NOTED, COPIED = 0.15, 0.3
 
 
 def given(model: Mini) -> set[str]:
-    """Names of the weights that make the copying; noise of the first steps would undo them."""
+    """Return the names of the weights that copy; early, noisy steps would destroy them."""
     parts = ("q.", "k.", "v.", "q_norm.", "k_norm.")
     names = {f"layers.{n}.{part}weight" for n in (0, 1) for part in parts}
     return names | {"layers.0.o.weight"}
@@ -29,7 +32,8 @@ def begin(model: Mini) -> None:
     """Overwrites parts of the first two layers; needs layers with two groups of two heads."""
     size = model.shape.hidden - 1
     basis, _ = torch.linalg.qr(torch.randn(size, size))
-    basis = torch.cat((torch.zeros(size, 1), basis), dim=1)  # place 0 is the same for all tokens
+    # Dimension 0 is the same for all tokens.
+    basis = torch.cat((torch.zeros(size, 1), basis), dim=1)
     model.embed.weight[:, 0] = 0.15
     here, before, twice_before, rest = basis.split([WIDTH, WIDTH, WIDTH, size - 3 * WIDTH])
     _look_back(model.layers[0], here, before, twice_before)
@@ -37,9 +41,9 @@ def begin(model: Mini) -> None:
 
 
 def _look_back(layer: Layer, here: Tensor, before: Tensor, twice_before: Tensor) -> None:
-    """Heads 0 and 1 write what stood one and two tokens ago.
+    """Make heads 0 and 1 write which tokens are one and two positions back.
 
-    Their query is constant and turned by the distance they look back.
+    Their query is constant, and rotated by the distance that they look back.
     """
     dim, theta = layer.shape.head_dim, layer.shape.rope_theta
     angles = theta ** (-torch.arange(0, 2 * NUM_FAST, 2) / dim)
@@ -56,12 +60,14 @@ def _look_back(layer: Layer, here: Tensor, before: Tensor, twice_before: Tensor)
 
 
 def _copy(layer: Layer, here: Tensor, before: Tensor, twice_before: Tensor, rest: Tensor) -> None:
-    """Head 0 finds the token after an equal token, head 2 the one after an equal pair."""
+    """Make head 0 find the token after an equal token, and head 2 the one after an equal pair."""
     dim = layer.shape.head_dim
     slow = torch.cat([torch.arange(half - NUM_SLOW, half) for half in (dim // 2, dim)])
     layer.q.weight[slow] = here
     layer.k.weight[slow] = before
-    # Half of the places compare this token with the key's predecessor, half their predecessors.
+    # Half of the dimensions compare this token with the key's predecessor, the other half compare
+    # the
+    # two predecessors.
     mixed = torch.arange(WIDTH) % 2 == 0
     layer.q.weight[2 * dim + slow] = torch.where(mixed[:, None], here, before)
     layer.k.weight[dim + slow] = torch.where(mixed[:, None], before, twice_before)

@@ -1,4 +1,4 @@
-"""Tools with small schemas, calls to them, and answers from what they return."""
+"""Generates tools with small schemas, calls of them, and answers from their results."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from mini.words import CITIES, COLOURS, OBJECTS, WEATHERS
 
 @dataclass(frozen=True)
 class Topic:
-    """A tool's subject; {x} is the argument, {r} the value it returns."""
+    """The subject of a tool; {x} is the argument, and {r} is the value that it returns."""
 
     noun: str
     argument: str
@@ -77,7 +77,7 @@ Tooled = tuple[Topic, dict[str, Any]]
 
 
 def toolbox(dice: Random, most: int) -> list[Tooled]:
-    """One to `most` tools, no two about the same thing."""
+    """Return one to `most` tools with different subjects."""
     topics = dice.sample(TOPICS, dice.randint(1, most))
     box = []
     for topic in topics:
@@ -88,7 +88,7 @@ def toolbox(dice: Random, most: int) -> list[Tooled]:
 
 
 def call(dice: Random, box: list[Tooled]) -> Turn:
-    """A question that one of the tools answers: the call, its result, the answer."""
+    """Return a question that one of the tools answers, with the call, its result and the answer."""
     topic, schema = dice.choice(box)
     called = schema["function"]["name"]
     (argument,) = schema["function"]["parameters"]["properties"]

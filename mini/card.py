@@ -1,4 +1,4 @@
-"""Writes docs/headrace-mini.md from what the evaluation found; nothing in it is typed by hand."""
+"""Write docs/reference/headrace-mini.md from the results of the evaluation."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,19 @@ This page is written by `python -m mini.evaluate`; every figure on it was measur
 - Format: Qwen3 (`Qwen3ForCausalLM`), bfloat16 safetensors, `tokenizer.json`, ChatML template.
 - Size: {size}.
 - Trained for {context} tokens of context and less; `max_position_embeddings` is {positions}.
-- Made from seeds alone, text, tokenizer and weights, without any download or data set:
-  `python -m mini.train`, about {tokens:.0f} million tokens. This checkpoint grew in stages of
-  `--resume`, each beginning at half the rate or less, while the shares of the skills and the
-  lengths of rows moved to what `mini` has now; one run in one go gives a model like it, not
-  its bits.
+- Text, tokenizer and weights are made from seeds alone, without any download or data set. The
+  command is `python -m mini.train`, with about {tokens:.0f} million tokens. This checkpoint was
+  trained in stages with `--resume`, each starting at half the learning rate or less. A single run
+  gives a similar model, but not the same bits.
 
 ## Accuracy
 
 Held-out prompts: one prompt in {held_out}, chosen by a checksum of its text (of its numbers, for
 sums and differences), is never trained on, and only such prompts are asked here. An answer is
 right if greedy decoding gives exactly the one wanted text and then ends its turn; "tokens right"
-counts the answer's tokens that are right after a right beginning. {num} prompts a line, weights in
-bfloat16, arithmetic in float32, seed {seed}. The aim is 95 % in every line; where a line is lower,
-this is what was reached.
+counts tokens that are right after the right tokens before them. {num} prompts per line, weights in
+bfloat16, arithmetic in float32, seed {seed}. The aim is 95 % in every line; the
+table shows which lines miss it.
 
 | skill | answers right | tokens right |
 |---|---|---|
@@ -36,13 +35,13 @@ this is what was reached.
 TAIL = """
 ## Speed
 
-{prefill:,.0f} prompt tokens a second and {decode:,.0f} decoded tokens a second for one stream, with
-`transformers` in float32 on {threads} thread(s) of {machine}. Other work may have run beside it:
-read these as a floor.
+{prefill:,.0f} prompt tokens per second and {decode:,.0f} decoded tokens per second for one stream,
+with `transformers` in float32 on {threads} thread(s) of {machine}. Other programs may
+have run at the same time, so these are lower bounds.
 
 ## Asking it
 
-It was trained on these forms, in a few phrasings each; the table says how far it got.
+The model was trained on these forms, in a few phrasings each. The table shows its accuracy.
 
 - small talk: `Hello`, `Who are you?`, `What is Headrace?`, `What can you do?`
 - `Count from 1 to 200.`, `Count down from 20 to 1`, `Count from 0 to 50 by 5, one per line`
@@ -56,24 +55,24 @@ It was trained on these forms, in a few phrasings each; the table says how far i
 
 ## What it cannot do
 
-It has no knowledge and no judgement. Outside the forms above, and in the lines of the table that
-are low, it says that it does not know, or gives an answer that is fluent and wrong. It speaks a
-little English only, heeds no instruction in a system prompt, calls one tool with one argument at
-a time, spells only words of its own short lists, copies words but not sentences at length, and
-counts to about 600. Sampling at a
-temperature above zero makes all of it worse.
+It has no knowledge and no judgement. Outside the skills above, and where the table shows a low
+share, it says that it does not know, or gives an answer that is fluent and wrong. It speaks only a
+little English and ignores instructions in a system prompt. It calls one tool with one argument at
+a time, spells words of its own short lists, copies words but not long sentences, and counts to
+about 600. Sampling at a temperature above zero makes all answers worse.
 """
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The words of the card beside the marks."""
+    """The figures of the page besides the marks."""
 
     size: str
     context: int
     positions: int
     held_out: int
-    tokens: float  # millions, trained on
+    # Millions of tokens of training.
+    tokens: float
     seed: int
     prefill: float
     decode: float

@@ -1,4 +1,7 @@
-"""Turns to conversations to rows of token ids, rendered as the template does it; never trains."""
+"""Makes conversations from turns, and rows of token ids from conversations.
+
+Everything is rendered as by the chat template. Held-out turns are never used.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,12 +15,13 @@ from mini.turn import Turn
 from mini.words import SYSTEMS
 
 IGNORED = -100
-Piece = tuple[str, bool]  # text, and whether it is learnt
+# A text, and whether it is learnt.
+Piece = tuple[str, bool]
 Skill = Callable[[Random, int], Turn]
 
 SKILLS: tuple[tuple[float, Skill], ...] = (
     (0.26, skills.count),
-    # Mostly too long for a row and cut: the first steps of long countings, at little cost.
+    # These are mostly too long for a row and are cut, so they train the first steps of long counts.
     (0.05, lambda dice, room: skills.count(dice, 1500)),
     (0.10, skills.listing),
     (0.06, skills.alphabet),
@@ -32,8 +36,10 @@ SKILLS: tuple[tuple[float, Skill], ...] = (
 ORDERS = {"Count", "List", "Name", "Give", "Say", "Recite", "Write", "Repeat", "Copy", "Reverse"}
 ORDERS |= {"Spell", "Add", "Subtract", "Calculate"}
 WEIGHTS = [weight for weight, _ in SKILLS]
-FIND, CALL, THINK = 0.12, 0.6, 0.08  # shares of turns; of calls where there are tools
-MOST_MISSES = 2  # turns that would not end within a row; the next such one is cut
+# Shares of the turns that find facts, call a tool (where there are tools), or think.
+FIND, CALL, THINK = 0.12, 0.6, 0.08
+# So many turns that do not fit into a row are skipped; the next one is cut instead.
+MOST_MISSES = 2
 
 
 def system_text(system: str, tools: tuple[dict[str, object], ...]) -> str:
@@ -53,7 +59,7 @@ def opening(system: str, tools: tuple[dict[str, object], ...] = ()) -> list[Piec
 
 
 def exchange(turn: Turn, think: bool = False) -> list[Piece]:
-    """One turn as the template renders it."""
+    """Return one turn as the template renders it."""
     switch = " /think" if think else ""
     thought = f"<think>\n{turn.thought}\n</think>\n\n" if think else ""
     asked = f"<|im_start|>user\n{turn.ask}{switch}<|im_end|>\n<|im_start|>assistant\n"
@@ -69,7 +75,7 @@ def exchange(turn: Turn, think: bool = False) -> list[Piece]:
 
 
 def _varied(dice: Random, turn: Turn) -> Turn:
-    """An order with or without a please, or without a capital."""
+    """Return the turn with its order varied: with a "please", or without a capital letter."""
     first, kind = turn.ask.split(maxsplit=1)[0], dice.random()
     if first not in ORDERS or kind > 0.35:
         return turn
@@ -90,7 +96,7 @@ def _turns(dice: Random, box: list[calls.Tooled], room: int) -> list[Turn]:
 
 
 def conversation(dice: Random, length: int) -> Iterator[list[Piece]]:
-    """Endless exchanges of one conversation, of which about `length` tokens will be used."""
+    """Yield endless turns of one conversation, of which about `length` tokens will be used."""
     system = dice.choice(SYSTEMS) if dice.random() < 0.25 else ""
     has_tools = length > 128 and dice.random() < 0.3
     box = calls.toolbox(dice, 1 if length < 400 else 3) if has_tools else []
@@ -102,7 +108,7 @@ def conversation(dice: Random, length: int) -> Iterator[list[Piece]]:
 
 
 def row(dice: Random, tokenizer: Tokenizer, length: int) -> tuple[list[int], list[int]]:
-    """A conversation cut off at `length` ids, and its targets shifted by one."""
+    """Return the first `length` token ids of a conversation, and its targets, shifted by one."""
     ids: list[int] = []
     wanted: list[int] = []
     misses = 0

@@ -1,4 +1,4 @@
-"""Asks headrace-mini held-out questions and writes what it found to docs/headrace-mini.md."""
+"""Evaluate headrace-mini on held-out questions, and write docs/reference/headrace-mini.md."""
 
 import argparse
 import platform
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=SHIPPED)
     parser.add_argument("--num", type=int, default=200, help="prompts a skill")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--card", type=Path, default=Path("docs/headrace-mini.md"))
+    parser.add_argument("--card", type=Path, default=Path("docs/reference/headrace-mini.md"))
     parser.add_argument("--show-wrong", action="store_true", help="print one failure a skill")
     options = parser.parse_args()
     torch.set_num_threads(1)

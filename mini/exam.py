@@ -1,4 +1,4 @@
-"""The held-out questions of headrace-mini, skill by skill; none of them was ever trained on."""
+"""The held-out questions of headrace-mini by skill; none of them was used in training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +22,14 @@ ALL_SKILLS = (
 
 @dataclass(frozen=True)
 class Subject:
-    """A row of the report; the last turn that is drawn is the one that is marked."""
+    """A row of the report; of the turns that `draw` returns, only the last one is marked."""
 
     name: str
     draw: Draw
-    tokens: tuple[int, int] = (0, 4096)  # bounds on what is counted
-    counts_prompt: bool = False  # the bounds hold for prompt and answer, not the answer alone
+    # The allowed range of the number of tokens.
+    tokens: tuple[int, int] = (0, 4096)
+    # The range applies to prompt and answer together, not to the answer alone.
+    counts_prompt: bool = False
     think: bool = False
 
 
@@ -88,7 +90,7 @@ SUBJECTS = (
 
 
 def paper(subject: Subject, dice: Random) -> list[Piece]:
-    """A whole conversation with a held-out last turn; what is marked is what is learnt."""
+    """Return a conversation whose last turn is held out and is the only one to be marked."""
     while True:
         turns = subject.draw(dice)
         if turns[-1].is_held_out:

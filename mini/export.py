@@ -1,4 +1,4 @@
-"""Writes the files that ship: Qwen3's config and tensor names, bfloat16, tokenizer, template."""
+"""Writes the shipped files: Qwen3's config, tensors in bfloat16, tokenizer and chat template."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from torch import Tensor
 from mini.model import Shape
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-# Ours to Qwen3's; a layer's names follow "layers.<n>.".
+# Maps this package's tensor names to Qwen3's; the name of a layer follows "layers.<n>.".
 NAMES = {
     "input_norm": "input_layernorm",
     "post_norm": "post_attention_layernorm",

@@ -1,4 +1,4 @@
-"""Marks answers as greedy decoding would give them, and measures how fast they come."""
+"""Marks the answers that greedy decoding would give, and measures how fast they are generated."""
 
 import time
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ class Mark:
     num_asked: int
     num_tokens_right: int
     num_tokens: int
-    first_wrong: str  # prompt and wanted answer
+    # The prompt and the expected answer.
+    first_wrong: str
 
     @property
     def share(self) -> float:
@@ -27,7 +28,7 @@ class Mark:
 
 
 def _encoded(subject: Subject, tokenizer: Tokenizer, dice: Random) -> tuple[list[int], list[int]]:
-    """Ids and targets of a paper whose length is within the subject's bounds."""
+    """Return ids and targets of a question whose length is within the subject's range."""
     low, high = subject.tokens
     while True:
         ids: list[int] = []
@@ -43,10 +44,11 @@ def _encoded(subject: Subject, tokenizer: Tokenizer, dice: Random) -> tuple[list
 
 @torch.no_grad()
 def tokens_right(model: Any, ids: list[int], wanted: list[int]) -> tuple[int, int]:
-    """How many wanted tokens are the likeliest after the wanted ones before them, and of how many.
+    """Return how many expected tokens are the most probable ones, and how many there are.
 
-    If all are, greedy decoding says them all, the end of the turn included; if one is not, it
-    strays there. So one forward pass decides what greedy decoding would say.
+    Each token is predicted from the expected tokens before it. If all are right, greedy decoding
+    would produce exactly the expected answer with its end; otherwise it would deviate at the first
+    wrong one. So one forward pass shows whether greedy decoding succeeds.
     """
     targets = torch.tensor(wanted)
     at = (targets >= 0).nonzero().squeeze(1)
@@ -70,7 +72,7 @@ def mark(model: Any, tokenizer: Tokenizer, subject: Subject, num: int, seed: int
 
 @torch.no_grad()
 def speeds(model: Any, num_tokens: int = 256) -> tuple[float, float]:
-    """Tokens a second of a prompt of 1,024 tokens, and of one decoded stream."""
+    """Return tokens per second for a prompt of 1,024 tokens, and for one decoding stream."""
     prompt = torch.arange(1024).unsqueeze(0) % 256 + 16
     model(prompt)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The training form of headrace-mini: Qwen3's arithmetic in little code; never used for serving."""
+"""Headrace-mini for training: the arithmetic of Qwen3 in little code; never used for serving."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class Norm(nn.Module):
 
 
 def rotation(shape: Shape, length: int) -> Rotation:
-    """Cosines and sines of rotary positions, each [length, 1, head_dim]."""
+    """Return the cosines and sines of rotary positions, each [length, 1, head_dim]."""
     exponents = torch.arange(0, shape.head_dim, 2) / shape.head_dim
     angles = torch.outer(torch.arange(length).float(), shape.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
@@ -55,7 +55,7 @@ class Layer(nn.Module):
         self.k = nn.Linear(s.hidden, s.num_kv_heads * s.head_dim, bias=False)
         self.v = nn.Linear(s.hidden, s.num_kv_heads * s.head_dim, bias=False)
         self.o = nn.Linear(s.num_heads * s.head_dim, s.hidden, bias=False)
-        # Above one: a head that copies must tell one key out of two thousand apart.
+        # More than one, because a copying head must find one key among two thousand.
         self.q_norm = Norm(s.head_dim, s.norm_eps, start=1.5)
         self.k_norm = Norm(s.head_dim, s.norm_eps, start=1.5)
         self.post_norm = Norm(s.hidden, s.norm_eps)
@@ -93,14 +93,17 @@ class Mini(nn.Module):
                 nn.init.normal_(weight, std=0.007 if quiet else 0.05 if "embed" in name else 0.02)
 
     def forward(self, ids: Tensor, turn: Rotation) -> Tensor:
-        """The last layer's output before the head, [rows, length, hidden]."""
+        """Return the last layer's output before the head, [rows, length, hidden]."""
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x, turn)
         return self.norm(x)
 
     def loss(self, ids: Tensor, targets: Tensor, turn: Rotation) -> Tensor:
-        """Mean cross entropy where a target is not negative; the head runs nowhere else."""
+        """Return the mean cross entropy of the targets that are not negative.
+
+        The head is computed only at these positions.
+        """
         x, wanted = self.forward(ids, turn).flatten(0, 1), targets.flatten()
         at = (wanted >= 0).nonzero().squeeze(1)
         return F.cross_entropy(F.linear(x[at], self.embed.weight), wanted[at])

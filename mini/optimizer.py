@@ -1,13 +1,14 @@
-"""How headrace-mini's weights move: orthogonal steps for matrices, Adam for everything else."""
+"""The optimizers of headrace-mini: orthogonal steps for matrices, Adam for everything else."""
 
 import torch
 from torch import Tensor, nn
 
-NEWTON = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic iteration that Muon uses
+# The coefficients of the quintic iteration that Muon uses.
+NEWTON = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonal(g: Tensor, num_iterations: int = 5) -> Tensor:
-    """The nearest matrices with singular values about one, of a stack [n, rows, columns]."""
+    """Return the nearest matrices with singular values of about one, [n, rows, columns]."""
     a, b, c = NEWTON
     tall = g.size(-2) > g.size(-1)
     x = g.mT if tall else g
@@ -19,7 +20,7 @@ def orthogonal(g: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal; matrices of one shape are computed as one stack."""
+    """Makes the momentum orthogonal; matrices of the same shape are computed as one stack."""
 
     def __init__(self, matrices: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         shapes = dict.fromkeys(p.shape for p in matrices)

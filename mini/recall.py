@@ -1,4 +1,4 @@
-"""Facts planted in a text, and what is asked about them: in words, or as JSON."""
+"""Hides facts in a text and asks for them, in words or as JSON."""
 
 import json
 from dataclasses import dataclass
@@ -25,13 +25,14 @@ from mini.words import (
 
 @dataclass(frozen=True)
 class Fact:
-    about: str  # the same for two facts that would contradict each other
+    # Equal for two facts that would contradict each other.
+    about: str
     told: str
     asked: str
     answer: str
 
 
-# Each line: the sentence that tells it, then the ways to ask for it.
+# Each line has the sentence that states a fact, and then the ways to ask for it.
 FACTS = (
     ("{who}'s code is {code}.", "What is {who}'s code?|Tell me {who}'s code."),
     ("The code of the {what} is {code}.",
@@ -56,7 +57,7 @@ def name(dice: Random) -> str:
 
 
 def fact(dice: Random) -> Fact:
-    """One fact of the world; the answer repeats the words in which it was told."""
+    """Return a fact; its answer repeats the sentence that states it."""
     told, asks = dice.choice(FACTS)
     words = {
         "who": name(dice),
@@ -73,7 +74,7 @@ def fact(dice: Random) -> Fact:
 
 
 def filler(dice: Random) -> str:
-    """A sentence that tells nothing anybody asks for."""
+    """Return a sentence without a fact that is asked for."""
     thing = f"the {dice.choice(ADJECTIVES)} {dice.choice(NATURE)}"
     place, time = dice.choice(PLACES), dice.choice(TIMES)
     kind = dice.random()
@@ -89,13 +90,13 @@ def filler(dice: Random) -> str:
 
 
 def _distinct(dice: Random, wanted: int) -> list[Fact]:
-    """Facts no two of which answer the same question."""
+    """Return at most `wanted` facts that answer different questions."""
     drawn = [fact(dice) for _ in range(wanted)]
     return list({one.about: one for one in drawn}.values())
 
 
 def text_with(dice: Random, facts: list[Fact], room: int) -> str:
-    """The facts in any order, anywhere among fillers; room: tokens, about."""
+    """Return the facts in random order among fillers, in about `room` tokens."""
     num_fillers = max(0, room - 12 * len(facts)) // 11
     sentences = [filler(dice) for _ in range(num_fillers)]
     for one in facts:
@@ -104,7 +105,7 @@ def text_with(dice: Random, facts: list[Fact], room: int) -> str:
 
 
 def find(dice: Random, room: int, num_questions: int = 3) -> list[Turn]:
-    """A text with facts and questions after it, each in a turn of its own."""
+    """Return a text with facts and questions about it, each in its own turn."""
     length = dice.randint(0, room)
     facts = _distinct(dice, dice.randint(1, min(12, 2 + room // 30)))
     text = text_with(dice, facts, length)
@@ -121,7 +122,7 @@ def find(dice: Random, room: int, num_questions: int = 3) -> list[Turn]:
 
 
 def _person(dice: Random) -> dict[str, tuple[str, str | int]]:
-    """Key to sentence and value."""
+    """Return a sentence and a value for each key."""
     who = name(dice)
     city, colour, job = dice.choice(CITIES), dice.choice(COLOURS), dice.choice(JOBS)
     age, secret = dice.randint(2, 99), code(dice)
@@ -136,10 +137,11 @@ def _person(dice: Random) -> dict[str, tuple[str, str | int]]:
 
 
 def shaped(dice: Random, room: int) -> Turn:
-    """An answer as a JSON object with the keys that were asked for, in that order."""
+    """Return a request for a JSON object with some keys, in the order in which they are named."""
     person = _person(dice)
     keys = dice.sample(list(person), dice.randint(1, 5))
-    named = len(keys) > 1 and dice.random() < 0.5  # by another sentence
+    # Another sentence already contains the name.
+    named = len(keys) > 1 and dice.random() < 0.5
     told = [person[key][0] for key in keys if not (named and key == "name")]
     dice.shuffle(told)
     listed = keys[0] if len(keys) == 1 else ", ".join(keys[:-1]) + " and " + keys[-1]

@@ -43,7 +43,7 @@ def spoken(dice: Random, number: int) -> str:
 
 
 def _joined(dice: Random, items: Sequence[str]) -> tuple[str, str]:
-    """A way of writing a list and the words that ask for it."""
+    """Return a list as text, and the words that ask for this way of writing it."""
     join = dice.choice(JOINS)
     if join == "\n":
         return "\n".join(items), dice.choice((", one per line", " on separate lines"))
@@ -53,7 +53,7 @@ def _joined(dice: Random, items: Sequence[str]) -> tuple[str, str]:
 
 
 def count(dice: Random, room: int) -> Turn:
-    """Numbers from one bound to another; room: how many tokens the answer may take."""
+    """Return a count from one number to another; the answer may have about `room` tokens."""
     most = max(3, room // 5)
     kind = dice.random()
     step = 1 if kind < 0.75 else dice.choice((2, 3, 5, 10, 20, 50, 100, 100))
@@ -61,7 +61,8 @@ def count(dice: Random, room: int) -> Turn:
     first = 1 if dice.random() < 0.6 else dice.randint(0, 300)
     if step > 1:
         first = dice.choice((0, step))
-    if step > 10:  # numbers that end like the last one, close together: it must not stop at them
+    # These numbers end like the last one, and the model must not stop at one of them.
+    if step > 10:
         first, length = dice.randint(0, 2 * step), min(length, 12)
     last = first + step * (length - 1)
     numbers = [str(n) for n in range(first, last + 1, step)]
@@ -88,7 +89,7 @@ def listing(dice: Random, room: int) -> Turn:
     name = dice.choice(list(LISTS))
     items = LISTS[name]
     is_numbered = dice.random() < 0.3
-    # Where to stop is a matter of numbers: without them only short lists are asked for.
+    # Numbers in the answer show where to stop, so lists without numbers are short.
     length = dice.randint(1, min(len(items) if is_numbered else 12, max(2, room // 6)))
     if name in ("days of the week", "months") or dice.random() < 0.1:
         length = len(items)
@@ -125,7 +126,7 @@ def alphabet(dice: Random, room: int) -> Turn:
 
 
 def _words(dice: Random, length: int) -> list[str]:
-    """Words in no order. Many are all distinct: what came before one tells which one it is."""
+    """Return random words. Long lists repeat no word, so that a word determines the next one."""
     kind = dice.random()
     if length > 24:
         return dice.sample(WORDS, min(length, len(WORDS)))
@@ -191,7 +192,7 @@ def spell(dice: Random, room: int) -> Turn:
 
 
 def _steps(a: int, b: int, sign: str, total: int) -> str:
-    """The sum worked out in words: tens first, then ones."""
+    """Return the calculation in two steps: first the tens, then the ones."""
     other = b - b % 10
     if sign == "+":
         return f"{a} + {other} = {a + other}, {a + other} + {b % 10} = {total}"
@@ -199,7 +200,7 @@ def _steps(a: int, b: int, sign: str, total: int) -> str:
 
 
 def add(dice: Random, room: int) -> Turn:
-    """Sums and differences up to two digits."""
+    """Return a sum or a difference of numbers with up to two digits."""
     a, b = dice.randint(0, 99), dice.randint(0, 99)
     if dice.random() < 0.15:
         a, b = a % 10, b % 10

@@ -1,4 +1,4 @@
-"""Small talk of headrace-mini, and what it says outside its world."""
+"""The small talk of headrace-mini, and its answer to questions outside its world."""
 
 from random import Random
 
@@ -13,7 +13,7 @@ SKILLS = (
 )
 UNKNOWN = "I do not know. My world is very small."
 
-# Each line: ways to ask, then the one right answer.
+# Each line has the ways to ask, and then the only right answer.
 TALK: tuple[tuple[str, str], ...] = (
     ("hello|hi|hey|good day|hello there|hi there|greetings", "Hello! How can I help you?"),
     ("good morning", "Good morning! How can I help you?"),
@@ -97,7 +97,7 @@ def talk(dice: Random) -> Turn:
 
 
 def invented(dice: Random) -> str:
-    """A word of no language."""
+    """Return a word that exists in no language."""
     return "".join(dice.choices(SYLLABLES, k=dice.randint(2, 3)))
 
 

@@ -1,4 +1,4 @@
-"""The training loop of headrace-mini: seeded rows, growing lengths, checkpoints; resumable."""
+"""The training loop of headrace-mini: seeded rows of growing length, and checkpoints."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ from mini.conversation import row
 from mini.model import Mini, Shape, rotation
 from mini.optimizer import optimizers
 
-NUM_STEPS = 21_700  # three to four hours on two cores
+# This takes three to four hours on two cores.
+NUM_STEPS = 21_700
 STEP_TOKENS = 2048
-THREAD_TOKENS = 1024  # rows computed at once; small enough for a core's cache
+# Tokens that are computed at once, few enough for a core's cache.
+THREAD_TOKENS = 1024
 NUM_THREADS = 2
 WARMUP = 30
-NUM_HELD_STEPS = 1000  # in which what was given at the beginning is not trained
-# From which step on, how often rows of which length come.
+# During these steps, the weights that were set at the start are not trained.
+NUM_HELD_STEPS = 1000
+# For each first step, the lengths of rows and how often they are drawn.
 LENGTHS: tuple[tuple[int, dict[int, float]], ...] = (
     (0, {128: 1.0}),
     (400, {256: 1.0}),
@@ -39,11 +42,12 @@ LENGTHS: tuple[tuple[int, dict[int, float]], ...] = (
 class Plan:
     seed: int
     num_steps: int
-    num_decay_steps: int  # at the end the rate falls to nothing
+    # In the last steps, the learning rate falls to zero.
+    num_decay_steps: int
     save_every: int
 
     def rate(self, step: int) -> float:
-        """Share of the full learning rate."""
+        """Return the fraction of the full learning rate."""
         left = (self.num_steps - step) / max(1, self.num_decay_steps)
         return min(1.0, (step + 1) / WARMUP, max(left, 0.0))
 
@@ -54,7 +58,7 @@ class Plan:
 
 
 class Training:
-    """Weights, their running mean (which is what ships) and the state of the optimizers."""
+    """The weights, their running mean (which is shipped) and the state of the optimizers."""
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
         torch.manual_seed(plan.seed)
@@ -68,7 +72,8 @@ class Training:
         self.mean = {name: p.detach().clone() for name, p in self.named}
         self.optimizers = optimizers(self.model)
         self.rates = [group["lr"] for group in self._groups()]
-        # Threads of rows, not of operators: they meet once a step.
+        # Threads compute different rows, not parts of one operator, so they synchronize once per
+        # step.
         torch.set_num_threads(1)
         self.pool = ThreadPoolExecutor(NUM_THREADS)
         self.turn = tuple(t.to(self.device) for t in rotation(self.shape, 2048))
@@ -86,7 +91,7 @@ class Training:
         self.save(folder)
 
     def advance(self) -> float:
-        """One step of every weight; returns the mean loss of its rows."""
+        """Trains all weights for one step; returns the mean loss of its rows."""
         length = self.plan.length(self.step)
         rate = self.plan.rate(self.step)
         ids, wanted = self._rows(length)

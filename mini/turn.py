@@ -1,20 +1,24 @@
-"""One exchange of a training conversation, and the rule which exchanges are never trained on."""
+"""One exchange of a training conversation, and the rule that holds some of them out of training."""
 
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
-HELD_OUT = 12  # one prompt in so many is kept for evaluation
+# One of this many prompts is kept for evaluation.
+HELD_OUT = 12
 
 
 @dataclass(frozen=True)
 class Turn:
     ask: str
     answer: str
-    thought: str = ""  # said between think marks where thinking is asked for
-    key: str = ""  # what must not repeat between training and evaluation; the question if empty
+    # The text between the think marks, if thinking is requested.
+    thought: str = ""
+    # A key is never in both training and evaluation; the question is used if this is empty.
+    key: str = ""
     tools: tuple[dict[str, Any], ...] = field(default=())
-    call: str = ""  # the call made before the answer, as JSON
+    # The tool call before the answer, as JSON.
+    call: str = ""
     result: str = ""
 
     @property

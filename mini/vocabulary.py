@@ -1,4 +1,4 @@
-"""Trains the tokenizer on generated text: byte-level BPE in which every digit stands alone."""
+"""Trains the tokenizer on generated text: byte-level BPE with a separate token for each digit."""
 
 from collections.abc import Iterator
 from random import Random
@@ -35,7 +35,7 @@ def train_tokenizer(seed: int, vocab_size: int, num_conversations: int = 3000) -
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(Random(f"{seed} tokenizer"), num_conversations), trainer)
-    # Marks of thought and of calls are text to a client, the ends of turns are not.
+    # The marks of thoughts and calls are text for a client, but the ends of turns are special.
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
     return tokenizer
 

@@ -1,4 +1,4 @@
-"""The closed word lists of headrace-mini's world; data alone."""
+"""The closed word lists of headrace-mini's world."""
 
 # ruff: noqa: SIM905 -- lists of words are read, and kept in order, more easily as lines
 

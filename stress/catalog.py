@@ -24,9 +24,10 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def make_catalog(url: str, seed: int, models: int = 1, long_prompt: int = 0) -> list[Question]:
-    """Asked one after the other of a server that nobody disturbs; every second one of `models`.
+    """Send the questions one by one to a server that nobody disturbs; return questions and answers.
 
-    With `long_prompt` four more, with prompts of so many letters.
+    With 2 `models`, every second question goes to the model SECOND. If `long_prompt` is set, four
+    more questions have prompts of this many letters.
     """
     rng = random.Random(f"{seed}/catalog")
     with httpx.Client(base_url=url, timeout=300) as client:
@@ -77,7 +78,7 @@ def _bodies(rng: random.Random, long_prompt: int) -> list[tuple[str, dict[str, A
 
 
 def ask_undisturbed(client: httpx.Client, route: str, body: dict[str, Any]) -> Question:
-    """The question, with what a server in peace answers to it."""
+    """Return a question with the answer of an undisturbed server."""
     body = {"ignore_eos": True, "return_token_ids": True} | body
     answer = client.post(route, json=body)
     assert answer.status_code == 200, answer.text
@@ -85,7 +86,10 @@ def ask_undisturbed(client: httpx.Client, route: str, body: dict[str, Any]) -> Q
 
 
 def _middle(question: Question) -> str:
-    """Some letters that the answer says late; none if it has no plain ones there."""
+    """Return two characters from the second half of the answer, to be used as a stop string.
+
+    Return an empty string if no two characters there are suitable.
+    """
     said = question.said.texts[0]
     plain = [i for i in range(len(said) // 2, len(said) - 2) if said[i : i + 2].isprintable()]
     plain = [i for i in plain if "\ufffd" not in said[i : i + 2] and said[i : i + 2].strip()]

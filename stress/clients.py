@@ -1,4 +1,4 @@
-"""Clients of every kind: each asks until its answer has ended, as the rules for clients say."""
+"""Clients of every kind; each client repeats its request until the request is answered."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def draw_way(rng: random.Random) -> Way:
 
 
 async def live(story: Story, proxy: Proxy) -> None:
-    """Lets the client of this story ask until it is over."""
+    """Runs the client of one request until the request has an outcome."""
     second = None
     if story.way.has_second_reader:
         second = asyncio.create_task(_read_events(story, proxy))
@@ -75,7 +75,8 @@ def _end_by_byte(story: Story) -> None:
     story.end_with(story.frames_by_byte())
     num_posts = sum(made.call.method == "POST" for made in story.exchanges)
     if story.outcome == "failed: replaced" and num_posts > 1:
-        # asked twice without a key, it replaced itself; what counts is the newest stream
+        # A request that is repeated without a key replaces its first stream; only the newest stream
+        # counts.
         story.outcome, story.stream_id = "", None
         story.body.clear()
 
@@ -94,7 +95,7 @@ async def _by_event(story: Story, proxy: Proxy) -> None:
 
 
 async def _read_events(story: Story, proxy: Proxy) -> None:
-    """A second reader, who sees the log itself."""
+    """Reads the log of the request's stream as a second reader."""
     await story.has_stream.wait()
     stream_id = story.stream_id
     assert stream_id is not None
@@ -114,7 +115,7 @@ def _events_call(stream_id: str, frames: list[Frame], query: str) -> Call:
 
 
 async def _whole(story: Story, proxy: Proxy) -> None:
-    """An answer in one piece is asked for until it has come whole."""
+    """Requests an unstreamed answer again and again until the whole answer arrives."""
     while not story.is_over:
         made = await story.ask(proxy, story.post())
         if made.got.status == 200 and made.got.is_whole:
@@ -125,7 +126,7 @@ async def _whole(story: Story, proxy: Proxy) -> None:
 
 
 _COME_BACK = ("server_shutdown", "server_restarting", "storage_unavailable", "storage_stalled")
-"""The answer is not lost, only not here: the same request with its key finds it."""
+"""After these errors, the client repeats its request with the same key and gets the answer."""
 
 
 def _outcome_of_whole(story: Story) -> str:
@@ -137,7 +138,7 @@ def _outcome_of_whole(story: Story) -> str:
 
 
 async def _plain(story: Story, proxy: Proxy) -> None:
-    """Without opt-in: once it has begun, a break of the connection is its end."""
+    """Requests a stream that is not durable, so a broken connection ends the stream."""
     while not story.is_over:
         made = await story.ask(proxy, story.post())
         if made.got.status == 200:

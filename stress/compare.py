@@ -1,4 +1,4 @@
-"""Two sequences of tokens: what was lost, repeated, reordered or changed between them."""
+"""Compares two sequences of tokens: which were lost, repeated, reordered or changed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ KINDS = ("lost", "repeated", "reordered", "changed", "wrong failure", "silent")
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """`number` counts tokens for the first four kinds, cases for the others."""
+    """A violation. `number` counts tokens for the first four KINDS, else occurrences."""
 
     kind: str
     number: int
@@ -18,7 +18,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 def compare(got: Sequence[int], truth: Sequence[int], where: str) -> list[Violation]:
-    """No violation means that they are equal."""
+    """Return the differences; an empty list means that the sequences are equal."""
     if got == truth:
         return []
     if Counter(got) == Counter(truth):
@@ -34,14 +34,14 @@ def compare(got: Sequence[int], truth: Sequence[int], where: str) -> list[Violat
         elif tag == "replace":
             sums["changed"] += max(to - from_, got_to - got_from)
     same = next((i for i, (a, b) in enumerate(zip(got, truth, strict=False)) if a != b), len(got))
-    shown = f"{where}: {len(got)} tokens for {len(truth)}, the same up to {same}"
+    shown = f"{where}: {len(got)} tokens instead of {len(truth)}, equal up to index {same}"
     return [Violation(kind, number, shown) for kind, number in sums.items()]
 
 
 def compare_choices(
     got: dict[int, list[int]], truth: dict[int, list[int]], where: str
 ) -> list[Violation]:
-    """The same for every choice of an answer."""
+    """Return the differences for every choice of an answer."""
     return [
         violation
         for index in sorted(got.keys() | truth.keys())

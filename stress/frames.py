@@ -1,4 +1,4 @@
-"""Tokens and text in the frames of a stream, in a whole answer, and in the log."""
+"""Extracts tokens and text from the frames of a stream, from a whole answer, and from the log."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ def own_dropped(frames: Iterable[Frame]) -> list[Frame]:
 
 
 class Said(NamedTuple):
-    """The texts that the choices of an answer came to."""
+    """The tokens, text and finish reason of each choice of an answer."""
 
     tokens: dict[int, list[int]]
     texts: dict[int, str]
@@ -20,7 +20,7 @@ class Said(NamedTuple):
 
 
 def said_in_chunks(frames: Iterable[Frame]) -> Said:
-    """From the chunks of a streamed answer."""
+    """Return the tokens and texts in the chunks of a streamed answer."""
     said = _nothing()
     for frame in frames:
         if frame.is_done:
@@ -31,7 +31,7 @@ def said_in_chunks(frames: Iterable[Frame]) -> Said:
 
 
 def said_in_body(body: dict[str, Any]) -> Said:
-    """From a whole answer."""
+    """Return the tokens and texts in an unstreamed answer."""
     said = _nothing()
     for choice in body["choices"]:
         _add(said, choice, choice.get("message", choice))
@@ -39,7 +39,7 @@ def said_in_body(body: dict[str, Any]) -> Said:
 
 
 def said_in_events(events: Iterable[dict[str, Any]]) -> Said:
-    """From the log."""
+    """Return the tokens and texts in the events of the log."""
     said = _nothing()
     for event in events:
         if event["kind"] == "tokens":
@@ -52,7 +52,7 @@ def said_in_events(events: Iterable[dict[str, Any]]) -> Said:
 
 
 def error_in(frames: Iterable[Frame]) -> tuple[Frame, str] | None:
-    """The in-band error, with its code."""
+    """Return the first error among the frames with its code, or None."""
     for frame in frames:
         if not frame.is_done and "error" in frame.json:
             return frame, frame.json["error"]["code"]

@@ -1,4 +1,4 @@
-"""HTTP over connections that may break anywhere: what is sent, what came, and how it ended."""
+"""Sends HTTP over connections that may break at any byte, and records everything that happens."""
 
 import asyncio
 import contextlib
@@ -13,14 +13,16 @@ import msgspec
 from stress.witness import Passage, Proxy
 
 SILENCE_S = 60.0
-WHOLE_S = 600.0  # an answer in one piece says nothing before, through several ends of the engine
-KEPT = 1 << 20  # of the longer bodies of a talk only the length is kept
+# An unstreamed answer is silent until its end, even if the engine is restarted several times.
+WHOLE_S = 600.0
+# If a body is longer, only its length is recorded.
+KEPT = 1 << 20
 CHUNK = 1 << 16
 _ID = re.compile(rb"^id: ([^:\n]+):", re.MULTILINE)
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A request to send. `start`: the byte, or the cursor, behind which the answer shall go on.
+    """A request to send. `start` is the byte or cursor after which the answer must continue.
 
     `silence_s`: how long the client waits for the next byte before it gives up.
     """
@@ -45,10 +47,11 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Reply:
-    """As much of an answer as came. `is_whole`: its end was seen."""
+    """The part of an answer that has arrived. `is_whole` is set when the end has arrived."""
 
     def __init__(self) -> None:
-        self.status = 0  # until the head is complete
+        # The status is 0 until the head is complete.
+        self.status = 0
         self.headers: dict[str, str] = {}
         self.body = bytearray()
         self.num_bytes = 0
@@ -62,7 +65,10 @@ class Reply:
 
     @property
     def stream_id(self) -> str | None:
-        """The id in the head; if the model had to be loaded first, in the first frame with one."""
+        """The stream's id, from the head or from the first frame that has one.
+
+        The head has no id if the model had to be loaded first.
+        """
         if named := self.headers.get("x-stream-id"):
             return named
         found = _ID.search(self.body)
@@ -74,27 +80,30 @@ class Reply:
 
     @property
     def code(self) -> str:
-        """The code of its error; empty if it has none."""
+        """The code of the answer's error; empty if there is none."""
         with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, AttributeError):
             return str(self.json["error"]["code"])
         return ""
 
 
 class Talk:
-    """One connection's answers, any number of them, and how it ended."""
+    """All answers on one connection, and how the connection ended."""
 
     def __init__(self, has_bodies: bool = True, max_kept: float = float("inf")) -> None:
         self.answers: list[Reply] = []
         self.num_bytes = 0
-        self.end = "waiting"  # closed, reset, refused, cut (by us), silent (we gave up)
-        self.problem = ""  # why what came is no HTTP
+        # One of: waiting, closed, reset, refused, cut (by this client), silent (this client gave
+        # up).
+        self.end = "waiting"
+        # Why the received bytes are not valid HTTP.
+        self.problem = ""
         self._has_bodies = has_bodies
         self._max_kept = max_kept
         self._parser = httptools.HttpResponseParser(self)
 
     @property
     def first(self) -> Reply:
-        """An empty one if none came."""
+        """The first answer, or an empty one if none arrived."""
         return self.answers[0] if self.answers else Reply()
 
     def feed(self, piece: bytes) -> None:
@@ -104,7 +113,8 @@ class Talk:
         except httptools.HttpParserUpgrade:
             pass
         except httptools.HttpParserError as error:
-            if self._has_bodies:  # the answer to HEAD tells the length of a body that never comes
+            # The answer to HEAD states the length of a body that is not sent.
+            if self._has_bodies:
                 self.problem = f"{error}: {piece[:80]!r}"
 
     def has(self, number: int) -> bool:
@@ -127,22 +137,25 @@ class Talk:
             answer.body += piece
 
     def on_message_complete(self) -> None:
-        if self.answers[-1].status == 100:  # the answer to "Expect: 100-continue" is still to come
+        # This is the interim answer to "Expect: 100-continue"; the final answer follows.
+        if self.answers[-1].status == 100:
             self.answers.pop()
         else:
             self.answers[-1].is_whole = True
 
 
 class Exchange:
-    """A call, what the client got, and what the witness saw on the way."""
+    """A call, what the client received, and what the proxy saw."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.began = time.monotonic()
         self.ended = self.began
         self.talk = Talk()
-        self.is_silent = False  # the client gave up waiting
-        self.passage: Passage | None = None  # none if the connection was refused
+        # Set if the client gave up waiting.
+        self.is_silent = False
+        # None if the connection was refused.
+        self.passage: Passage | None = None
 
     @property
     def got(self) -> Reply:
@@ -150,7 +163,7 @@ class Exchange:
 
     @property
     def said(self) -> Reply:
-        """Bytes that the server wrote, whether or not they arrived."""
+        """The answer that the server wrote, whether or not it reached the client."""
         return Reply.of(bytes(self.passage.answer)) if self.passage else self.got
 
     def line(self) -> str:
@@ -167,7 +180,7 @@ class Exchange:
 async def exchange(
     road: Proxy | int, call: Call, on_head: Callable[[Reply], None] = lambda reply: None
 ) -> Exchange:
-    """By a proxy, or to a port; never raises for what a network does, but says how it went."""
+    """Sends a call through a proxy or to a port. The result records network errors."""
     made = Exchange(call)
     at = road if isinstance(road, int) else road.port
     try:

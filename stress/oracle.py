@@ -1,4 +1,4 @@
-"""Judges a story by what its client got, what the witness saw, and what the log says."""
+"""Judges one request by what its client received, what the proxy saw, and what the log contains."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,15 +13,16 @@ from stress.truth import NoTruth, Truth, read_truth
 from stress.witness import Proxy
 from tools.harness.sse import frames_of
 
-_OWN_DOING = ("replaced",)  # ends that a client brings about by asking twice
+# A client causes these errors itself by sending a request twice.
+_OWN_DOING = ("replaced",)
 
 
 async def verdict(
     story: Story, calm: Proxy, is_explained: Callable[[Exchange], bool]
 ) -> list[Violation]:
-    """The faults of a story that has ended, by what the server says of it in peace.
+    """Return the faults of a request that has ended, compared with what the server reports later.
 
-    An exchange that nobody cut and nothing explains is wrong, too.
+    A failed exchange is also a fault if neither the proxy nor a known outage explains it.
     """
     found = [
         Violation("wrong failure", 1, f"unexplained: {made.line()}")
@@ -40,17 +41,22 @@ async def verdict(
 
 
 def judge(story: Story, truths: Sequence[Truth]) -> list[Violation]:
-    """Everything that is wrong with an opted-in story; `truths` are all of its streams."""
+    """Return the faults of a request with durable streams; `truths` are all of its streams."""
     found = list(_ends(story))
     for truth in truths:
         found += _log_is_sound(truth)
         if truth.stream_id == story.stream_id:
             found += _is_undisturbed(story, truth)
             found += _client_has_all(story, truth)
-        elif not truth.code:  # it had ended before the client could replace it
+        # A stream without an error ended before the client could replace the stream.
+        elif not truth.code:
             found += _is_undisturbed(story, truth)
         elif truth.code not in _OWN_DOING:
-            found.append(Violation("wrong failure", 1, f"{truth.stream_id} ended as {truth.code}"))
+            found.append(
+                Violation(
+                    "wrong failure", 1, f"{truth.stream_id} ended with the error {truth.code}"
+                )
+            )
         for made in story.exchanges:
             if made.said.stream_id == truth.stream_id:
                 found += _said_what_is_logged(story, made, truth)
@@ -58,7 +64,10 @@ def judge(story: Story, truths: Sequence[Truth]) -> list[Violation]:
 
 
 def judge_plain(story: Story) -> list[Violation]:
-    """Without opt-in nothing is kept: what came is the undisturbed answer, or its beginning."""
+    """Return the faults of a request without durability.
+
+    The client must have received the undisturbed answer, or a prefix of it.
+    """
     found = list(_ends(story))
     if story.way.face == "whole":
         if story.outcome == "finished":
@@ -74,7 +83,7 @@ def judge_plain(story: Story) -> list[Violation]:
 
 def _ends(story: Story) -> Iterator[Violation]:
     if story.outcome == "never ended":
-        yield Violation("silent", 1, "it never ended")
+        yield Violation("silent", 1, "the request never ended")
     elif story.outcome not in ("finished", "cut"):
         yield Violation("wrong failure", 1, story.outcome)
 
@@ -88,7 +97,7 @@ def _log_is_sound(truth: Truth) -> Iterator[Violation]:
         yield Violation("changed", 1, f"{truth.stream_id}: terminal events {ends}")
     times = [event["at_ms"] for event in events]
     if times != sorted(times):
-        yield Violation("reordered", 1, f"{truth.stream_id}: time goes back in its log")
+        yield Violation("reordered", 1, f"{truth.stream_id}: times in its log decrease")
     by_choice: dict[int, int] = {}
     for event in events:
         if event["kind"] == "progress":
@@ -101,20 +110,20 @@ def _log_is_sound(truth: Truth) -> Iterator[Violation]:
 
 
 def _is_undisturbed(story: Story, truth: Truth) -> Iterator[Violation]:
-    """Log, response and wire tell one story, which is the one of a server left in peace."""
+    """Checks that log, response and wire frames all equal the answer of an undisturbed server."""
     if truth.code:
         yield Violation("wrong failure", 1, f"{truth.stream_id}: {truth.events[-1]}")
         return
     logged = said_in_events(truth.events)
-    yield from _same(logged, story.question.said, "log against undisturbed")
+    yield from _same(logged, story.question.said, "log compared with the undisturbed answer")
     response: dict[str, Any] = truth.state.get("response") or {"choices": []}
-    yield from _same(said_in_body(response), logged, "response against log")
-    yield from _same(said_in_chunks(truth.wire), logged, "wire against log")
+    yield from _same(said_in_body(response), logged, "response compared with the log")
+    yield from _same(said_in_chunks(truth.wire), logged, "wire frames compared with the log")
     counted = response.get("usage", {}).get("completion_tokens")
     if counted != story.question.num_tokens:
         yield Violation("changed", 1, f"usage counts {counted}, not {story.question.num_tokens}")
     if truth.body is not None and own_dropped(frames_of(truth.body)) != truth.wire:
-        yield Violation("changed", 1, "by byte and by event differ")
+        yield Violation("changed", 1, "the bytes and the events differ")
 
 
 def _client_has_all(story: Story, truth: Truth) -> Iterator[Violation]:
@@ -124,7 +133,9 @@ def _client_has_all(story: Story, truth: Truth) -> Iterator[Violation]:
         body = msgspec.json.decode(story.body)
         if body != truth.state.get("response"):
             yield from _same(said_in_body(body), said_in_events(truth.events), "answer")
-            yield Violation("changed", 1, "the answer is not the response of its stream")
+            yield Violation(
+                "changed", 1, "the answer differs from the stored response of its stream"
+            )
         return
     frames = story.frames_by_byte() if story.way.face == "byte" else story.frames
     if truth.body is not None and story.way.face == "byte" and story.body != truth.body:
@@ -148,18 +159,18 @@ def _said_what_is_logged(story: Story, made: Exchange, truth: Truth) -> Iterator
         if truth.body is not None:
             start = int(made.call.start or 0)
             if bytes(said.body) != truth.body[start : start + len(said.body)]:
-                yield Violation("changed", 1, f"said but not logged: {made.line()}")
+                yield Violation("changed", 1, f"sent but not logged: {made.line()}")
         return
     frames = own_dropped(frames_of(bytes(said.body)))
     if made.call.path.endswith("/events"):
         after = _seq(made.call.start)
         logged = truth.events[after + 1 : after + 1 + len(frames)]
         if [frame.json for frame in frames] != logged:
-            yield Violation("changed", 1, f"said but not logged: {made.line()}")
+            yield Violation("changed", 1, f"sent but not logged: {made.line()}")
         return
     first = [f.id for f in truth.wire].index(str(made.call.start)) + 1 if made.call.start else 0
     if frames != truth.wire[first : first + len(frames)]:
-        yield Violation("changed", 1, f"said but not logged: {made.line()}")
+        yield Violation("changed", 1, f"sent but not logged: {made.line()}")
 
 
 def _same(said: Said, truth: Said, where: str) -> Iterator[Violation]:
@@ -174,7 +185,7 @@ def _same(said: Said, truth: Said, where: str) -> Iterator[Violation]:
 
 
 def _beginning(truth: Said, said: Said) -> Said:
-    """The undisturbed answer, as far as it was said."""
+    """Return the undisturbed answer, cut to the length of the received answer."""
     return Said(
         {k: ids[: len(said.tokens.get(k, ()))] for k, ids in truth.tokens.items()},
         {k: text[: len(said.texts.get(k, ""))] for k, text in truth.texts.items()},
@@ -191,7 +202,7 @@ def _seq(cursor: int | str | None) -> int:
 
 
 def _first(one: Sequence[object], other: Sequence[object]) -> int:
-    """Where they begin to differ."""
+    """Return the first index at which the two sequences differ."""
     pairs = zip(one, other, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
     return same

@@ -1,4 +1,4 @@
-"""The server under attack and its engine: started, ended by force, started again."""
+"""The server under test and its engine: starts them, kills them and starts them again."""
 
 import asyncio
 import contextlib
@@ -23,19 +23,21 @@ FLAGS = (
 )
 START_S = 300.0
 _COMPLAINT = re.compile(r"Traceback|^\S+ \S+ ERROR|^ERROR")
-_SHOWN_LINES = 30  # of a traceback
-_EXPECTED = "The engine hangs and is killed"  # after a long freeze
+# How many lines of a traceback are shown.
+_SHOWN_LINES = 30
+# This message is expected after the engine was frozen for long.
+_EXPECTED = "The engine does not respond and is killed"
 
 
 class Death(msgspec.Struct, frozen=True):
-    """Something was ended from outside: engine, server or both."""
+    """A process that the test ended: the engine, the server or both."""
 
     at: float
     what: str
 
 
 class Site:
-    """`deaths` and `outages` are what explains a failure; everything else is one."""
+    """A server under test. Only its `deaths` and `outages` excuse a failure."""
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class Site:
         self.port = processes.free_port()
         self.state_dir = state_dir
         self.deaths: list[Death] = []
-        self.outages = [[time.monotonic(), float("inf")]]  # from, until the server was ready again
+        # For each outage: when it began, and when the server was ready again.
+        self.outages = [[time.monotonic(), float("inf")]]
         self.complaints: list[str] = []
         self._flags = (str(model), *flags, "--port", str(self.port), "--state-dir", str(state_dir))
         self._prefix = prefix
@@ -59,7 +62,7 @@ class Site:
         self._starting = asyncio.create_task(self._watch_start(self._server), name="start")
 
     async def ready(self) -> bool:
-        """Until the server answers with a model; False if it ended or took too long."""
+        """Waits until the server serves a model; returns False if it ended or takes too long."""
         return await self._starting
 
     async def _watch_start(self, server: ServerProcess) -> bool:
@@ -73,12 +76,12 @@ class Site:
 
     @property
     def has_ended(self) -> bool:
-        """By itself, when nobody told it to."""
+        """Whether the server has ended although nobody stopped it."""
         return self._server.process.poll() is not None
 
     @property
     def lines(self) -> list[str]:
-        """The log of the server that runs now, or ran last."""
+        """The log of the server that runs now or ran last."""
         return self._server.lines
 
     @property
@@ -90,11 +93,11 @@ class Site:
         return self._server.process.pid
 
     def was_out(self, began: float, ended: float) -> bool:
-        """Whether the server was away, or not ready, at some moment in between."""
+        """Return whether the server was stopped or not ready at any time of this period."""
         return any(began < until + 1.0 and ended > since - 0.1 for since, until in self.outages)
 
     def kill_engine(self) -> bool:
-        """SIGKILL; False if there is none just now."""
+        """Kills the engine with SIGKILL; returns False if there is none at this time."""
         if (pid := self.engine_pid()) is None:
             return False
         self._note("engine")
@@ -103,12 +106,12 @@ class Site:
         return True
 
     async def kill_server(self, number: int = signal.SIGKILL, with_engine: bool = False) -> None:
-        """Ends the server, waits until it has gone, and starts it again."""
+        """Ends the server, waits for its exit, and starts it again."""
         await self.bring_down(number, with_engine)
         self.start()
 
     async def bring_down(self, number: int, with_engine: bool = False, within_s: float = 60) -> int:
-        """Ends the server and returns its exit code; the outage lasts until it is started."""
+        """Ends the server and returns its exit code; the outage lasts until the next start."""
         engine = self.engine_pid()
         name = {signal.SIGKILL: "server", signal.SIGTERM: "server by SIGTERM"}[number]  # type: ignore[index]
         self._note("both" if with_engine else name)
@@ -119,7 +122,7 @@ class Site:
         return await self.stop(number, within_s)
 
     async def stop(self, number: int = signal.SIGTERM, within_s: float = 60) -> int:
-        """Returns the exit code."""
+        """Stops the server, collects the complaints in its log, and returns its exit code."""
         code = await asyncio.to_thread(self._server.stop, number, within_s)
         self.complaints += [
             "\n".join(self._server.lines[i : i + _SHOWN_LINES])
@@ -129,19 +132,19 @@ class Site:
         return code
 
     def close(self) -> None:
-        """Leaves no process behind, however the run ended."""
+        """Ends all processes, however the run ended."""
         if not self.has_ended:
             self._server.stop(signal.SIGKILL)
 
     async def num_unfinished(self) -> int:
-        """Streams in its folder that never ended; the server must have been stopped."""
+        """Return how many streams in its folder never ended; the server must have been stopped."""
         store = SqliteStore.open(Path(self.state_dir))
         unfinished = await store.unfinished()
         await store.close()
         return len(unfinished)
 
     async def freeze_engine(self, seconds: float) -> None:
-        """SIGSTOP for a while; longer than ten seconds is as good as a death."""
+        """Freezes the engine with SIGSTOP; after ten seconds the server treats it as dead."""
         if (pid := self.engine_pid()) is None:
             return
         self._note(f"engine frozen for {seconds:.1f} s")
@@ -151,12 +154,12 @@ class Site:
             os.kill(pid, signal.SIGCONT)
 
     def engine_pid(self) -> int | None:
-        """The process of an engine that lives now, loaded or not; of several any one."""
+        """Return the process of a random living engine, whether its model is loaded or not."""
         found = processes.engines(self.pid)
         return random.choice(found) if found else None
 
     async def is_well(self, within_s: float) -> bool:
-        """Waits until its engine is up; False if it takes too long, or the server has ended."""
+        """Waits until the engine is ready; returns False if the server ended or time is over."""
         deadline = time.monotonic() + within_s
         async with httpx.AsyncClient(verify=False) as client:
             while time.monotonic() < deadline and not self.has_ended:
@@ -168,7 +171,7 @@ class Site:
         return False
 
     async def is_engine_at_rest(self) -> bool:
-        """Whether it does nothing any more: its processor time stands still for a second."""
+        """Return whether the engine uses almost no processor time for a second."""
         pid = self.engine_pid() or 0
         before = processes.ticks(pid)
         await asyncio.sleep(1.0)

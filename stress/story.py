@@ -1,4 +1,4 @@
-"""One client's request and what it lived through; how it asks again is in `clients`."""
+"""One client's request and what happened to it. `clients` decides how the client repeats it."""
 
 import asyncio
 import time
@@ -12,12 +12,17 @@ from stress.http import SILENCE_S, WHOLE_S, Call, Exchange, Reply, exchange
 from stress.witness import Proxy
 from tools.harness.sse import Frame, frames_of
 
-RETRYABLE = (0, 429, 502, 503, 504)  # 502 and 504 are a balancer's words
+# A load balancer sends 502 and 504.
+RETRYABLE = (0, 429, 502, 503, 504)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Way(msgspec.Struct, frozen=True):
-    """How a client asks. Face: byte, event, whole; names: plain, key, conversation, both."""
+    """How a client sends its request and reads the answer.
+
+    `face` is how the client reads: byte, event or whole (unstreamed). `names` is what the request
+    carries: plain (nothing), key, conversation or both.
+    """
 
     face: str
     names: str
@@ -30,18 +35,23 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Story:
-    """One request from its first POST to its end. `outcome` is set when it has ended."""
+    """One client's request, from its first POST to its end. `outcome` is set when it has ended."""
 
     def __init__(self, label: str, question: Question, way: Way, patience_s: float) -> None:
         self.label = label
         self.question = question
         self.way = way
-        self.outcome = ""  # finished, cut, or what went wrong
-        self.stream_id: str | None = None  # the one that is followed
+        # One of: finished, cut, or a description of what went wrong.
+        self.outcome = ""
+        # The stream that the client reads.
+        self.stream_id: str | None = None
         self.has_stream = asyncio.Event()
-        self.body = bytearray()  # by byte, or of a whole answer
-        self.frames: list[Frame] = []  # by event
-        self.second: list[Frame] = []  # what a second reader got
+        # The bytes of a stream that is read by byte, or of an unstreamed answer.
+        self.body = bytearray()
+        # The frames of a stream that is read by event.
+        self.frames: list[Frame] = []
+        # The frames that a second reader received.
+        self.second: list[Frame] = []
         self.exchanges: list[Exchange] = []
         self.began = time.monotonic()
         self._deadline = self.began + patience_s
@@ -55,7 +65,7 @@ class Story:
 
     @property
     def stream_ids(self) -> set[str]:
-        """Every stream that a server made for it, whether or not the client heard of it."""
+        """All streams that a server created for the request, even if the client never knew them."""
         heads = [made.said.stream_id for made in self.exchanges]
         return {head for head in heads if head}
 
@@ -72,7 +82,7 @@ class Story:
         )
 
     async def ask(self, proxy: Proxy, call: Call) -> Exchange:
-        """One exchange; pauses after one that brought nothing."""
+        """Sends one call, and pauses if no answer arrived."""
         made = await exchange(proxy, call, self._follow)
         self.exchanges.append(made)
         self._follow(made.got)
@@ -84,7 +94,7 @@ class Story:
         return made
 
     def end_with(self, frames: list[Frame]) -> None:
-        """Sets the outcome if these frames, all there are so far, say how it ended."""
+        """Sets the outcome if the last of these frames shows how the request ended."""
         if frames and frames[-1].is_done:
             self.outcome = "finished"
         elif found := error_in(frames[-1:]):
@@ -93,7 +103,7 @@ class Story:
                 self.outcome = f"failed: {code}"
 
     def end_by_status(self, made: Exchange) -> None:
-        """Sets the outcome if the status says that asking again is of no use."""
+        """Sets the outcome if the status shows that another attempt cannot succeed."""
         status = made.got.status
         if status != 200 and status not in RETRYABLE:
             self.outcome = f"refused: {status} {bytes(made.got.body[:300])!r}"

@@ -1,4 +1,4 @@
-"""The server's own account of a stream afterwards, on every face."""
+"""Reads what the server has recorded of a stream, through every API that returns it."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ _PATIENCE_S = 300.0
 
 
 class Truth(msgspec.Struct, frozen=True):
-    """A stream from its first event on. `body` is None where it has no conversation."""
+    """A stream from its first event on. `body` is None if the stream has no conversation."""
 
     stream_id: str
     state: dict[str, Any]
@@ -27,17 +27,20 @@ class Truth(msgspec.Struct, frozen=True):
 
     @property
     def code(self) -> str:
-        """The code of the error that ended it."""
+        """The code of the error that ended the stream, or ""."""
         last = self.events[-1]
         return str(last["code"]) if last["kind"] == "error" else ""
 
 
 class NoTruth(Exception):
-    """The server does not know the stream, or will not say."""
+    """Raised if the server does not know the stream or refuses to return it."""
 
 
 async def read_truth(proxy: Proxy, stream_id: str, conversation: str | None) -> Truth:
-    """Asks again as long as the server is away; NoTruth for any other failure."""
+    """Reads a stream. Repeats each request while the server is unavailable.
+
+    Raises NoTruth if the server refuses a request or stays unavailable.
+    """
     base = f"/v1/streams/{stream_id}"
     state = msgspec.json.decode((await _get(proxy, base)).got.body)
     events: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts, slows and records; knows bytes and times, never what they mean."""
+"""A TCP proxy that cuts, slows down and records connections of any protocol."""
 
 import asyncio
 import contextlib
@@ -16,21 +16,24 @@ _SLOW_CHUNK, _SLOW_PAUSE_S = 256, 0.01
 
 
 class Fate(msgspec.Struct, frozen=True):
-    """The fate of one connection. `cut`: rst, fin, half (only the client's side) or none."""
+    """The faults of one connection. `cut`: rst, fin, half (only the client's side) or none."""
 
     cut: str = "none"
-    after_bytes: int = 0  # of the answer, head included
-    num_slow: int = 0  # bytes of the answer that are taken slowly
+    # How many bytes of the answer, head included, pass before the cut.
+    after_bytes: int = 0
+    # How many bytes of the answer are read slowly.
+    num_slow: int = 0
 
 
 class Passage:
-    """One connection as the witness saw it: all that the server said, not only what got through."""
+    """One connection as the proxy saw it, including bytes that the client did not receive."""
 
     def __init__(self, fate: Fate) -> None:
         self.fate = fate
         self.began = time.monotonic()
         self.answer = bytearray()
-        self.arrivals: list[tuple[float, int]] = []  # when, and how many bytes had come by then
+        # Pairs of a time and the number of bytes that had arrived by then.
+        self.arrivals: list[tuple[float, int]] = []
         self.was_cut = False
         self.done = asyncio.Event()
 
@@ -40,7 +43,7 @@ class Passage:
 
 
 class Fates:
-    """Draws a fate for each connection. `share` of them are cut, a tenth are slow."""
+    """Draws what happens to each connection. The fraction `share` is cut, and a tenth is slow."""
 
     def __init__(self, seed: str, share: float) -> None:
         self._random = random.Random(seed)
@@ -49,7 +52,7 @@ class Fates:
     def draw(self) -> Fate:
         is_cut = self._random.random() < self._share
         cut = self._random.choice(("rst", "rst", "fin", "fin", "half")) if is_cut else "none"
-        # even over orders of magnitude, so that heads, first frames and late ones are all hit
+        # Logarithmic, so that cuts hit heads, first frames and late frames alike.
         after = int(10 ** self._random.uniform(0, 4.8))
         num_slow = self._random.choice((2_000, 20_000)) if self._random.random() < 0.1 else 0
         return Fate(cut, after, num_slow)
@@ -60,15 +63,16 @@ def _ignore(piece: bytes) -> None:
 
 
 class Proxy:
-    """Listens in front of `port`; clients find their passage by their own port.
+    """Forwards connections to `port`. The client's port identifies its connection.
 
-    `hear` is told what the server says, as it says it.
+    `hear` receives the server's bytes as they arrive.
     """
 
     def __init__(self, port: int, fates: Fates, hear: Callable[[bytes], None] = _ignore) -> None:
         self.port = 0
         self.num_cuts = 0
-        self.is_calm = False  # from then on nothing is cut
+        # If set, no more connections are cut.
+        self.is_calm = False
         self._target = port
         self._fates = fates
         self._hear = hear
@@ -84,11 +88,11 @@ class Proxy:
         self._server.close()
 
     def passage(self, client_port: int) -> Passage | None:
-        """The newest connection from that port; it is handed over once."""
+        """Return the newest connection from that port, and forget it."""
         return self._passages.pop(client_port, None)
 
     async def saw(self, pattern: bytes, within_s: float) -> bool:
-        """Waits until a server says this on any connection."""
+        """Waits until a server sends the pattern; returns False after `within_s` seconds."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (pattern, future)
         self._watchers.append(entry)
@@ -185,7 +189,7 @@ async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 
 async def _flush(writer: asyncio.StreamWriter) -> None:
-    """Into the kernel at least: a reset then may still outrun it, as in life."""
+    """Hands the bytes to the kernel. A reset may still discard them, as in a real network."""
     with contextlib.suppress(OSError):
         await writer.drain()
 

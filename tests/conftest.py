@@ -1,5 +1,6 @@
 """For every test: one compute thread, so that results do not move, and a tiny model."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The exporter's thread may outlive its test, and other tests assert what is logged.
+logging.getLogger("opentelemetry").propagate = False
 # the same examples in every run; `make test ARGS=--hypothesis-profile=default` looks for new ones
 settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")
@@ -104,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_key() -> None:
     """Begins a test without the key that an earlier one was let in by."""
-    from headrace.workers.job_line import OWNER
+    from headrace.workers.job_queue import OWNER
 
     OWNER.set("")
 

@@ -19,18 +19,18 @@ reveal_type(Unreachable("away").code)
 client.chat(5)
 client.chatt("hello")
 """
-# What is behind LLM takes a checker half a minute, httpx some seconds.
+# Checking the modules behind LLM takes half a minute, and httpx some seconds.
 SETTINGS = """
 [mypy]
 follow_imports = silent
-[mypy-headrace.llm,httpx.*]
+[mypy-headrace.llm.host,httpx.*]
 follow_imports = skip
 """
 SEEN = (
     'Revealed type is "headrace.client.client.Stream"',
     'Revealed type is "str"',
     'Revealed type is "headrace.client.async_client.AsyncStream"',
-    'incompatible type "int"',
+    'matches argument type "int"',
     '"Client" has no attribute "chatt"',
 )
 
@@ -40,6 +40,11 @@ def test_all_that_is_named_is_there() -> None:
         assert getattr(headrace, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Klient'"):
         headrace.Klient  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_completion_offers_the_public_names() -> None:
+    assert set(headrace.__all__) <= set(dir(headrace))
+    assert "importlib" not in dir(headrace)
 
 
 def test_a_type_checker_outside_knows_the_classes(tmp_path: Path) -> None:
@@ -54,6 +59,24 @@ def test_a_type_checker_outside_knows_the_classes(tmp_path: Path) -> None:
     for line in SEEN:
         assert line in said, said
     assert '"Any"' not in said
+
+
+def test_a_program_with_every_call_passes_a_strict_type_check(tmp_path: Path) -> None:
+    program = (Path(__file__).parent / "typed_program.py").read_text()
+    wrong = 'SamplingOptions(temperatur=1)\nLLM(quantize="int7")\nClient().chat(5)\n'
+    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "wrong.py").write_text("from headrace import *\n" + wrong)
+    (tmp_path / "mypy.ini").write_text(SETTINGS + "[mypy-numpy.*]\nfollow_imports = normal\n")
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "program.py", "wrong.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    errors = [line for line in checked.stdout.splitlines() if ": error:" in line]
+    assert [line.partition(": error:")[0] for line in errors] == [
+        f"wrong.py:{n}" for n in (2, 3, 4)
+    ]
 
 
 def test_a_client_needs_no_tensors() -> None:

@@ -77,6 +77,124 @@ def test_nothing_is_called_by_a_name_that_is_looked_up() -> None:
     assert not found
 
 
+@pytest.mark.parametrize("package", ["headrace", "headrace_common", "headrace_engine"])
+def test_only_the_module_of_a_class_writes_the_fields_of_its_objects(package: str) -> None:
+    """So an object is whole once it is built, and a reader finds all writes beside its class.
+
+    Excepted are objects of libraries, plain data that the function itself makes, and the models,
+    since torch's modules are put together by assignment.
+    """
+    ours = {name for path in SOURCES if is_imported_by(package, path) for name in fields(path)}
+    found = [
+        f"{path.name}: {ast.unparse(target)}"
+        for path in (ROOT / "src" / package).rglob("*.py")
+        if not path.is_relative_to(ROOT / "src" / "headrace_engine" / "models")
+        for target in foreign_writes(nodes(path), ours - fields(path))
+    ]
+    assert set(found) == (OF_LIBRARIES if package == "headrace" else set())
+
+
+OF_LIBRARIES = {"chat_live.py: child.type", "chat_live.py: task.total", "load_lines.py: task.total"}
+"""Objects of libraries with a field that one of our classes has, too, under the same name."""
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "def build(fleet): fleet.on_unknown = reread",
+        "def build(): generation = Generation(); generation.desired = models",
+        "def spend(self): self._budget.kept, self.left = 0.0, 1",
+        "def count(runs):\n for run in runs: run.done += 1",
+    ],
+)
+def test_a_write_to_a_field_of_another_object_is_found(write: str) -> None:
+    ours = {"on_unknown", "desired", "kept", "left", "done"}
+    assert foreign_writes(list(ast.walk(ast.parse(write))), ours)
+
+
+def is_imported_by(package: str, path: Path) -> bool:
+    own = path.relative_to(ROOT / "src").parts[0]
+    return own in (package, "headrace_common") and own != "headrace_kernels"
+
+
+@cache
+def fields(path: Path) -> set[str]:
+    """The fields of a module's classes: what they declare, and what their methods assign."""
+    found = set()
+    for each in (node for node in nodes(path) if isinstance(node, ast.ClassDef)):
+        found |= {t.id for n in each.body for t in assigned(n) if isinstance(t, ast.Name)}
+        own = (t for node in ast.walk(each) for t in assigned(node) if is_own(t))
+        found |= {t.attr for t in own if isinstance(t, ast.Attribute)}
+    return found
+
+
+def foreign_writes(tree: list[ast.AST], fields: set[str]) -> list[ast.Attribute]:
+    """The assignments to these fields, but of `self` and of new objects of plain data."""
+    written = [
+        target
+        for node in tree
+        for target in assigned(node)
+        if isinstance(target, ast.Attribute) and not is_own(target) and target.attr in fields
+    ]
+    for function in tree if written else ():
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        made, inside = made_in(function), set(ast.walk(function))
+        written = [t for t in written if not (t in inside and root_of(t) in made)]
+    return written
+
+
+def assigned(node: ast.AST) -> list[ast.expr]:
+    """The targets of a statement, without the tuples around them."""
+    targets = list(node.targets) if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.AsyncFor):
+        targets = [node.target]
+    if isinstance(node, ast.withitem) and node.optional_vars is not None:
+        targets = [node.optional_vars]
+    return [one for t in targets for one in (t.elts if isinstance(t, ast.Tuple) else [t])]
+
+
+def is_own(target: ast.expr) -> bool:
+    base = target.value if isinstance(target, ast.Attribute) else None
+    return isinstance(base, ast.Name) and base.id in ("self", "cls")
+
+
+def root_of(target: ast.expr) -> str:
+    while isinstance(target, ast.Attribute | ast.Subscript):
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def made_in(function: ast.AST) -> set[str]:
+    """The variables that hold plain data, or a library's object, which the function made."""
+    found = set()
+    for node in ast.walk(function):
+        value = getattr(node, "value", None) if assigned(node) else None
+        if isinstance(value, ast.Call):
+            name = ast.unparse(value.func).rpartition(".")[2]
+            if name not in defined() or name in plain_data():
+                found |= {target.id for target in assigned(node) if isinstance(target, ast.Name)}
+    return found
+
+
+@cache
+def defined() -> set[str]:
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for path in SOURCES for node in nodes(path) if isinstance(node, kinds)}
+
+
+@cache
+def plain_data() -> set[str]:
+    """The classes that only name their fields, with msgspec or as dataclasses."""
+    classes = [n for path in SOURCES for n in nodes(path) if isinstance(n, ast.ClassDef)]
+    marks = ("msgspec.Struct", "dataclass")
+    return {
+        each.name
+        for each in classes
+        if any(ast.unparse(mark).startswith(marks) for mark in (*each.bases, *each.decorator_list))
+    }
+
+
 def test_package_files_are_empty() -> None:
     full = [p for p in SOURCES if p.name == "__init__.py" and p.stat().st_size]
     assert full == [ROOT / "src" / "headrace" / "__init__.py", KERNELS / "__init__.py"]
@@ -91,21 +209,7 @@ def test_modules_open_with_a_line_that_says_what_they_own() -> None:
     assert not bare
 
 
-@pytest.mark.parametrize("folder", [*BESIDE, "src"])
-def test_docstrings_begin_with_the_thing(folder: str) -> None:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    vague = [
-        f"{path.relative_to(ROOT)}: {opening}"
-        for path in (ROOT / folder).rglob("*.py")
-        for node in nodes(path)
-        if isinstance(node, kinds)
-        and (opening := (ast.get_docstring(node) or "").partition("\n")[0])
-        if opening.startswith(("What ", "Whatever ", "Whoever ", "Of ", "Those ", "All that "))
-    ]
-    assert not vague
-
-
-@pytest.mark.parametrize("module", ["headrace.gateway.app", "headrace.cli.main"])
+@pytest.mark.parametrize("module", ["headrace.server", "headrace.cli.main"])
 def test_importing_the_gateways_side_loads_no_tensors(module: str) -> None:
     heavy = "torch transformers numba ray"
     code = f"import {module}, sys; print([m for m in {heavy.split()} if m in sys.modules])"

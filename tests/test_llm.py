@@ -1,15 +1,27 @@
 """The engine in this process, against a server with the same model, and from many threads."""
 
 import threading
+import typing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import numpy as np
 import pytest
 
-from headrace import LLM, ConfigError, LoadProgress, ModelError, RequestFailed
+from headrace import (
+    LLM,
+    ConfigError,
+    LoadProgress,
+    ModelError,
+    RequestFailed,
+    SamplingOptions,
+)
+from headrace.protocols.openai.completions import MAX_PROMPTS
+from headrace_common.config import sources
+from headrace_common.config.settings import ServerConfig
 from headrace_common.loading import CHECKING, COMPILING, ENGINE, READING, WARMING
 from headrace_common.messages import WEIGHTS
 from tools.harness.eventually import eventually
@@ -33,9 +45,24 @@ def num_running(llm: LLM) -> int:
     return status.num_running + status.num_waiting if status else 0
 
 
-def test_a_name_alone_is_told_of_load() -> None:
-    with pytest.raises(ConfigError, match=r"use LLM.load\('headrace-mini'\)"):
-        LLM("headrace-mini")  # type: ignore[arg-type]
+def test_a_name_or_a_path_loads_a_model_and_anything_else_is_refused(folder: Path) -> None:
+    with LLM(folder, threads=1, max_model_len=64) as llm:
+        assert llm.ready.max_model_len == 64
+        with pytest.raises(ConfigError, match="no further options, but got threads"):
+            LLM(ServerConfig(), threads=1)
+    with pytest.raises(ConfigError, match="model must be a name such as 'smollm2'"):
+        LLM(5)  # type: ignore[arg-type]
+
+
+def test_the_named_options_are_settings_of_a_model_with_the_same_choices() -> None:
+    known = {setting.name: setting for setting in sources.settings()}
+    hints = typing.get_type_hints(LLM.__init__)
+    for name in hints.keys() - {"model", "on_progress", "options", "return"}:
+        assert known[name].path[0] == "models", name
+        literals = (it for it in typing.get_args(hints[name]) if typing.get_origin(it) is Literal)
+        offered = {choice for literal in literals for choice in typing.get_args(literal)}
+        if choices := known[name].choices:
+            assert offered == set(choices), name
 
 
 def test_a_list_of_prompts_is_each_prompt_alone(llm: LLM) -> None:
@@ -44,12 +71,27 @@ def test_a_list_of_prompts_is_each_prompt_alone(llm: LLM) -> None:
     assert [answer.token_ids for answer in llm.generate(prompts, temperature=0)] == alone
 
 
+def test_a_list_of_prompts_may_be_longer_than_that_of_the_route(llm: LLM) -> None:
+    answers = llm.generate([[71]] * (MAX_PROMPTS + 1), temperature=0, max_tokens=1)
+    assert len(answers) == MAX_PROMPTS + 1 and len({answer.text for answer in answers}) == 1
+
+
 def test_token_ids_are_a_prompt_too(llm: LLM) -> None:
     one = llm.generate([71, 72], temperature=0)
     assert [answer.text for answer in llm.generate([[71, 72], [71, 72]], temperature=0)] == [
         one.text,
         one.text,
     ]
+
+
+def test_samplers_with_state_take_effect(llm: LLM) -> None:
+    asked = {"max_tokens": 12, "ignore_eos": True}
+    likeliest = llm.generate("a b a b", temperature=0, **asked)
+    certain = llm.generate("a b a b", temperature=5, mirostat=2, mirostat_tau=0, **asked)
+    assert certain.token_ids == likeliest.token_ids
+    dry = {"dry_multiplier": 100, "dry_allowed_length": 0}
+    different = llm.generate("a b a b", temperature=0, **dry, **asked)
+    assert different.token_ids != likeliest.token_ids
 
 
 def test_the_pieces_of_a_stream_are_the_whole_answer(llm: LLM) -> None:
@@ -73,6 +115,58 @@ def test_a_string_is_a_message_of_the_user_and_a_prompt_is_raw(llm: LLM) -> None
     assert llm.chat("hi", **fields).text == chat != raw
     assert "".join(piece.text for piece in llm.stream("hi", **fields)) == chat
     assert "".join(piece.text for piece in llm.stream(prompt="hi", **fields)) == raw
+
+
+def test_a_list_of_conversations_is_each_conversation_alone(llm: LLM) -> None:
+    options = SamplingOptions(temperature=0, max_tokens=8)
+    asked = ["hi", "good morning", "hi"]
+    alone = [llm.chat(one, options=options).text for one in asked]
+    together = llm.chat(asked, options=options)
+    assert [answer.text for answer in together] == alone
+    conversations = [[{"role": "user", "content": one}] for one in asked]
+    assert [answer.text for answer in llm.chat(conversations, options=options)] == alone
+
+
+def test_the_conversations_of_a_list_share_engine_steps(llm: LLM) -> None:
+    running: list[int] = []
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(llm.chat, ["a", "b", "c"], ignore_eos=True, max_tokens=200)
+        while not asked.done():
+            running.append(num_running(llm))
+    assert max(running) == 3
+
+
+def test_an_error_says_which_conversation_it_is_about(llm: LLM) -> None:
+    for wrong in ([{"role": 5, "content": "x"}], [{"role": "user", "content": "x " * 2000}]):
+        with pytest.raises(RequestFailed) as refused:
+            llm.chat([CHAT, wrong, CHAT])
+        assert refused.value.__notes__ == ["This is about input 1 of the list, counted from 0."]
+    with pytest.raises(RequestFailed, match="messages"):
+        llm.chat([])
+
+
+def test_fields_take_precedence_over_options(llm: LLM) -> None:
+    options = SamplingOptions(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
+    for answer in (
+        llm.chat("hi", options=options, max_tokens=3),
+        llm.generate("hi", options=options, max_tokens=3),
+    ):
+        assert answer.usage["completion_tokens"] == 3 and answer.logprobs
+    pieces = list(llm.stream("hi", options=options))
+    assert len([token for piece in pieces for token in piece.token_ids]) == 5
+    with pytest.raises(RequestFailed, match="temperature is -1"):
+        llm.chat("hi", options=SamplingOptions(temperature=-1))
+
+
+def test_vectors_are_arrays_of_float32(llm: LLM) -> None:
+    one, many = llm.embed("hi"), llm.embed(["hi", "good morning"])
+    assert (one.dtype, one.ndim, many.dtype, many.shape) == (
+        np.float32,
+        1,
+        np.float32,
+        (2, len(one)),
+    )
+    assert np.allclose(many[0], one, atol=1e-5) and llm.embed(["hi"]).shape == (1, len(one))
 
 
 def test_a_chat_about_nothing_is_refused_with_the_field_that_is_missing(llm: LLM) -> None:
@@ -228,7 +322,7 @@ def test_an_adapter_is_asked_for_as_a_model(folder: Path, tmp_path: Path) -> Non
         adapted = llm.generate("hi", temperature=0, model="sql").text
         assert adapted != base
         assert llm.generate("hi", temperature=0, model="mine").text == adapted
-        with pytest.raises(RequestFailed, match=r"there is: .*sql"):
+        with pytest.raises(RequestFailed, match=r"This server has: .*sql"):
             llm.generate("hi", model="other")
 
 
@@ -237,8 +331,8 @@ def test_every_call_takes_an_alias_and_one_for_no_model_is_refused(folder: Path)
     with LLM.load(str(folder), alias=aliases, max_num_seqs=8, **WHOLE) as llm:
         by_name = llm.generate("hi", temperature=0).text
         assert llm.generate("hi", temperature=0, model="gpt-5").text == by_name
-        assert llm.embed("hi", model="gpt-5") == llm.embed("hi")
-        with pytest.raises(RequestFailed, match=r"there is: .*small"):
+        assert np.array_equal(llm.embed("hi", model="gpt-5"), llm.embed("hi"))
+        with pytest.raises(RequestFailed, match=r"This server has: .*small"):
             llm.embed("hi", model="other")
     with pytest.raises(ConfigError, match=r"--alias gpt-\*=other: no model or adapter is named"):
         LLM.load(str(folder), alias=["gpt-*=other"])

@@ -43,7 +43,7 @@ def test_engines_take_no_turns_where_they_cannot_and_a_line_says_so(
     elsewhere: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert open_core_lock() == ()
-    assert "do not take turns" in caplog.text
+    assert "cannot take turns" in caplog.text
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -1,4 +1,4 @@
-"""Files that outlive a server, when something else stands in their place."""
+"""Files that outlive a server, when a pipe, a folder or damaged data has replaced them."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""docs/models.md says truly of each family and lane what was run on trained weights."""
+"""tests/trained/README.md states truly which weights each family and lane were run on."""
 
 import re
 from pathlib import Path
@@ -7,11 +7,11 @@ from headrace_engine.models.registry import FAMILIES
 from headrace_engine.runner.lanes.choose import LANES
 
 TESTS = Path(__file__).parent
-TEXT = (TESTS.parent / "docs" / "models.md").read_text()
-SECTION = TEXT.partition("## What was run on trained weights\n")[2].partition("\n## ")[0]
+TEXT = (TESTS / "trained" / "README.md").read_text()
+
 ROWS = {
     cells[0].strip("` "): [cell.strip() for cell in cells[1:]]
-    for cells in (line.strip("|").split("|") for line in SECTION.splitlines() if "| `" in line[:3])
+    for cells in (line.strip("|").split("|") for line in TEXT.splitlines() if "| `" in line[:3])
 }
 
 

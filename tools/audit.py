@@ -1,9 +1,9 @@
-"""Asks whether flaws of installed packages are known, and says for how many there was an answer.
+"""Runs pip-audit, and reports for how many packages the advisory database gave an answer.
 
     python tools/audit.py PIP_AUDIT SITE_PACKAGES
 
-pip-audit passes over packages of which the advisory database says nothing. Where it cannot be
-reached that is all of them, and the list of flaws is empty for no good reason.
+pip-audit skips packages that the database does not know. If the database cannot be reached,
+pip-audit skips all packages, and an empty list of vulnerabilities means nothing.
 """
 
 import json
@@ -20,7 +20,7 @@ def main(program: str, site: str) -> int:
     try:
         packages: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
     except ValueError:
-        last = done.stderr.strip().splitlines()[-1:] or ["no reason was told"]
+        last = done.stderr.strip().splitlines()[-1:] or ["pip-audit gave no reason"]
         print(f"NOT AUDITED: the advisory database cannot be reached ({last[0]}).")
         return 2
     passed = [it["name"] for it in packages if "skip_reason" in it and it["name"] != OWN]
@@ -28,10 +28,10 @@ def main(program: str, site: str) -> int:
     flaws = [(it, flaw) for it in packages for flaw in it.get("vulns", ())]
     for package, flaw in flaws:
         fixed = ", ".join(flaw["fix_versions"]) or "no version yet"
-        print(f"{package['name']} {package['version']}: {flaw['id']}, mended in {fixed}")
-    print(f"{asked} of {len(packages)} packages were looked up, {len(flaws)} flaws are known.")
+        print(f"{package['name']} {package['version']}: {flaw['id']}, fixed in {fixed}")
+    print(f"{asked} of {len(packages)} packages were checked; {len(flaws)} vulnerabilities found.")
     if passed:
-        print(f"NOT AUDITED, since the database did not answer for them: {', '.join(passed)}.")
+        print(f"NOT AUDITED, because the database gave no answer: {', '.join(passed)}.")
     return 1 if flaws else 2 if passed else 0
 
 

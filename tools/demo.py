@@ -1,7 +1,12 @@
-"""Shows the promises on a real server, in a minute once its kernels are compiled: `make demo`."""
+"""Shows on a real server that a stream is never silent, never stalled and never lost.
+
+`make demo` runs the demo, which takes about a minute. The first run takes longer, because the
+server has to compile its kernels.
+"""
 
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -17,12 +22,12 @@ from typing import Any
 import httpx
 
 COUNT = "Count from 1 to 60."
-LONG_COUNT = "Count from 1 to 120."
+LONG_COUNT = "Count from 1 to 50."
 LONG_PROMPT = "Here is a list of words: " + "river mill water wheel stone grain " * 250
 
 
 class Server:
-    """A server of its own, with its own state, on a free port."""
+    """A running Headrace server that was started for the demo, on a free port."""
 
     def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
         self.url = url
@@ -86,52 +91,88 @@ def ask(url: str, prompt: str, **fields: object) -> str:
         return "".join(texts(frames(answer)))
 
 
+class Printer:
+    """Prints pieces of text as they arrive, in indented lines of about 80 columns."""
+
+    def __init__(self) -> None:
+        self._column = 0
+
+    def add(self, piece: str) -> None:
+        for part in re.findall(r"\S+|\s+", piece):
+            if part.isspace() and self._column > 76:
+                print(flush=True)
+                self._column = 0
+            elif not (part.isspace() and self._column == 0):
+                shown = part if self._column else f"   {part}"
+                print(shown, end="", flush=True)
+                self._column += len(shown)
+
+    def note(self, text: str) -> None:
+        """Print a remark between square brackets, on a separate line."""
+        print(f"\n   [{text}]" if self._column else f"   [{text}]", flush=True)
+        self._column = 0
+
+
 def one_chat(url: str) -> None:
-    print("\n1. A chat, streamed:")
+    print("\n1. A chat is streamed to the client:")
     started = time.monotonic()
     with post(url, chat("Hello! Who are you?")) as answer:
         pieces = texts(frames(answer))
         print("   " + next(pieces), end="", flush=True)
         first_ms = (time.monotonic() - started) * 1000
-        print("".join(pieces), f"\n   (first text after {first_ms:.0f} ms)")
+        print("".join(pieces), f"\n   (The first text arrived after {first_ms:.0f} ms.)")
 
 
 def never_silent(url: str) -> None:
-    print("\n2. Never silent: a long prompt tells how far it is.")
+    print("\n2. Never silent: the stream reports progress while a long prompt is being processed.")
     with post(url, chat(LONG_PROMPT, max_tokens=1, return_progress=True)) as answer:
-        seen = [frame["prompt_progress"] for frame in frames(answer) if "prompt_progress" in frame]
-    shown = ", ".join(f"{p['processed']}/{p['total']}" for p in seen)
-    print(f"   prompt tokens: {shown}")
-    assert seen[-1]["processed"] == seen[-1]["total"]
+        done = total = 0
+        for frame in frames(answer):
+            if progress := frame.get("prompt_progress"):
+                done, total = progress["processed"], progress["total"]
+                bar = "#" * (40 * done // total)
+                print(f"\r   [{bar:40}] {done:,} of {total:,} tokens", end="", flush=True)
+    print()
+    assert done == total > 0
 
 
 def never_stalled(url: str) -> None:
-    print("\n3. Never stalled: eight chats at once, and a long prompt beside them.")
+    print("\n3. Never stalled: eight chats and one long prompt are answered at the same time.")
     alone = ask(url, COUNT)
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
         chats = [pool.submit(ask, url, COUNT) for _ in range(8)]
         long = pool.submit(ask, url, "Again. " + LONG_PROMPT, max_tokens=5)
         same = sum(future.result() == alone for future in chats)
         long.result()
-    print(
-        f"   {same} of 8 gave exactly the text of the chat alone; the long prompt was served too."
-    )
+    print(f"   {same} of the 8 chats gave exactly the same text as one chat on an idle server.")
+    print("   The long prompt was answered too.")
     assert same == 8
 
 
 def a_client_that_leaves(url: str) -> None:
-    print("\n4. A client that leaves in mid-answer frees its place.")
+    print("\n4. When a client disconnects, its request stops and the next one can start.")
     with post(url, chat("Count from 1 to 200.")) as answer:
         pieces = texts(frames(answer))
         text = "".join(next(pieces) for _ in range(10))
     started = time.monotonic()
     ask(url, "Hello!", max_tokens=4)
     waited_ms = (time.monotonic() - started) * 1000
-    print(f"   It read {text!r} and left; the next chat was answered in {waited_ms:.0f} ms.")
+    print(f"   The client disconnected after it had read {text!r}.")
+    print(f"   The next chat was answered in {waited_ms:.0f} ms.")
+
+
+def print_comparison(same: bool) -> None:
+    print(f"   Is it the same text as without the interruption? {'Yes.' if same else 'No.'}")
+
+
+def text_of(body: bytes) -> str:
+    """Return the text in the complete events of a body. The last event may be incomplete."""
+    lines = body.decode(errors="replace").split("\n")[:-1]
+    return "".join(texts(json.loads(line[6:]) for line in lines if line.startswith("data: {")))
 
 
 def never_lost_on_a_cut(url: str) -> None:
-    print("\n5. Never lost: the line is cut, the stream goes on, the rest comes from its byte.")
+    print("\n5. Never lost: the connection breaks, and the client resumes at the next byte.")
     undisturbed = ask(url, LONG_COUNT)
     got = b""
     with post(url, chat(LONG_COUNT), **{"X-Conversation-Id": "demo"}) as answer:
@@ -139,28 +180,42 @@ def never_lost_on_a_cut(url: str) -> None:
             got += piece
             if len(got) > 8_000:
                 break
-    place: dict[str, str | int] = {"conv_id": "demo", "from": len(got)}
-    rest = httpx.get(f"{url}/v1/stream", params=place, timeout=60).content
-    lines = (got + rest).decode().splitlines()
-    found = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
-    same = "".join(texts(found)) == undisturbed
-    print(f"   cut after {len(got)} bytes, {len(rest)} more came; same text as undisturbed: {same}")
+    cursor: dict[str, str | int] = {"conv_id": "demo", "from": len(got)}
+    rest = httpx.get(f"{url}/v1/stream", params=cursor, timeout=60).content
+    before, whole = text_of(got), text_of(got + rest)
+    same = whole == undisturbed
+    printer = Printer()
+    printer.add(before)
+    printer.note(f"The connection breaks after {len(got):,} bytes; a new one asks for the rest.")
+    printer.add(whole[len(before) :])
+    print()
+    print_comparison(same)
     assert same
 
 
 def never_lost_on_a_kill(server: Server) -> None:
-    print("\n6. Never lost: the engine is killed in mid-answer, the same connection goes on.")
+    print(
+        "\n6. Never lost: the engine is killed during an answer, and the same connection goes on."
+    )
     undisturbed = ask(server.url, LONG_COUNT)
     with post(server.url, chat(LONG_COUNT)) as answer:
         pieces = texts(frames(answer))
-        text = "".join(next(pieces) for _ in range(20))
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        last, waited_s = time.monotonic(), 0.0
-        for piece in pieces:  # the first of them may have been on their way
+        text, printer = "", Printer()
+        for piece in itertools.islice(pieces, 20):
             text += piece
+            printer.add(piece)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        printer.note("The engine is killed.")
+        last, waited_s = time.monotonic(), 0.0
+        # The first pieces may have been sent before the kill, so measure the longest gap between
+        # two pieces.
+        for piece in pieces:
+            text += piece
+            printer.add(piece)
             waited_s, last = max(waited_s, time.monotonic() - last), time.monotonic()
     same = text == undisturbed
-    print(f"   text again after {waited_s:.1f} s; same text as undisturbed: {same}")
+    print(f"\n   The longest pause was {waited_s:.1f} s.")
+    print_comparison(same)
     assert same
 
 

@@ -1,7 +1,8 @@
-"""Compare windowed tokenization with one call on many hard texts: `fuzz_tokenizers.py N [SEED]`.
+"""Compare tokenization in windows with a single call: `fuzz_tokenizers.py N [SEED]`.
 
-The texts are shared out over every kind of tokenizer that the tests train; each is read in windows
-of 200 and of 400 characters. Prints the differing texts and ends with 1 if there are any.
+The texts are divided among all kinds of tokenizers that the tests train. Each text is tokenized
+in windows of 200 and of 400 characters. Prints each text for which the results differ, and
+exits with 1 if there is such a text.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the command's own help: `python -m tools.make_cli_docs`."""
+"""Writes docs/reference/cli.md from the command's help texts: `python -m tools.make_cli_docs`."""
 
 from pathlib import Path
 
@@ -6,29 +6,39 @@ import click
 
 from headrace.cli.main import cli
 
-PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
+WIDTH = 80
 INTRODUCTION = """# Command line
 
 Written by `python -m tools.make_cli_docs` from the help of each verb.
 
-Every flag of `serve` is also a variable, `HEADRACE_` and its name in capitals
-(`HEADRACE_MAX_NUM_SEQS`; the keys are `HEADRACE_API_KEYS`; lists are comma-separated), and a key in
-the `[serve]` table of the TOML file that `--config` names. A flag beats the environment, the
-environment the file, the file the default.
+Every flag of `serve` is also an environment variable: `HEADRACE_` and the flag's name in capitals,
+such as `HEADRACE_MAX_NUM_SEQS`. Lists are comma-separated, and the variable of `--api-key` is
+`HEADRACE_API_KEYS`. Every flag is also a key in the table `[serve]` of the file for `--config`.
+Flags take precedence over the environment, the environment over the file, and the file over the
+defaults. `--help-all` shows the flags that this page leaves out, and
+[configuration](configuration.md) describes all of them.
 
-Exit codes: 0 done or stopped as asked, 1 the verb failed, 2 a wrong flag, variable or file, 3 the
-model cannot be served, 4 the engine was given up, 5 port or state directory in use, 6 a part of the
-server ended by itself (start it again; streams with a name or a key go on), 130 interrupted.
+| exit code | meaning |
+|---|---|
+| 0 | done, or stopped by a signal |
+| 1 | the command failed |
+| 2 | a wrong flag, variable or file |
+| 3 | the model cannot be served |
+| 4 | the engine failed too often |
+| 5 | the port or the state directory is in use |
+| 6 | a part of the server failed; start the server again to continue resumable streams |
+| 130 | interrupted |
 """
 
 
 def page() -> str:
-    """The whole page, for a terminal of 100 columns."""
+    """Return the whole page, for a terminal of 80 columns."""
     return "\n".join([INTRODUCTION, *_verbs(cli, "headrace")])
 
 
 def _verbs(command: click.Command, path: str) -> list[str]:
-    context = click.Context(command, info_name=path, terminal_width=100, max_content_width=100)
+    context = click.Context(command, info_name=path, terminal_width=WIDTH)
     shown = [f"## `{path}`\n\n```text\n{command.get_help(context)}\n```\n"]
     if isinstance(command, click.Group):
         for name, verb in sorted(command.commands.items()):

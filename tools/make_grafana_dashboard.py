@@ -19,12 +19,12 @@ def _rate(name: str, *by: str) -> str:
 
 PANELS: list[tuple[str, str, dict[str, str]]] = [
     ("Time to the first token", "s", _quantiles("ttft")),
-    ("Between two tokens", "s", _quantiles("inter_token")),
+    ("Time between two tokens", "s", _quantiles("inter_token")),
     ("Longest gap of a request", "s", _quantiles("max_gap")),
-    ("In the queue", "s", _quantiles("queue")),
-    ("Steps of the engine", "s", _quantiles("step")),
+    ("Time in the queue", "s", _quantiles("queue")),
+    ("Duration of engine steps", "s", _quantiles("step")),
     (
-        "Tokens a second",
+        "Tokens per second",
         "short",
         {
             "prompt": _rate("prompt_tokens"),
@@ -55,21 +55,21 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
         "short",
         {
             "up": "headrace_engine_up",
-            "restarts an hour": "sum(increase(headrace_engine_restarts_total[1h]))",
-            "preemptions a second": _rate("preemptions"),
+            "restarts per hour": "sum(increase(headrace_engine_restarts_total[1h]))",
+            "preemptions per second": _rate("preemptions"),
         },
     ),
     ("Stall target missed", "ops", {"{{cause}}": _rate("stall_target_missed", "cause")}),
-    ("Oldest last frame of a stream", "s", {"age": "headrace_heartbeat_age_seconds"}),
+    ("Longest time since a stream's last frame", "s", {"age": "headrace_heartbeat_age_seconds"}),
     (
-        "Since the last news",
+        "Time since the last progress",
         "s",
         {
-            "of the engine": "headrace_last_step_age_seconds",
-            "of the oldest stream": "headrace_silent_stream_age_seconds",
+            "engine": "headrace_last_step_age_seconds",
+            "most silent stream": "headrace_silent_stream_age_seconds",
         },
     ),
-    ("Until an event is safe on disk", "s", _quantiles("log_commit")),
+    ("Time to store an event", "s", _quantiles("log_commit")),
 ]
 
 

@@ -1,8 +1,8 @@
-"""Writes a model folder of a known shape with seeded random weights, to be measured and served.
+"""Writes a model folder of a known shape with seeded random weights, for measurements.
 
     python tools/make_random_model.py --shape qwen3-0.6b --out DIR
 
-What it generates is noise; how fast it does so is what a trained model of that shape would take.
+The model generates noise, but as fast as a trained model of the same shape.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())  # one per byte, ASCII's own signs first
+# One letter per byte. The letters that are ASCII characters come first.
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 NUM_ASCII = sum(letter.isascii() for letter in LETTERS)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -50,7 +51,8 @@ SHAPES = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
     },
-    "qwen3.5-0.5b": _HYBRID  # as many parameters as the dense one above
+    # This shape has about as many parameters as the dense shape above.
+    "qwen3.5-0.5b": _HYBRID
     | {
         "num_hidden_layers": 24,
         "hidden_size": 1024,
@@ -66,7 +68,8 @@ SHAPES = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
     },
-    "small": _DENSE  # to try a benchmark itself
+    # This shape is for trying a benchmark.
+    "small": _DENSE
     | {
         "num_hidden_layers": 2,
         "hidden_size": 256,
@@ -134,10 +137,10 @@ def make_random_model(folder: Path, shape: str, seed: int = 0) -> int:
 
 
 def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
-    """Normal weights and norms of one, in bfloat16, by the names of the checkpoint format.
+    """Return normally distributed weights in bfloat16, by checkpoint name. Norms are 1.
 
-    Bytes that may be a part of a character are never the likeliest: their text would wait for the
-    rest, and the stream look stalled.
+    Bytes that can be part of a longer character are never the most probable tokens. Their text
+    would have to wait for the rest of the character, and the stream would look stalled.
     """
     generator = torch.Generator().manual_seed(seed)
     hidden, is_hybrid = config["hidden_size"], "full_attention_interval" in config
@@ -178,7 +181,7 @@ def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _attention_widths(config: dict) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the products; a hybrid's queries come with their gates."""
+    """Return the outputs and inputs of each matrix; a hybrid's query matrix also has the gates."""
     hidden, dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     gated = 2 if "full_attention_interval" in config else 1
@@ -204,7 +207,7 @@ def _delta_net_widths(config: dict) -> dict[str, tuple[int, int]]:
 
 
 def _write_tokenizer(folder: Path, num_vocab: int) -> None:
-    """Byte level, then ASCII pieces of two and three up to the size asked for, specials last."""
+    """Writes a tokenizer: all bytes, pieces of two or three ASCII letters, special tokens."""
     signs = LETTERS[:NUM_ASCII]
     pairs = [(a, b) for a in signs for b in signs]
     triples = [(a + b, c) for a, b in pairs for c in signs]

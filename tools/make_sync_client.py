@@ -1,4 +1,4 @@
-"""Writes client/client.py, the blocking client, from the asynchronous one.
+"""Writes client/client.py, the blocking client, from the asynchronous client.
 
 python -m tools.make_sync_client
 """
@@ -10,11 +10,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "src" / "headrace" / "client"
 WORDS = {
-    r"The asynchronous client: (.*), done with httpx on an event loop\.": (
-        r"The blocking client: \1. Written by tools/make_sync_client.py."
+    r"The asynchronous client: (.*)\.": (
+        r"The blocking client: \1.\n\nWritten from async_client.py by tools/make_sync_client.py.\n"
     ),
-    r"    # a loop that was left.*\n    while .*\n.*\n": "",
-    r"Leaving its `async with` block": "Leaving its loop, or its `with` block,",
+    r"    # The event loop closes.*\n    while .*\n.*\n": "",
+    r"leaves its `async with` block": "leaves its loop or its `with` block",
     r"async for event in events:\n +yield event": "yield from events",
     r"\basync (def|with|for)\b": r"\1",
     r"\bawait ": "",
@@ -25,13 +25,14 @@ WORDS = {
     r"AbstractAsyncContextManager": "AbstractContextManager",
     r"contextlib\.aclosing": "contextlib.closing",
     r"\bAsync(Client|Stream)\b": r"\1",
+    r"\basync_answers\b": "answers",
     r"\b__a(enter|exit|iter)__": r"__\1__",
     r"\ba(close|read|iter_bytes)\(": r"\1(",
 }
 
 
 def written() -> str:
-    """The blocking client's source."""
+    """Return the source of the blocking client."""
     source = (FOLDER / "async_client.py").read_text()
     for word, other in WORDS.items():
         source = re.sub(word, other, source)

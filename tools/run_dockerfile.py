@@ -1,9 +1,10 @@
-"""Runs each step of a Dockerfile in a Debian tree of its own, and then what the image would run.
+"""Runs the steps of a Dockerfile in a Debian tree, and then starts what the image would start.
 
     unshare --mount python tools/run_dockerfile.py FILE FOLDER [ARG=VALUE ...]
 
-No container is needed, but root and debootstrap. FROM is Debian's Python in place of the image's;
-the other steps are done as they are written, by chroot. pip has the settings that it has here.
+The program needs root and debootstrap, but no containers. Debian's Python replaces the image
+named by FROM; all other steps are executed as written, in a chroot. pip has the same settings
+as on this machine.
 """
 
 import json
@@ -24,7 +25,7 @@ KEY = "secret"
 START_S = 300
 PACKAGES = "python3,python3-venv,ca-certificates"
 START = ("ENTRYPOINT", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "EXPOSE")
-"""Instructions that say how the image is run."""
+"""Instructions that say how the image is started."""
 
 
 class Step(NamedTuple):
@@ -46,12 +47,13 @@ def read_steps(text: str) -> Iterator[Step]:
 
 
 class Tree:
-    """An image on its way: its files, and the settings that its next step has."""
+    """The image so far: its files, and the settings of its next step."""
 
     def __init__(self, folder: Path, given: dict[str, str]) -> None:
         self.root, self._base = folder / "root", folder / "base"
         self.environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin", "LANG": "C.UTF-8"}
-        self.settings: dict[str, str] = {}  # those of START
+        # The instructions in START and their arguments.
+        self.settings: dict[str, str] = {}
         self._given = given
         self._arguments: dict[str, str] = {}
         self._user, self._workdir = "root", "/"
@@ -65,7 +67,7 @@ class Tree:
             done[step.name](step.words)
 
     def command(self, words: list[str], **more: str) -> list[str]:
-        """The command that runs words as the image's user, in its folder."""
+        """Return the command that executes `words` as the image's user, in its folder."""
         variables = [f"{k}={v}" for k, v in (self.environment | more).items()]
         chroot = ["chroot", f"--userspec={self._user}", str(self.root)]
         return [*chroot, "env", "-i", f"--chdir={self._workdir}", *variables, *words]
@@ -89,7 +91,7 @@ class Tree:
                 place.touch()
             call("mount", "--bind", str(path), str(place))
         shutil.copy("/etc/resolv.conf", self.root / "etc/resolv.conf")
-        # as in Python's own images: a prefix of its own, with `python` and `pip` in it
+        # Like Python's images, the tree has a separate prefix that contains `python` and `pip`.
         call(*self.command(["python3", "-m", "venv", "/usr/local"]))
 
     def _run(self, words: str) -> None:
@@ -122,7 +124,7 @@ class Tree:
 
 
 def pip_paths() -> list[Path]:
-    """Files and folders that pip's settings name, and those settings' own files."""
+    """Return the files and folders that pip's settings name, and the files with these settings."""
     told = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
@@ -137,7 +139,7 @@ def call(*command: str) -> None:
 
 
 def serve(tree: Tree) -> None:
-    """Starts the image with a key, waits until it is healthy, asks it once and stops it."""
+    """Starts the image's server, waits until it is healthy, sends one request and stops it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     more = {"HEADRACE_PORT": port, "HEADRACE_API_KEYS": KEY}

@@ -1,8 +1,8 @@
-"""Counts the statements of the Python code, which do not depend on its format.
+"""Counts the statements of the Python code. The count does not depend on the code's format.
 
     python tools/statements.py              # this tree, by package
     python tools/statements.py OLD          # a revision, and how many more this tree has
-    python tools/statements.py OLD NEW      # a revision, and how many more another one has
+    python tools/statements.py OLD NEW      # a revision, and the difference to a second one
 
 Docstrings and comments are not counted.
 """
@@ -22,7 +22,7 @@ FOLDERS = ("src", "tests", "stress", "tools", "benchmarks", "mini")
 
 
 def files(revision: str | None) -> Iterator[tuple[str, bytes]]:
-    """The names and contents of Python files; without a revision, of those in this tree."""
+    """Yield the name and content of each Python file of a revision; None means this tree."""
     if revision is None:
         for folder in FOLDERS:
             for path in sorted((ROOT / folder).rglob("*.py")):
@@ -31,7 +31,8 @@ def files(revision: str | None) -> Iterator[tuple[str, bytes]]:
     command = ["git", "-C", str(ROOT), "archive", "--end-of-options", revision]
     archive = subprocess.run(command, stdout=subprocess.PIPE)
     if archive.returncode:
-        sys.exit(archive.returncode)  # git has printed why
+        # git has already printed the reason.
+        sys.exit(archive.returncode)
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         for member in tar:
             content = tar.extractfile(member)
@@ -40,7 +41,7 @@ def files(revision: str | None) -> Iterator[tuple[str, bytes]]:
 
 
 def count(revision: str | None) -> Counter[str]:
-    """Statements by package, or by folder where there is no package."""
+    """Count the statements by package, or by folder for files outside packages."""
     sums: Counter[str] = Counter()
     for name, content in files(revision):
         folder, *parts = name.split("/")
@@ -59,7 +60,7 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("old", nargs="?", help="a git revision")
-    parser.add_argument("new", nargs="?", help="another one; this tree if it is left out")
+    parser.add_argument("new", nargs="?", help="second revision; default: the working tree")
     given = parser.parse_args()
     old = count(given.old)
     new = count(given.new) if given.old else old

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from headrace.client.async_client import AsyncClient, AsyncStream
     from headrace.client.client import Client, Stream
     from headrace.client.errors import Refused, Unreachable
-    from headrace.llm import LLM
+    from headrace.llm.async_llm import AsyncLLM
+    from headrace.llm.llm import LLM
     from headrace_common.answer import Answer, Choice, Piece, Ranked
     from headrace_common.errors import (
         ConfigError,
@@ -19,23 +20,29 @@ if TYPE_CHECKING:
         RequestFailed,
         StreamFailed,
     )
+    from headrace_common.ingestion import Ingestion, Plan
     from headrace_common.loading import LoadProgress
+    from headrace_common.sampling_options import SamplingOptions
 
 __all__ = [
     "LLM",
     "Answer",
     "AsyncClient",
+    "AsyncLLM",
     "AsyncStream",
     "Choice",
     "Client",
     "ConfigError",
     "HeadraceError",
+    "Ingestion",
     "LoadProgress",
     "ModelError",
     "Piece",
+    "Plan",
     "Ranked",
     "Refused",
     "RequestFailed",
+    "SamplingOptions",
     "Stream",
     "StreamFailed",
     "Unreachable",
@@ -47,6 +54,7 @@ _PLACES = {
     "headrace.client.client": ("Client", "Stream"),
     "headrace.client.errors": ("Refused", "Unreachable"),
     "headrace_common.loading": ("LoadProgress",),
+    "headrace_common.sampling_options": ("SamplingOptions",),
     "headrace_common.errors": (
         "ConfigError",
         "HeadraceError",
@@ -54,12 +62,14 @@ _PLACES = {
         "RequestFailed",
         "StreamFailed",
     ),
-    "headrace.llm": ("LLM",),
+    "headrace.llm.async_llm": ("AsyncLLM",),
+    "headrace.llm.llm": ("LLM",),
+    "headrace_common.ingestion": ("Ingestion", "Plan"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first asked for: a client needs no tensors."""
+    """Import a public name on its first use, so that a client does not need PyTorch."""
     for place, names in _PLACES.items():
         if name in names:
             try:
@@ -69,3 +79,8 @@ def __getattr__(name: str) -> Any:
                     raise ImportError(WITHOUT_ENGINE) from None
                 raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names, for `dir` and for completion."""
+    return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""`python -m headrace`."""
+"""Runs the command line for `python -m headrace`."""
 
 from headrace.cli.main import main
 

@@ -1,16 +1,17 @@
-"""An adapter as all rooms name it; what it holds is the runner's."""
+"""Defines a LoRA adapter without its weights, which the runner owns."""
 
 import msgspec
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """Low-rank additions (LoRA) to a model's layers, asked for as a model by its name.
+    """A LoRA adapter. Clients request an adapter by name, as they request a model.
 
-    `fingerprint` stands for exactly these files: prefixes are kept apart by it, and an engine that
-    finds others at the path refuses them.
+    `fingerprint` identifies the contents of the adapter's files. Requests whose adapters have
+    different fingerprints never share cached prefixes. An engine refuses an adapter if the files no
+    longer match the fingerprint.
     """
 
     name: str
-    path: str  # of a folder of PEFT's, or of a GGUF file
+    path: str  # a PEFT folder or a GGUF file
     fingerprint: str
-    parent: str = ""  # the name of its model
+    parent: str = ""  # name of the base model

@@ -1,4 +1,4 @@
-"""A model's cache as data: what its layers keep of a sequence, in numbers; no bytes, no tensors."""
+"""Describes how many numbers each layer of a model caches for a sequence."""
 
 from math import prod
 
@@ -6,23 +6,25 @@ import msgspec
 
 
 class LayerCache(msgspec.Struct, frozen=True):
-    """The numbers that one layer keeps of a sequence: of each position, of the whole, or none.
+    """The numbers that one layer caches for a sequence, as counts.
 
-    Those of positions lie in blocks, the others in the sequence's slot. A size of 0: none are kept.
+    Keys and values of each position are stored in blocks. `state` and `inputs` exist once per
+    sequence, in the sequence's slot. A size of 0 means that the layer has no such numbers.
     """
 
     num_kv_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
-    window: int | None = None  # positions visible, the own one included; None: all
-    state: tuple[int, int, int] = (0, 0, 0)  # float32 [heads, key_dim, value_dim], a matrix each
-    inputs: tuple[int, int] = (0, 0)  # [inputs, channels]: the last ones of a convolution
+    # Each token attends to this many positions, its own included. None means all positions.
+    window: int | None = None
+    state: tuple[int, int, int] = (0, 0, 0)  # float32 [heads, key_dim, value_dim]
+    inputs: tuple[int, int] = (0, 0)  # [inputs, channels]: the last inputs of a convolution
 
 
 ModelCache = tuple[LayerCache, ...]
-"""A cache of a model: layer by layer."""
+"""The cache of a model, layer by layer."""
 
-_STATE_BYTES = 4  # of a number of a state, whatever the model's own have
+_STATE_BYTES = 4  # bytes of a float32
 
 
 def bytes_per_position(cache: ModelCache, number_bytes: int) -> int:
@@ -31,5 +33,5 @@ def bytes_per_position(cache: ModelCache, number_bytes: int) -> int:
 
 
 def bytes_per_slot(cache: ModelCache, number_bytes: int) -> int:
-    """0 if no layer keeps anything of a sequence as a whole: then it needs no slot."""
+    """Return the bytes of one sequence's slot; 0 if the model needs no slots."""
     return sum(prod(each.state) * _STATE_BYTES + prod(each.inputs) * number_bytes for each in cache)

@@ -1,7 +1,7 @@
-"""One tree of exceptions: programs act on `code`, people on the message.
+"""Defines the exceptions of all packages as a tree. Programs read `code`; people read the message.
 
-A message has the figure, the limit and the remedy. One that clients get has never a path or an
-exception's text.
+A message says what is wrong, what the limit is and what to do. Messages to clients never contain a
+path or the text of another exception.
 """
 
 from typing import Self
@@ -10,19 +10,21 @@ import msgspec
 
 
 class HeadraceError(Exception):
-    """Root of all. `code` is stable, so programs can act on it."""
+    """The base of all errors. `code` is stable, so that programs can act on it."""
 
     code = "internal_error"
 
 
 class ConfigError(HeadraceError):
-    """A flag, variable, key of the configuration, address or API key is wrong."""
+    """A flag, variable, configuration key, address or API key is wrong."""
 
     code = "config_invalid"
 
 
 class RequestFailed(HeadraceError):
-    """A request was refused or its answer was cut short; `param` names a field that is wrong."""
+    """A request was refused, or the answer was cut off. `param` names the wrong field, or is
+    None.
+    """
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -32,7 +34,7 @@ class RequestFailed(HeadraceError):
 
 
 class StreamFailed(RequestFailed):
-    """The stream ended before its answer was whole: it failed, or somebody stopped it."""
+    """The stream ended before its answer was complete, because it failed or was stopped."""
 
 
 class ModelError(HeadraceError):
@@ -46,7 +48,7 @@ class ModelError(HeadraceError):
 
 
 class ErrorKind(msgspec.Struct, frozen=True):
-    """The meaning of a code on HTTP."""
+    """The HTTP status and type of an error code."""
 
     status: int
     type: str
@@ -88,18 +90,19 @@ _CODES = {
     ErrorKind(504, "timeout_error"): "request_timeout",
 }
 KINDS = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
-"""Every code that a request can end with."""
+"""The HTTP status and type of every error code with which a request can end."""
 
 
 OVERRAN = "The chat template overran"
-"""How the message of a `template_failed` begins whose template was abandoned."""
+"""The first words of a `template_failed` error's message if the chat template takes too long."""
 
 
 class RequestError(RequestFailed):
-    """A request is refused, or a stream ends, for the reason `code`.
+    """A request was refused, or a stream ended, for the reason `code`.
 
-    `param` names the field as a path (`messages[2].content`); `extra` holds further fields of
-    the error object; `retry_after_s` goes into the headers of 429 and 503.
+    `param` names the field as a path (`messages[2].content`). `extra` contains additional fields of
+    the error object. An answer with status 429 or 503 has `retry_after_s` in the header
+    Retry-After.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class RequestError(RequestFailed):
         self.noted: dict[str, int | str] = {}
 
     def noting(self, **figures: int | str) -> Self:
-        """The same, with figures for the line of the log that the request gets."""
+        """Add figures for the request's log line, and return the error."""
         self.noted |= figures
         return self
 

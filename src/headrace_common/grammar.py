@@ -1,6 +1,7 @@
-"""Grammars by llguidance: which tokens may follow those that an answer has; pure, no tensors.
+"""Compiles grammars with llguidance, and computes which tokens may come next.
 
-The state is a function of the answer's tokens: whoever feeds them again is in the same place.
+The state of a grammar depends only on the answer's tokens. So feeding the same tokens again
+restores the state.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from headrace_common.sampling import Sampling
 Allowed = NDArray[np.bool_]
 
 _NUM_WAYS, _WAY_LENGTH = 4, 32
-_FEWEST = 32  # what an LLTokenizer takes at least
+_FEWEST = 32  # the smallest vocabulary that LLTokenizer accepts
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 TOO_COMPLEX = "is too large or too complex for a grammar"
@@ -67,22 +68,30 @@ _REASONS = (
     ("regex parse error", "is not a regular expression"),
     ("stack level", TOO_COMPLEX),
 )
-"""Marks in the library's messages, and what they mean, as the end of a sentence."""
+"""Fragments of llguidance's messages, each with a meaning for clients.
+
+Each meaning is worded as the end of a sentence.
+"""
 
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\):")
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or is too large; the message ends a sentence about it."""
+    """The grammar cannot be compiled or is too large.
+
+    The message is the end of a sentence whose subject is the grammar. Only the constructor of
+    GrammarCompiler raises errors with whole sentences.
+    """
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary; thread-safe. Made once: it takes seconds."""
+    """Compiles grammars for one vocabulary; thread-safe. The constructor takes seconds."""
 
     def __init__(self, data: bytes, width: int, end_token_ids: tuple[int, ...]) -> None:
-        """`data` is the text of a tokenizer.json, `width` that of the logits.
+        """Read a tokenizer.
 
-        GrammarError if the tokenizer is of a kind that grammars cannot work with.
+        `data` is the content of tokenizer.json, and `width` is the number of logits. Raises
+        GrammarError if there are no end tokens, or if llguidance does not support the tokenizer.
         """
         if not end_token_ids:
             raise GrammarError("This model has no end token, so a grammar could not end an answer.")
@@ -90,7 +99,9 @@ class GrammarCompiler:
         with _refusing("This model's tokenizer does not work with grammars."):
             tokenizer = msgspec.json.decode(data)
             for token in tokenizer.get("added_tokens") or ():
-                token["special"] = True  # a marker is no text: a grammar must name it
+                # Mark each added token as special. llguidance allows a special token only where the
+                # grammar names the token.
+                token["special"] = True
             self._tokenizer = llguidance.LLTokenizer(
                 msgspec.json.encode(tokenizer).decode(),
                 n_vocab=max(width, _size(tokenizer), _FEWEST),
@@ -102,24 +113,28 @@ class GrammarCompiler:
         return cls(read_small(tokenizer_file(folder), MAX_FILE), width, end_token_ids)
 
     def compile(self, grammar: str) -> "Grammar":
-        """Compile a grammar; raise GrammarError if it cannot be compiled."""
+        """Compile a grammar. Raises GrammarError if llguidance refuses the grammar."""
         with _refusing("cannot be compiled as a grammar"):
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # the first mask takes longest, and all copies share it
+                # The first mask takes longest. All copies of this matcher reuse the work.
+                matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(reason(matcher.get_error()))
         return Grammar(matcher, self._width)
 
     def check(self, grammar: str) -> None:
-        """Compiles it and walks a few ways into it; GrammarError if it is too much on the way."""
+        """Compile a grammar and generate some random answers with the grammar.
+
+        Raises GrammarError if the compilation or one of the answers fails.
+        """
         compiled = self.compile(grammar)
         for way in range(_NUM_WAYS):
             compiled.walk(random.Random(way))
 
 
 class Grammar:
-    """A compiled grammar, shared by all who follow it."""
+    """A compiled grammar, shared by all sequences that use it."""
 
     def __init__(self, matcher: llguidance.LLMatcher, width: int) -> None:
         self._matcher = matcher
@@ -129,7 +144,10 @@ class Grammar:
         return GrammarState(self._matcher.deep_copy(), sampling, self._width)
 
     def walk(self, dice: random.Random) -> None:
-        """The beginning of some answer."""
+        """Generate the start of a random answer with the grammar.
+
+        Raises GrammarError if the library fails, or if no token can follow an incomplete answer.
+        """
         with _refusing(TOO_COMPLEX):
             matcher = self._matcher.deep_copy()
             for _ in range(_WAY_LENGTH):
@@ -147,7 +165,7 @@ class Grammar:
 
 
 class GrammarState:
-    """Where one answer stands in its grammar."""
+    """The state of a grammar for one answer."""
 
     def __init__(self, matcher: llguidance.LLMatcher, sampling: Sampling, width: int) -> None:
         self._matcher = matcher
@@ -158,13 +176,17 @@ class GrammarState:
         self._ends = list(sampling.end_token_ids)
 
     def allowed(self, answer: "array[int]") -> Allowed:
-        """The tokens that may follow the answer so far, by id; GrammarError if none may."""
+        """Return a mask of the tokens that may follow the answer.
+
+        Raises GrammarError if the library cannot compute the mask.
+        """
         with _refusing(TOO_COMPLEX):
             return self._allowed(answer)
 
     def _allowed(self, answer: "array[int]") -> Allowed:
         self._take(answer)
-        if self._is_reasoning:  # whose end is the model's to choose
+        # The grammar does not apply to reasoning. The model decides when the reasoning ends.
+        if self._is_reasoning:
             allowed = np.ones(self._width, dtype=np.bool_)
             allowed[self._ends] = False
             return allowed
@@ -178,7 +200,10 @@ class GrammarState:
         return allowed
 
     def forced(self, answer: "array[int]") -> tuple[int, ...]:
-        """Some tokens that spell what must follow; a fault is told by `allowed`."""
+        """Return the next tokens as long as the grammar allows only one token at a time.
+
+        Returns an empty tuple after an error, because `allowed` reports the error.
+        """
         with contextlib.suppress(GrammarError), _refusing(TOO_COMPLEX):
             self._take(answer)
             if not self._is_reasoning and not self._matcher.is_error():
@@ -190,7 +215,10 @@ class GrammarState:
             self._feed(token_id)
 
     def _allow_ends(self, allowed: Allowed, num_generated: int) -> None:
-        """Where the grammar may end; once it must, whatever else masks end tokens."""
+        """Allow end tokens if the grammar may end here.
+
+        If the grammar must end, end tokens are allowed even if the sampling parameters mask them.
+        """
         allowed[self._ends] = False
         if self._matcher.is_accepting():
             must_end = not allowed.any()
@@ -208,14 +236,17 @@ class GrammarState:
 
 
 def compile_beside(compiler: GrammarCompiler, grammar: str) -> Grammar:
-    """`compile` for a thread of its own: it yields the processor to all others."""
-    if sys.platform == "linux":  # whose threads have priorities of their own
+    """Compile a grammar in the calling thread, which gets the lowest priority."""
+    # On Linux, each thread has a separate priority.
+    if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     return compiler.compile(grammar)
 
 
 def _size(tokenizer: dict[str, Any]) -> int:
-    """One more than the largest id; the vocabulary is a mapping to ids, or a list by id."""
+    """Return the largest token id plus 1. A vocabulary is a map of tokens to ids, or a list of
+    tokens.
+    """
     vocabulary = tokenizer["model"]["vocab"]
     ids = vocabulary.values() if isinstance(vocabulary, dict) else (len(vocabulary) - 1,)
     added = (token["id"] for token in tokenizer.get("added_tokens") or ())
@@ -223,7 +254,10 @@ def _size(tokenizer: dict[str, Any]) -> int:
 
 
 def pattern_fault(pattern: str) -> str:
-    """Return why a pattern cannot be enforced, as the end of a sentence; "" if it can."""
+    """Return why a pattern cannot be enforced, as the end of a sentence.
+
+    Returns "" if the pattern can be enforced.
+    """
     grammar = {"json_schema": {"type": "string", "pattern": pattern}}
     with _refusing("is not a regular expression"):
         fault = llguidance.LLMatcher.validate_grammar(
@@ -233,7 +267,10 @@ def pattern_fault(pattern: str) -> str:
 
 
 def lark_fault(rules: str) -> str:
-    """Return why Lark rules cannot be enforced, as the end of a sentence; "" if they can."""
+    """Return why Lark rules cannot be enforced, as the end of a sentence.
+
+    Returns "" if the rules can be enforced.
+    """
     with _refusing("is not a Lark grammar"):
         grammar = json.dumps({"grammars": [{"lark_grammar": rules}]})
         fault = llguidance.LLMatcher.validate_grammar(grammar, limits=_LIMITS)
@@ -241,7 +278,7 @@ def lark_fault(rules: str) -> str:
 
 
 def reason(message: str) -> str:
-    """Return our own words for a message of the library, which names its internals."""
+    """Translate an error message of llguidance, because the original mentions its internals."""
     found = next((words for mark, words in _REASONS if mark in message), None)
     place = _PLACE.match(message)
     if place is None or found == TOO_COMPLEX:
@@ -252,7 +289,10 @@ def reason(message: str) -> str:
 
 @contextlib.contextmanager
 def _refusing(message: str) -> Iterator[None]:
-    """Turn what the library raises into a GrammarError; a panic in Rust is not an Exception."""
+    """Turn every exception of llguidance into a GrammarError.
+
+    A panic in Rust is a BaseException but not an Exception.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, GrammarError):

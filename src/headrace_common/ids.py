@@ -1,12 +1,12 @@
-"""Names of things, each its own type, so that a wrong one is a type error."""
+"""Defines ids as distinct types, so that the type checker finds mix-ups."""
 
 from typing import NewType
 
 StreamId = NewType("StreamId", str)
-"""One admitted generation request: the `id` of its response."""
+"""An admitted generation request. The response has this id in the field `id`."""
 
 SequenceId = NewType("SequenceId", int)
-"""One choice being generated: a small integer that the engine client gave to (stream, choice)."""
+"""One choice of a request during generation. The engine client assigns the number."""
 
 BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)

@@ -1,6 +1,7 @@
-"""Whose work a line of the log is about, and the line that each request gets at its end.
+"""Adds request ids to log lines, and writes a log line at the end of each request.
 
-Tasks copy their context as they are made, so what a request starts is logged under its id.
+An asyncio task copies the current context when the task is created. So the log lines of all
+tasks that a request starts have the request's id.
 """
 
 import logging
@@ -12,7 +13,7 @@ Figure = int | float | str | None
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 PARENT: ContextVar[Mapping[str, str]] = ContextVar("parent", default=MappingProxyType({}))
-"""The headers by which a client names the span that its request is part of."""
+"""The request headers that name the client's trace span."""
 
 KEY_NAME: ContextVar[str] = ContextVar("key_name", default="")
 
@@ -24,22 +25,29 @@ _requests = logging.getLogger("headrace.requests")
 def begin_request(request_id: str, parent: Mapping[str, str] = MappingProxyType({})) -> None:
     REQUEST_ID.set(request_id)
     PARENT.set(parent)
-    KEY_NAME.set("")  # until the key is known
+    # The key of the request is not known yet.
+    KEY_NAME.set("")
     begin_notes()
 
 
 def begin_notes() -> None:
-    """Begins the notes of one of several requests of a connection, in a task of its own."""
+    """Start collecting figures for a request's log line.
+
+    If a connection carries several requests, call this in the task of each request.
+    """
     _NOTED.set({})
 
 
 def note(**figures: Figure) -> None:
-    """Adds figures to the log line of this request, also from tasks that it started."""
+    """Add figures to the log line of the current request.
+
+    Tasks that the request started may also call this function.
+    """
     if (noted := _NOTED.get()) is not None:
         noted |= figures
 
 
 def log_request(route: str, outcome: str, **figures: Figure) -> None:
-    """No prompt, text, key, stream id or conversation id may be among the figures."""
+    """Write a request's log line. Never pass a prompt, text, key, stream id or conversation id."""
     fields = {"route": route, "outcome": outcome, **(_NOTED.get() or {}), **figures}
     _requests.info("request", extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""The messages between generation and the engine: one tagged union, in process or on a socket."""
+"""Defines the messages between gateway and engine, as a tagged union for sockets and threads."""
 
 import enum
 from typing import Literal
@@ -12,9 +12,9 @@ from headrace_common.plan import PromptInputs, SourceSpec
 from headrace_common.sampling import Logprobs, PoolingMode, Sampling
 
 Quantize = Literal["none", "int8", "int4", "own"]
-"""How linear weights are kept: as they are, in 8 bits, in 4, or as the GGUF file has them."""
+"""The format of linear weights: unchanged, 8 bits, 4 bits, or the GGUF file's own format."""
 InstructionSet = Literal["amx", "bf16dot", "avx512", "avx2", "neon", "plain"]
-"""Instructions that kernels are made of; plain: torch's own products and attention."""
+"""The instructions that kernels use; `plain` means PyTorch's own operations."""
 
 
 class FinishReason(enum.StrEnum):
@@ -27,23 +27,29 @@ class FinishReason(enum.StrEnum):
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """Root of the union; carries nothing."""
+    """The base of all messages."""
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
-    """One choice of a Submit: `prompt` indexes its prompts, `choice` is the k of its random draws.
+    """One choice of a Submit. `prompt` is the index of the choice's prompt.
 
-    `generated` holds the tokens (packed int32) that were already delivered before a recovery.
+    `choice` is the number k in the random generator's counter (i, k). After a recovery, `generated`
+    has the tokens (packed int32) that were already delivered, and `state` has the samplers' state
+    after these tokens.
     """
 
     sequence_id: SequenceId
     prompt: int
     choice: int
     generated: bytes = b""
+    state: bytes = b""
 
 
 class Submit(Message, frozen=True):
-    """All choices of one stream. `prompts` are packed int32; `arrival` is monotonic seconds."""
+    """Start all choices of one stream.
+
+    `prompts` are token ids (packed int32). `arrival` is in seconds of the monotonic clock.
+    """
 
     stream_id: StreamId
     prompts: tuple[bytes, ...]
@@ -51,35 +57,43 @@ class Submit(Message, frozen=True):
     sampling: Sampling
     arrival: float
     priority: int = 0
-    salt: str = ""  # prefixes are shared among equal salts only
-    use_prefix: bool = True  # whether cached prefixes may be taken
-    suspect: bool = False  # was in the step in which the engine died
-    client: str = ""  # who asks: clients take turns
-    inputs: tuple[PromptInputs, ...] = ()  # of each prompt; empty: they are tokens alone
-    adapter: Adapter | None = None  # that changes the model for it; `salt` tells it, too
+    # Only requests with equal salts share cached prefixes.
+    salt: str = ""
+    use_prefix: bool = True  # whether cached prefixes may be used
+    # Whether an earlier engine died during a step with one of these sequences.
+    suspect: bool = False
+    # The id of the client. The scheduler lets clients take turns.
+    client: str = ""
+    # The inputs of each prompt besides tokens. The tuple is empty if all prompts are tokens only.
+    inputs: tuple[PromptInputs, ...] = ()
+    # The fingerprint of the adapter is also part of `salt`.
+    adapter: Adapter | None = None
 
 
 class Cancel(Message, frozen=True):
-    """End these sequences; unknown and finished ones are ignored."""
+    """End these sequences. The engine ignores unknown and finished sequences."""
 
     sequence_ids: tuple[SequenceId, ...]
     finish: FinishReason = FinishReason.CANCELLED
 
 
 class LoadAdapter(Message, frozen=True):
-    """Read an adapter; AdapterRead answers. One that a Submit names is read without being asked."""
+    """Read an adapter before a Submit needs the adapter. The engine answers with AdapterRead."""
 
     adapter: Adapter
 
 
 class DropAdapter(Message, frozen=True):
-    """Forget an adapter: nobody uses it any more."""
+    """Forget an adapter that no request uses any more."""
 
     fingerprint: str
 
 
 class AdapterRead(Message, frozen=True):
-    """An adapter is in memory, or cannot be had: `code` and `message` then say why."""
+    """The engine has read an adapter, or could not read the adapter.
+
+    After a failure, `code` and `message` say why.
+    """
 
     fingerprint: str
     code: str = ""
@@ -87,11 +101,11 @@ class AdapterRead(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """Leave the loop; sequences that still run are dropped."""
+    """Stop the engine's loop, and drop all running sequences."""
 
 
 class Ping(Message, frozen=True):
-    """Asks for a Pong, which a thread beside the step loop sends."""
+    """Ask for a Pong. A separate thread answers, not the thread that runs the steps."""
 
     number: int
 
@@ -101,51 +115,68 @@ class Pong(Message, frozen=True):
 
 
 class LaneFacts(msgspec.Struct, frozen=True):
-    """How a lane computes prompts."""
+    """How a lane (a way to run a model) computes prompts."""
 
-    memory: str = "blocks"  # or slot
-    mask: str = "none"  # the kernel knows lengths; or lazy-prefix: one is made for each chunk;
-    # or bidirectional: an encoder's, over whole inputs
-    why: str = ""  # what decided on the memory, where something did
-    encoder: str | None = None  # of sources or images: pieces or whole
+    memory: str = "blocks"  # blocks or slot
+    # `none`: the kernel uses lengths instead of a mask. `lazy-prefix`: a mask is made for each
+    # chunk. `bidirectional`: each token of an encoder attends to the whole input.
+    mask: str = "none"
+    why: str = ""  # the reason for the choice of memory, if any
+    # How the lane encodes images, or the prompts of an encoder-decoder. `pieces`: over several
+    # steps. `whole`: in one step. None: the lane has no encoder.
+    encoder: str | None = None
 
 
 class Ready(Message, frozen=True):
-    """First message of an engine: it has loaded, and these are its limits."""
+    """Describes the loaded model, its lane and its limits. The engine sends this message after a
+    load.
+    """
 
     lane: str
     device: str
     dtype: str
     vocab_size: int
     max_model_len: int
-    max_num_seqs: int  # that run at once, by the setting and by the slots there are
+    # The maximum number of sequences that run at the same time. Both the setting and the number
+    # of slots limit this number.
+    max_num_seqs: int
     num_parameters: int
-    weight_bytes: int  # in memory
+    weight_bytes: int  # bytes in memory
     layout: MemoryLayout
-    fingerprint: str  # 12 hex digits over version, weights, dtype, kind of device and kernels
+    # 12 hexadecimal digits of a hash over version, weights, dtype, device kind and kernels.
+    fingerprint: str
     max_step_tokens: int = 0
-    max_stall_s: float | None = None  # the stall target, if there is one
+    max_stall_s: float | None = None  # None: no stall target
     kernels: InstructionSet = "plain"
-    kernels_reason: str = ""  # why it is this one
-    tasks: tuple[str, ...] = ("generate",)  # of generate, embed and score
-    is_whole: bool = False  # prompts are never cut
-    vector_size: int = 0  # of an embedding; 0: the model gives none
-    pooling: tuple[PoolingMode, ...] = ("last",)  # by which its prompts become vectors
+    kernels_reason: str = ""  # reason for the choice of kernels
+    tasks: tuple[str, ...] = ("generate",)  # subset of generate, embed and score
+    # Whether each prompt is computed as a whole, never in chunks.
+    is_whole: bool = False
+    vector_size: int = 0  # numbers in an embedding; 0: no embeddings
+    # How the rows of a prompt, one for each token, become one vector.
+    pooling: tuple[PoolingMode, ...] = ("last",)
     facts: LaneFacts = LaneFacts()
-    source: SourceSpec | None = None  # if prompts are sources to encode
+    # Set only for an encoder-decoder, whose encoder reads the prompt.
+    source: SourceSpec | None = None
     quantize: Quantize = "none"
-    mapped_bytes: int = 0  # of experts that lie in a mapped file, and are read as they are chosen
+    # Bytes of experts in a mapped file. An expert is read from disk when a token needs the expert.
+    mapped_bytes: int = 0
 
 
 class LoadFailed(Message, frozen=True):
-    """Instead of Ready: the model cannot be served, and why."""
+    """The model cannot be served, for this reason. The engine sends this message instead of
+    Ready.
+    """
 
     code: str
     message: str
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence was first planned; `cached` of its `total` prompt tokens came from the cache."""
+    """A sequence was planned for the first time.
+
+    `cached` of the `total` prompt tokens came from the cache.
+    """
 
     sequence_id: SequenceId
     total: int
@@ -153,7 +184,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptAdvance(msgspec.Struct, frozen=True, array_like=True):
-    """`processed` prompt tokens are computed, cached ones included."""
+    """`processed` tokens of the prompt are computed or came from the cache."""
 
     sequence_id: SequenceId
     processed: int
@@ -163,10 +194,15 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
     sequence_id: SequenceId
     token_id: int
     logprobs: Logprobs | None = None
+    # The samplers' state. Within a step, only the last token of a sequence has a state.
+    state: bytes = b""
 
 
 class Guessed(msgspec.Struct, frozen=True, array_like=True):
-    """A step guessed tokens of a sequence, and so many were right: they are among the new ones."""
+    """A step verified `num_tokens` guessed tokens. `num_right` of these guesses were right.
+
+    `Outputs.tokens` also contains the right tokens.
+    """
 
     sequence_id: SequenceId
     num_tokens: int
@@ -174,7 +210,7 @@ class Guessed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Rows for the prompt tokens from number `start` on."""
+    """Log probabilities of the prompt tokens from index `start` on, one row per token."""
 
     sequence_id: SequenceId
     start: int
@@ -182,9 +218,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """The terminal outcome of a sequence; its memory is free. `code` and `message` if ERROR.
+    """A sequence has ended, and its memory is free now.
 
-    `vector` (packed float32) if it drew nothing and was computed for that.
+    `code` and `message` are set if `finish` is ERROR. A sequence for an embedding or a score
+    generates no tokens; its result is `vector` (packed float32).
     """
 
     sequence_id: SequenceId
@@ -195,7 +232,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(Message, frozen=True, omit_defaults=True):
-    """Everything that one plan or one commit reports, in the order of the fields."""
+    """Events from planning or committing one step, in the order of the fields."""
 
     started: tuple[Started, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -206,23 +243,30 @@ class Outputs(Message, frozen=True, omit_defaults=True):
 
 
 NUM_TRACED_STEPS = 120
-"""Recent steps that are kept; older ones are dropped."""
+"""Number of recent steps whose traces are kept."""
 
 
 class StepTrace(msgspec.Struct, frozen=True, array_like=True):
-    """A committed step, for measurements; times in seconds."""
+    """Measurements of one committed step. Times are in seconds."""
 
     num_decoding: int
     num_prompt_tokens: int
-    predicted: float  # 0 while unmeasured
-    actual: float  # in the runner
-    elapsed: float  # in all, since the plan or the commit before it
-    room: float | None  # what prompts might have taken; None: no target, or none measured
-    cause: str  # why it was expected to miss the stall target
+    predicted: float  # predicted time; 0: no measurements yet
+    actual: float  # time in the runner
+    # Time since the previous commit. If the engine was idle before, time since the step was
+    # planned.
+    elapsed: float
+    # Time in the step that is left for prompts. None: no target, or no measurements yet.
+    room: float | None
+    # Why the step was expected to miss the stall target (--max-stall-ms).
+    cause: str
 
 
 class Status(Message, frozen=True):
-    """Figures for people and metrics, at most four times a second while something changes."""
+    """Figures for people and metrics.
+
+    The engine sends a Status at most four times a second, and only while something changes.
+    """
 
     num_running: int
     num_waiting: int
@@ -230,23 +274,30 @@ class Status(Message, frozen=True):
     blocks_free: int
     slots_free: int
     num_steps: int
-    queue: tuple[SequenceId, ...] = ()  # those waiting, next one first; siblings are not named
+    # Waiting sequences, one per stream. The first one starts next.
+    queue: tuple[SequenceId, ...] = ()
     prompt_tokens_per_s: float = 0.0
-    missed: dict[str, int] = {}  # stall targets, by cause
-    steps: tuple[StepTrace, ...] = ()  # the last of those since the Status before
+    missed: dict[str, int] = {}  # number of missed stall targets by cause
+    steps: tuple[StepTrace, ...] = ()  # steps since the previous Status
     num_preemptions: int = 0
-    num_guessed: int = 0  # tokens
-    num_accepted: int = 0  # guessed tokens that were right: each saved its stream a step
-    disk: dict[str, int] = {}  # of prefixes there: runs, tokens, read_bytes, written_bytes
-    disk_misses: dict[str, int] = {}  # runs that had to be computed, by reason
+    num_guessed: int = 0  # guessed tokens
+    # The number of right guesses. Each right guess saved one step.
+    num_accepted: int = 0
+    # Figures about prefixes on disk: runs, tokens, read_bytes and written_bytes.
+    disk: dict[str, int] = {}
+    # The number of prefixes that were computed instead of read from disk, by reason.
+    disk_misses: dict[str, int] = {}
 
 
 WEIGHTS = "loading weights"
 
 
 class Loading(Message, frozen=True):
-    """Progress of a load, before Ready. `share` of the stage is done; 0 where nobody knows."""
+    """Reports the progress of a load, before Ready.
+
+    `share` is the finished fraction of the stage, or 0 if unknown.
+    """
 
     share: float
     stage: str = WEIGHTS
-    detail: str = ""  # for people
+    detail: str = ""  # text for people

@@ -1,4 +1,4 @@
-"""Text of an answer by channel, as it is logged; the one object that carries it there."""
+"""Defines pieces of an answer's text, as the log of a stream stores them."""
 
 import msgspec
 
@@ -6,9 +6,13 @@ CONTENT, REASONING, TOOL = "content", "reasoning", "tool"
 
 
 class ChannelPiece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """More text of one channel; of a tool call, its arguments. `name` stands on its first piece."""
+    """A piece of an answer: text of one channel, or a part of a tool call's arguments.
+
+    Only the first piece of a tool call has a `name`.
+    """
 
     text: str
     channel: str = CONTENT
-    call: int = -1  # tool calls are counted from 0 within their choice
+    # Index of the tool call within its choice, or -1 for other text.
+    call: int = -1
     name: str = ""

@@ -1,7 +1,8 @@
-"""One step as it crosses to the runner and back: what to compute, and what came of it.
+"""Describes the work of the runner in one step, and the results of this work.
 
 Token ids are int32 in native byte order. Block tables are passed by reference: a chunk's
-`block_ids` is the lease's own array, to be read while its plan is in flight.
+`block_ids` is the same array as in the lease that reserves the sequence's memory. The runner may
+read this array only while it executes the plan.
 """
 
 from array import array
@@ -15,12 +16,13 @@ from headrace_common.sampling import Logprobs, Sampling
 NO_SLOT = SlotId(-1)
 
 
-class EncodeWork(msgspec.Struct, frozen=True):
-    """An encoder's work that must precede some tokens of a prompt: reading a source, or an image.
+class EncoderInput(msgspec.Struct, frozen=True):
+    """A source text or an image to encode. Tokens [start, end) of the prompt need the result.
 
-    Tokens [start, end) need it. Its `num_units` parts (layers, as a rule) cost the same: b·size +
-    a·size² seconds each, `size` in the encoder's own tokens. `is_whole`: it cannot be cut, and runs
-    in a step of its own. `is_source`: it stands for the prompt in progress.
+    The encoding consists of `num_units` units of work, usually layers. Each unit takes b·size +
+    a·size² seconds with constants a and b, where `size` is the number of the encoder's tokens. If
+    `is_whole`, the encoding cannot be split and runs in a separate step. If `is_source`, reported
+    progress counts these `size` tokens instead of the prompt's tokens.
     """
 
     start: int
@@ -29,49 +31,53 @@ class EncodeWork(msgspec.Struct, frozen=True):
     num_units: int = 1
     is_whole: bool = False
     is_source: bool = False
-    data: bytes = b""  # for the lane alone
-    mark: bytes = b""  # what its tokens show, beside their ids: equal ones show the same
+    # Only the lane interprets these bytes.
+    data: bytes = b""
+    mark: bytes = b""  # hash of the content
 
 
 class PromptInputs(msgspec.Struct, frozen=True):
-    """Inputs of a prompt beside its tokens; both in the order of the tokens.
+    """Images and other inputs of a prompt besides its tokens, in the order of the prompt.
 
-    `spans` are runs of tokens [start, end) that attend both ways: no chunk ends within one.
+    `spans` are ranges of tokens [start, end) with bidirectional attention. No chunk may end
+    inside a span.
     """
 
-    works: tuple[EncodeWork, ...] = ()
+    works: tuple[EncoderInput, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
 
 
 class SourceSpec(msgspec.Struct, frozen=True):
-    """How a model takes prompts that are sources: answers are sequences that begin with these."""
+    """How an encoder-decoder processes prompts. Every answer starts with `start_ids`."""
 
     start_ids: tuple[int, ...]
-    num_units: int  # of its encoder
+    num_units: int  # units of work for encoding a prompt
     can_be_cut: bool
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """A sequence that the runner hears of for the first time, or again after a preemption."""
+    """A sequence that starts in the runner, or starts again after a preemption."""
 
     sequence_id: SequenceId
-    token_ids: "array[int]"  # all known tokens: the prompt, then those sampled before
+    token_ids: "array[int]"  # the prompt, then the sampled tokens
     num_prompt: int
-    choice: int  # k of the random counter (i, k): the number of the choice within its prompt
+    choice: int  # the k in the random generator's counter (i, k)
     sampling: Sampling
     inputs: PromptInputs = PromptInputs()
+    state: bytes = b""  # the samplers' state after the last token
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A sequence's share of a step: tokens [start, start + length), contiguous over its chunks.
+    """The part of a sequence that a step computes: tokens [start, start + length).
 
-    `num_rows` rows of logits are asked for, those of the chunk's last tokens: 0, 1 or length.
-    Each sequence in `draws` draws one token from the last row (siblings of one prompt draw from
-    the same row); it becomes token number start + length of that sequence.
+    The last `num_rows` tokens of the chunk need logits: 0, 1 or all of them. Each sequence in
+    `draws` draws one token from the logits of the last token. Several choices of one prompt draw
+    from the same logits. The drawn token becomes token number start + length of the drawing
+    sequence.
 
-    The chunk's last tokens may be a `guess` of what follows the last known one. Its one sequence
-    then draws from the row of that one, and from the next row for as long as it drew what was
-    guessed.
+    A chunk can end with a `guess`: guessed tokens after the last known token. With a guess, only
+    one sequence draws. The first draw uses the logits of the last known token. As long as each
+    drawn token equals the guessed token, another draw uses the next logits.
     """
 
     sequence_id: SequenceId
@@ -81,18 +87,21 @@ class Chunk(msgspec.Struct, frozen=True):
     draws: tuple[SequenceId, ...]
     block_ids: "array[int]"
     slot_id: SlotId = NO_SLOT
-    num_first: int = 0  # tokens of the first text where the prompt is a pair of texts
+    num_first: int = 0  # tokens of a pair's first text
     guess: tuple[int, ...] = ()
-    adapter: str = ""  # the fingerprint of what changes its rows
+    adapter: str = ""  # fingerprint of the chunk's adapter
 
     @property
     def num_known(self) -> int:
-        """Its tokens that are no guesses."""
+        """The number of tokens that are not guessed."""
         return self.length - len(self.guess)
 
 
 class EncodeChunk(msgspec.Struct, frozen=True):
-    """Units [start, end) of a sequence's work number `work`, each time from where it ended."""
+    """Computes units [start, end) of one encoding. `work` is the encoding's index in the inputs.
+
+    The chunks of one encoding follow each other without gaps.
+    """
 
     sequence_id: SequenceId
     work: int
@@ -101,50 +110,58 @@ class EncodeChunk(msgspec.Struct, frozen=True):
     slot_id: SlotId = NO_SLOT
 
 
-class LoadedRun(msgspec.Struct, frozen=True):
-    """Numbers of `num_blocks` blocks that were read; the first `skip` are in memory already."""
+class LoadedSegment(msgspec.Struct, frozen=True):
+    """A segment of `num_blocks` blocks from disk. The first `skip` blocks are already in memory."""
 
     numbers: memoryview
     num_blocks: int
     skip: int
-    block_ids: "array[int]"  # to put the others into
+    # Targets in memory for the blocks that are not skipped.
+    block_ids: "array[int]"
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a sequence are put into memory as they were computed earlier.
+    """Copies the cached numbers of tokens [start, end) from disk into a sequence's memory.
 
-    With each run comes the state after it, if the lane keeps any in slots.
+    If the lane keeps states in slots, each item of `runs` also has the state after its last block.
     """
 
     sequence_id: SequenceId
     start: int
     end: int
-    runs: tuple[LoadedRun, ...]
+    runs: tuple[LoadedSegment, ...]
     slot_id: SlotId = NO_SLOT
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
-    """Copy one block after the forward of the step (a sibling's partly filled last block)."""
+    """Copies a partly filled last block that choices of a prompt share.
+
+    The copy runs after the step's forward pass.
+    """
 
     source: BlockId
     target: BlockId
 
 
 class SlotCopy(msgspec.Struct, frozen=True):
-    """Copy one slot: a sibling's recurrent state or cache, a snapshot saved or restored."""
+    """Copies a slot to another choice of the same prompt, or saves or restores a snapshot.
+
+    The slot contains a recurrent state or a dense cache.
+    """
 
     source: SlotId
     target: SlotId
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """Everything the runner does in one step, in this order.
+    """Everything that the runner does in one step.
 
-    Ended, begun, restores, loads, what is to be encoded (one chunk at most), chunks, then copies.
+    The runner processes `ended`, `begun`, `restores`, `loads`, `encoded` (at most one item),
+    `chunks`, and then the copies, in this order.
 
-    `ended` names sequences whose tensors and last tokens may be forgotten before the step:
-    finished, cancelled and preempted ones alike. One of them may begin again in the same step.
-    `slot_copies` hold both the states of siblings and those saved as snapshots.
+    `ended` contains finished, cancelled and preempted sequences. The runner may free the tensors of
+    these sequences before the step. A preempted sequence may begin again in the same step.
+    `slot_copies` copies states to other choices of a prompt, and saves snapshots.
     """
 
     begun: tuple[Begin, ...] = ()
@@ -152,38 +169,41 @@ class StepPlan(msgspec.Struct, frozen=True):
     ended: tuple[SequenceId, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
     slot_copies: tuple[SlotCopy, ...] = ()
-    restores: tuple[SlotCopy, ...] = ()  # snapshots put into slots before the chunks
+    restores: tuple[SlotCopy, ...] = ()  # snapshots to copy into slots before the chunks run
     encoded: tuple[EncodeChunk, ...] = ()
     loads: tuple[Load, ...] = ()
-    worked_on: tuple[SequenceId, ...] = ()  # sequences that it loads or computes; others only draw
-    allowed_s: float = 0.0  # seconds that the watch on hangs allows it; 0 while unmeasured
+    # Sequences for which the step loads or computes something, not sequences that only draw.
+    worked_on: tuple[SequenceId, ...] = ()
+    allowed_s: float = 0.0  # seconds until the step counts as hanging; 0: no measurements yet
 
     @property
     def named(self) -> list[SequenceId]:
-        """The sequences that it loads, computes or draws for, each once."""
+        """Return the sequences for which the step loads, encodes, computes or draws, each once."""
         ids = [load.sequence_id for load in self.loads]
         ids += [chunk.sequence_id for chunk in self.encoded]
         return ids + [i for chunk in self.chunks for i in chunk.draws or (chunk.sequence_id,)]
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """The draw of one sequence from its rows: tokens, or the reason why there are no more.
+    """The tokens drawn for one sequence. `error` says why no more tokens can be drawn.
 
-    `forced`: the tokens that its grammar lets follow, as far as it leaves no choice.
+    `forced` are the tokens that must follow according to the sequence's grammar. `state` is the
+    state of the samplers after the last token, in a private format of the samplers.
     """
 
     token_ids: tuple[int, ...] = ()
-    logprobs: Logprobs | None = None  # a row per token
+    logprobs: Logprobs | None = None  # one row per token
     error: str | None = None
     forced: tuple[int, ...] = ()
+    state: bytes = b""
 
 
 class ChunkResult(msgspec.Struct, frozen=True):
-    """`drawn` is parallel to the chunk's `draws`.
+    """The result of a chunk; `drawn` is parallel to the chunk's `draws`.
 
-    `prompt_logprobs` has one row per token of the prompt that follows one of this chunk's
-    tokens, if the sequence asked for them. `vector` (packed float32) is there once a sequence that
-    draws nothing has been computed, or the `error` why it cannot be given.
+    If the request asks for log probabilities of the prompt, `prompt_logprobs` has one row for each
+    prompt token that follows a token of this chunk. `vector` (packed float32) is set for the last
+    chunk of a sequence that draws nothing. If the vector cannot be computed, `error` says why.
     """
 
     drawn: tuple[Drawn, ...] = ()
@@ -193,18 +213,23 @@ class ChunkResult(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """`chunks` is parallel to the plan's; `seconds` is the runner's own time for the step."""
+    """The result of a step. `chunks` is parallel to the plan's chunks.
+
+    `seconds` is the time in the runner.
+    """
 
     chunks: tuple[ChunkResult, ...]
     seconds: float
-    encode_seconds: float = 0.0  # the part of `seconds` that encoding took; 0: all was at hand
-    load_seconds: float = 0.0  # and the part that loads took
-    is_timed: bool = True  # False: the engine was stopped meanwhile, so no time says anything
+    encode_seconds: float = 0.0  # part of `seconds` for encoding; 0: nothing was encoded
+    load_seconds: float = 0.0  # part of `seconds` for loads
+    # False if the process was stopped during the step, so that `seconds` includes the pause.
+    is_timed: bool = True
 
 
 class Elsewhere(NamedTuple):
-    """The needs of the other engines on these cores."""
+    """The needs of the other engines that share this machine's cores."""
 
-    decode_s: float = 0.0  # of each of their steps, for streams alone
-    is_awaited: bool = False  # whether one of their streams waits for its turn
-    num_with_prompts: int = 0  # that read prompts, too
+    # Sum of the seconds per step that the other engines need for their streams.
+    decode_s: float = 0.0
+    is_awaited: bool = False  # whether another engine has running streams
+    num_with_prompts: int = 0  # number of other engines with prompts to compute

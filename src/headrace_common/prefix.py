@@ -1,13 +1,13 @@
-"""Runs of a prefix's blocks as they go to disk and come back: numbers and names, no tensors."""
+"""Describes cached prefix blocks that are written to disk or read from disk."""
 
 import msgspec
 
 
-class PrefixRun(msgspec.Struct, frozen=True):
-    """Blocks [first, end) of a prefix, with all that tells it from every other prefix.
+class PrefixSegment(msgspec.Struct, frozen=True):
+    """Blocks [first, end) of a prefix, with all data that distinguishes the prefix from others.
 
-    `name` stands for the prefix up to its end. So that it need not be trusted, the tokens from the
-    first one on are there too, and `origin`: the salt, and what shows beside the tokens.
+    `name` is a hash of the prefix up to `end`. Readers also compare `token_ids`, the tokens of
+    these blocks, and `origin`, which contains the salt and the hashes of images.
     """
 
     name: bytes
@@ -21,16 +21,19 @@ class PrefixRun(msgspec.Struct, frozen=True):
         return self.end - self.first
 
 
-class ReadRun(msgspec.Struct, frozen=True):
-    """A wish to have a run's numbers."""
+class ReadSegment(msgspec.Struct, frozen=True):
+    """A request to read one segment from disk."""
 
     number: int
-    run: PrefixRun
+    run: PrefixSegment
     num_bytes: int
 
 
-class RunRead(msgspec.Struct, frozen=True):
-    """The answer: the numbers, or why there are none; `seconds` are of reading alone."""
+class SegmentRead(msgspec.Struct, frozen=True):
+    """The answer to a ReadSegment. If `numbers` is None, `miss` says why.
+
+    Reading took `seconds`.
+    """
 
     number: int
     numbers: memoryview | None
@@ -38,12 +41,14 @@ class RunRead(msgspec.Struct, frozen=True):
     miss: str = ""
 
 
-class RunsOnDisk(msgspec.Struct, frozen=True):
-    """News of the folder: runs that were added; all that there are, if `is_all`."""
+class SegmentsOnDisk(msgspec.Struct, frozen=True):
+    """Blocks that were added to the folder on disk. With `is_all`, these are all blocks in the
+    folder.
+    """
 
-    runs: tuple[tuple[bytes, int, int], ...]  # name, first block, end
+    runs: tuple[tuple[bytes, int, int], ...]  # name, first block and end of each segment
     is_all: bool = False
-    num_bytes: int = 0  # that were written for them
+    num_bytes: int = 0  # bytes written for these segments
 
 
-DiskNews = RunRead | RunsOnDisk
+DiskNews = SegmentRead | SegmentsOnDisk

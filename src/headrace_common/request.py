@@ -1,4 +1,4 @@
-"""The request, after parsing and before any text is rendered; frozen."""
+"""Defines a request after parsing, before any text is rendered."""
 
 from typing import Any
 
@@ -7,35 +7,37 @@ import msgspec
 from headrace_common.sampling import Sampling
 
 Route = str
-"""The path that a request came by, which names its dialect."""
+"""The path of the route that received a request. It determines the format of request and answer."""
 
 
 MAX_IMAGE_BYTES = 20 << 20
 
 
 class Chat(msgspec.Struct, frozen=True, tag=True):
-    """Messages for the chat template, as the template will see them."""
+    """The messages of a chat in the form that the chat template receives."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    images: tuple[bytes, ...] = ()  # as they were sent, in the order of their parts
-    image_params: tuple[str, ...] = ()  # the paths of those
-    addresses: tuple[str, ...] = ()  # of each, or "" if it came along; none if all did
-    num_images: int = 0  # that a stub stands for
+    images: tuple[bytes, ...] = ()  # data of each image, in the client's order
+    image_params: tuple[str, ...] = ()  # paths of the images' fields in the body
+    # The URL of each image, or "" for an image in the body. Empty if all images are in the body.
+    addresses: tuple[str, ...] = ()
+    # The number of images in a stub (a chat without its content).
+    num_images: int = 0
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
-    """A prompt as text; the tokenizer's own special tokens are added if asked."""
+    """A prompt as text. With `add_special_tokens`, the tokenizer adds special tokens."""
 
     text: str
     add_special_tokens: bool = True
 
 
 class Infill(msgspec.Struct, frozen=True, tag=True):
-    """The texts on both sides of what is generated, and files beside them: names and texts."""
+    """The texts before and after the gap to fill, and additional files as pairs (name, text)."""
 
     before: str
     behind: str
@@ -44,7 +46,7 @@ class Infill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ids(msgspec.Struct, frozen=True, tag=True):
-    """A prompt as token ids, used as they are."""
+    """A prompt as token ids, which are used unchanged."""
 
     token_ids: tuple[int, ...]
 
@@ -53,7 +55,7 @@ Prompt = Chat | Text | Infill | Ids
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How this client wants its answer written; never changes what is generated."""
+    """How the client wants the answer written. These options never change the generated tokens."""
 
     stream: bool = False
     include_usage: bool = False
@@ -61,28 +63,39 @@ class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     return_token_ids: bool = False
     timings_per_token: bool = False
     return_progress: bool = False
-    progress_in_words: bool = False  # where reasoning would stand, too
+    # Whether progress is reported as words in the reasoning channel.
+    progress_in_words: bool = False
     return_ingestion: bool = False
-    heartbeat: bool = False  # life is shown while nothing is to be said
-    ping_interval_s: int | None = None  # silence until a comment; -1: never; None: as served
-    background: bool = False  # without stream, answered at once with what there is
+    # Whether heartbeats are sent while no other data is sent.
+    heartbeat: bool = False
+    # Seconds without data until the server sends a comment. -1: never. None: the server's setting.
+    ping_interval_s: int | None = None
+    # If `stream` is false, answer immediately with the current state.
+    background: bool = False
 
 
 class Channels(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The formats by which an answer is split into content, reasoning and tool calls."""
+    """The formats that divide an answer into content, reasoning and tool calls."""
 
-    tools: str = ""  # a tool format; "": there are no tools
+    tools: str = ""  # a tool format; "": no tools
     reasoning: str = ""  # a reasoning format; "": all text is content
-    text_parameters: dict[str, tuple[str, ...]] = {}  # those declared as strings, by tool
-    custom_tools: tuple[str, ...] = ()  # tools that take free text, shown as functions of `input`
+    text_parameters: dict[str, tuple[str, ...]] = {}  # names of string parameters, by tool
+    # Tools that take free text. The model sees each such tool as a function of `input`.
+    custom_tools: tuple[str, ...] = ()
+    toolsets: dict[str, str] = {}  # the toolset of each tool, by the tool's name in the prompt
 
 
 BACKGROUND = 1_000_000
-"""The priority of what takes only what others leave; no client may ask for it by number."""
+"""The priority of background requests, which run only while no others run.
+
+Clients cannot ask for this priority.
+"""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One generation request. Its prompts times n are its choices, numbered in that order."""
+    """A generation request with n choices for each prompt. Choices are numbered prompt by
+    prompt.
+    """
 
     route: Route
     model: str
@@ -90,26 +103,27 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling
     n: int = 1
     stop: tuple[str, ...] = ()
-    include_stop: bool = False  # a matched stop string stays in the text
+    include_stop: bool = False  # whether the text keeps a matched stop string
     skip_special_tokens: bool = True
-    echo: bool = False  # the text begins with the prompt
+    echo: bool = False  # whether the text starts with the prompt
     priority: int = 0
     cache_prompt: bool = True
     cache_salt: str = ""
-    # named wire where requests are stored
+    # Stored requests contain this field under the name `wire`.
     response_options: ResponseOptions = msgspec.field(name="wire", default=ResponseOptions())
     channels: Channels | None = None  # None: all text is content
-    kept: bytes = b""  # what its dialect needs of the body later, in the dialect's own form
-    alias: str = ""  # by which the client asked for the model, if it is not the model's own name
+    kept: bytes = b""  # data that the dialect stores with the request
+    # The name that the client used for the model, if the name is an alias; else "".
+    alias: str = ""
 
     @property
     def is_background(self) -> bool:
-        """Whether it takes only what others leave."""
+        """Whether the request runs only while no other requests run."""
         return self.priority >= BACKGROUND
 
     @property
     def shown_model(self) -> str:
-        """The name of the model in the answer: the one that the client sent."""
+        """The model's name in the answer, which is the name that the client sent."""
         return self.alias or self.model
 
     @property

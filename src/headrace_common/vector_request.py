@@ -1,18 +1,18 @@
-"""A request for vectors, of inputs or of pairs of texts."""
+"""Defines a request for embeddings of inputs, or for scores of pairs of texts."""
 
 import msgspec
 
-from headrace_common.jobs import EncodedAhead
 from headrace_common.request import Route
+from headrace_common.worker_jobs import EncodedAhead
 
 
 class VectorRequest(msgspec.Struct, frozen=True):
-    """A request for vectors, one per input; `packed` holds the inputs for a worker."""
+    """A request for vectors, one per input. `packed` contains the inputs for a worker."""
 
     route: Route
     task: str  # embed or score
     packed: bytes
-    field: str  # of the body, which has the inputs
+    field: str  # name of the body's field with the inputs
     is_list: bool = True
     model: str | None = None
     owner: str = ""

@@ -1,4 +1,4 @@
-"""Messages between gateway and engine, each a frame of MessagePack; owns no socket."""
+"""Encodes messages between gateway and engine as frames of MessagePack. It owns no socket."""
 
 import logging
 import socket
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Start(Message, frozen=True):
-    """First message to an engine process: what to load."""
+    """The first message to an engine process: what to load."""
 
     config: ModelConfig
 
@@ -55,20 +55,21 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """One frame."""
+    """Encode a message as one frame."""
     packed = _ENCODER.encode(message)
     return framing.LENGTH.pack(len(packed)) + packed
 
 
 async def read(reader: framing.FrameReader) -> AnyMessage | None:
-    """Return the next message; None if the other side is gone, or sent something else.
+    """Return the next message, or None if the other side is gone or sent something else.
 
-    It unpacks the frame without `framing.read`, which saves a call for each step of an engine.
+    This function does not call `framing.read`, which saves a call per step.
     """
     try:
         (length,) = framing.LENGTH.unpack(await reader.readexactly(framing.LENGTH.size))
         return _DECODER.decode(await reader.readexactly(length))
-    except (EOFError, ConnectionError):  # asyncio.IncompleteReadError is an EOFError
+    # asyncio.IncompleteReadError is a subclass of EOFError.
+    except (EOFError, ConnectionError):
         return None
     except msgspec.DecodeError:
         logger.exception("The other side sent something that is not a message")
@@ -76,6 +77,6 @@ async def read(reader: framing.FrameReader) -> AnyMessage | None:
 
 
 def receive(connection: socket.socket) -> AnyMessage | None:
-    """Next message, blocking; None when the other side is gone."""
+    """Block until the next message, and return it; None if the other side is gone."""
     packed = framing.receive(connection)
     return None if packed is None else _DECODER.decode(packed)

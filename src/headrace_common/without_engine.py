@@ -1,4 +1,4 @@
-"""Detects an installation without the engine, and says what it lacks."""
+"""Detects an installation without the engine, and explains what is missing."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Adapters of the engine's sequences: read beside the steps, put in between two of them."""
+"""Loads LoRA adapters: a thread reads an adapter, and the step loop installs it between steps."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterRunner(Protocol):
-    """The part of the runner that keeps adapters; what `read_adapter` gives is its own."""
+    """The adapter methods of a runner; only the runner interprets what `read_adapter` returns."""
 
     def read_adapter(self, adapter: Adapter) -> Any: ...
 
@@ -23,74 +23,81 @@ class AdapterRunner(Protocol):
     def drop_adapter(self, fingerprint: str) -> None: ...
 
 
-class Reading(NamedTuple):
-    """News in the engine's inbox: the reading of an adapter has ended."""
+class AdapterReadDone(NamedTuple):
+    """A message to the engine's inbox: the thread has finished reading an adapter, or failed."""
 
     fingerprint: str
     done: "Future[Any]"
 
 
-class AdapterShelf:
-    """The adapters that an engine has. Used by its thread alone, but for what it starts."""
+class AdapterLoader:
+    """Tracks the adapters of an engine. Only the engine's thread may call the methods."""
 
     def __init__(self, runner: AdapterRunner | None) -> None:
-        """None: no adapter is ever named."""
+        """Without a runner, no request may name an adapter."""
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter")
-        self._here: set[str] = set()
-        self._waiting: dict[str, list[Submit]] = {}  # for those that are being read
+        self._loaded: set[str] = set()
+        # Submits that wait for an adapter, keyed by the adapter's fingerprint. An adapter that is
+        # being read has an entry even if no submit waits.
+        self._waiting: dict[str, list[Submit]] = {}
 
     def missing(self, submit: Submit) -> Adapter | None:
-        """The adapter that must be read before its sequences may begin."""
+        """Return the adapter that must be read before the submit's sequences can start, or None."""
         adapter = submit.adapter
-        return None if adapter is None or adapter.fingerprint in self._here else adapter
+        return None if adapter is None or adapter.fingerprint in self._loaded else adapter
 
     def load(self, adapter: Adapter) -> None:
-        """Reads one now; ModelError if it cannot be had."""
+        """Read and install an adapter now; ModelError if it cannot be read."""
         assert self._runner is not None
         self._runner.put_adapter(self._runner.read_adapter(adapter))
-        self._here.add(adapter.fingerprint)
+        self._loaded.add(adapter.fingerprint)
 
     def read(
-        self, adapter: Adapter, put: Callable[[Reading], None], waits: Submit | None = None
+        self, adapter: Adapter, put: Callable[[AdapterReadDone], None], waits: Submit | None = None
     ) -> None:
-        """Puts a Reading when it has ended, perhaps at once; what `waits` comes back with it."""
+        """Read an adapter in the thread, then pass an AdapterReadDone to `put`.
+
+        `put` is called immediately if the adapter is already loaded. `waits` is a submit that needs
+        the adapter; `take` returns this submit together with the result.
+        """
         assert self._runner is not None
-        own = adapter.fingerprint
-        is_read = own in self._waiting
-        self._waiting.setdefault(own, []).extend(() if waits is None else (waits,))
+        fingerprint = adapter.fingerprint
+        is_read = fingerprint in self._waiting
+        self._waiting.setdefault(fingerprint, []).extend(() if waits is None else (waits,))
         if is_read:
             return
-        if own in self._here:
+        if fingerprint in self._loaded:
             done: Future[Any] = Future()
             done.set_result(None)
         else:
             done = self._thread.submit(self._runner.read_adapter, adapter)
-        done.add_done_callback(lambda done: put(Reading(own, done)))
+        done.add_done_callback(lambda done: put(AdapterReadDone(fingerprint, done)))
 
-    def take(self, reading: Reading) -> tuple[AdapterRead, list[Submit]]:
-        """The outcome, and who waited for it."""
+    def take(self, reading: AdapterReadDone) -> tuple[AdapterRead, list[Submit]]:
+        """Install an adapter that was read; return the result and all waiting submits."""
         assert self._runner is not None
-        own = reading.fingerprint
-        answer = AdapterRead(own)
+        fingerprint = reading.fingerprint
+        answer = AdapterRead(fingerprint)
         try:
             if (read := reading.done.result()) is not None:
                 self._runner.put_adapter(read)
-                self._here.add(own)
+                self._loaded.add(fingerprint)
         except ModelError as error:
             logger.error("An adapter could not be read: %s", error)
             code = error.code if error.code == "model_changed" else "load_failed"
-            answer = AdapterRead(own, code, str(error))
+            answer = AdapterRead(fingerprint, code, str(error))
         except STEERING:
             raise
-        except BaseException as error:  # a library's panic is not an Exception
+        # Not `except Exception`: a panic in a Rust library is a BaseException.
+        except BaseException as error:
             logger.exception("An adapter could not be read")
-            words = f"The adapter could not be read: {type(error).__name__}."
-            answer = AdapterRead(own, "internal_error", words)
-        return answer, self._waiting.pop(own)
+            words = f"The adapter could not be read ({type(error).__name__}); see the server's log."
+            answer = AdapterRead(fingerprint, "internal_error", words)
+        return answer, self._waiting.pop(fingerprint)
 
     def drop(self, fingerprint: str) -> None:
-        """Nobody uses it any more."""
-        if fingerprint in self._here and self._runner is not None:
-            self._here.remove(fingerprint)
+        """Unload an adapter that no request uses any more."""
+        if fingerprint in self._loaded and self._runner is not None:
+            self._loaded.remove(fingerprint)
             self._runner.drop_adapter(fingerprint)

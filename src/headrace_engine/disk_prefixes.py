@@ -1,4 +1,4 @@
-"""Joins a loaded model with its folder of prefixes on disk, if it has one."""
+"""Connects a loaded model to a folder of cached prefixes on disk, if a folder is configured."""
 
 import logging
 import queue
@@ -15,25 +15,31 @@ from headrace_common.errors import ModelError
 from headrace_common.messages import Ready
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.memory import Memory
-from headrace_engine.prefixes.folder import About, PrefixFolder, StoredRun
+from headrace_engine.prefixes.folder import About, PrefixFolder, StoredSegment
 from headrace_engine.prefixes.keeper import DiskSite, PrefixKeeper
 from headrace_engine.runner.block_bytes import BlockBytes
 from headrace_engine.runner.runner import Runner
 
 logger = logging.getLogger(__name__)
 
-RUN_TOKENS, RUN_BYTES = 256, 32 << 20
-"""A run has as many blocks as fit both: small enough to load beside streams in one step, large
-enough that a disk reads it at full speed."""
-_LIST_S = 3.0  # that a load waits for the list of a slow disk; it comes later then
+SEGMENT_TOKENS, SEGMENT_BYTES = 256, 32 << 20
+"""The limits of a segment, in tokens and in bytes.
+
+The limits are low enough that a step can load a segment without stalling streams. The limits
+are also high enough that segments are read at the disk's full speed.
+"""
+# Seconds that a model load waits for the list of stored segments. If the list takes longer, the
+# engine gets it in a SegmentsOnDisk message.
+_LIST_S = 3.0
 
 
 class DiskPart(NamedTuple):
-    """A model's prefixes on disk."""
+    """Holds the objects that store a model's cached prefixes on disk."""
 
     site: DiskSite
     numbers: BlockBytes
-    known: DiskPrefixes  # to the scheduler
+    # The scheduler's list of segments. The keeper has a separate copy.
+    known: DiskPrefixes
 
     def keeper(self, memory: Memory) -> PrefixKeeper:
         return PrefixKeeper(self.site, self.numbers, memory)
@@ -42,12 +48,19 @@ class DiskPart(NamedTuple):
 def disk_part(
     config: PrefixCacheConfig, model: str, runner: Runner, ready: Ready
 ) -> DiskPart | None:
-    """None without a folder, or where the lane has nothing to keep; ModelError if it is no use."""
+    """Return the disk part; None if no folder is configured or the lane has no blocks to save.
+
+    Raise ModelError if the folder cannot be used.
+    """
     if config.prefix_cache_dir is None:
         return None
     storage = runner.lane.storage
     if storage is None or runner.numbers is None:
-        logger.info("Lane %s on %s keeps no prefixes on disk.", ready.lane, ready.device)
+        logger.info(
+            "Cached prefixes are not saved to disk: lane %s on %s does not support saving.",
+            ready.lane,
+            ready.device,
+        )
         return None
     root = Path(config.prefix_cache_dir).expanduser()
     folder = PrefixFolder(root, about(model, ready, storage.cache))
@@ -55,13 +68,13 @@ def disk_part(
         folder.open()
     except OSError as error:
         raise ModelError(
-            f"--prefix-cache-dir: {root} cannot be used: {error.strerror}; give another folder, or "
-            "leave it out."
+            f"--prefix-cache-dir: the folder {root} cannot be used ({error.strerror}). Give "
+            "another folder, or leave the option out."
         ) from None
     numbers, found = runner.numbers, _stored(folder)
     known, kept = _disk_prefixes(ready, numbers), _disk_prefixes(ready, numbers)
-    known.know(found)
-    kept.know(found)
+    known.set_segments(found)
+    kept.set_segments(found)
     site = DiskSite(folder, config, kept, numbers.slot_bytes > 0)
     return DiskPart(site, numbers, known)
 
@@ -81,20 +94,24 @@ def about(model: str, ready: Ready, cache: ModelCache) -> About:
 
 def _disk_prefixes(ready: Ready, numbers: BlockBytes) -> DiskPrefixes:
     size = ready.layout.block_size
-    num_blocks = max(1, min(RUN_TOKENS // size, RUN_BYTES // numbers.block_bytes))
-    if numbers.slot_bytes:  # a state belongs to each run
+    num_blocks = max(1, min(SEGMENT_TOKENS // size, SEGMENT_BYTES // numbers.block_bytes))
+    # In a model with recurrent states, a segment also needs the state at the segment's end. States
+    # are saved only where snapshots are taken, so segments end at these positions.
+    if numbers.slot_bytes:
         num_blocks = ready.layout.snapshot_every // size
     return DiskPrefixes(size, num_blocks, numbers.block_bytes, numbers.slot_bytes)
 
 
-def _stored(folder: PrefixFolder) -> list[StoredRun]:
-    found: queue.SimpleQueue[list[StoredRun]] = queue.SimpleQueue()
+def _stored(folder: PrefixFolder) -> list[StoredSegment]:
+    found: queue.SimpleQueue[list[StoredSegment]] = queue.SimpleQueue()
 
     def look() -> None:
         try:
             found.put(folder.stored())
         except OSError as error:
-            logger.warning("%s cannot be read: %s.", folder.path, error)
+            logger.warning(
+                "The folder of cached prefixes, %s, cannot be read: %s", folder.path, error
+            )
 
     threading.Thread(target=look, name="prefix-list", daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""The step loop: joins a scheduler, a runner, an inbox and an outbox; knows no HTTP."""
+"""Runs the step loop between an inbox and an outbox; knows nothing of HTTP."""
 
 import logging
 import queue
@@ -32,7 +32,7 @@ from headrace_common.system.awake import STOPPED_S, ProcessStops
 from headrace_common.system.core_lock import CoreLock
 from headrace_common.system.panics import STEERING
 from headrace_common.wire import AnyMessage
-from headrace_engine.adapters import AdapterShelf, Reading
+from headrace_engine.adapters import AdapterLoader, AdapterReadDone
 from headrace_engine.grammars import Compiled, Grammars, failures
 from headrace_engine.prefixes.keeper import PrefixKeeper
 from headrace_engine.scheduler.scheduler import Scheduler
@@ -40,7 +40,7 @@ from headrace_engine.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT = 8
-"""Unsent messages; with more than this no step is launched."""
+"""No step is launched while more messages than this are unsent."""
 
 _IDLE_POLL_S = 0.02
 _STATUS_INTERVAL_S = 0.25
@@ -48,19 +48,19 @@ _STARVED_S, _STARVING_INTERVAL_S = 10.0, 300.0
 
 
 class Launched(Protocol):
-    """A plan that is running."""
+    """Represents a plan that is running."""
 
     def result(self) -> StepResult: ...
 
 
 class StepRunner(Protocol):
-    """The part of the runner that a step needs. MemoryError: the step was too large."""
+    """Executes steps. Raises MemoryError if a step was too large for the device."""
 
     def launch(self, plan: StepPlan) -> Launched: ...
 
 
 class Outbox(Protocol):
-    """Where messages leave; `put` never blocks."""
+    """Sends messages to the gateway; `put` never blocks."""
 
     def put(self, message: Message) -> None: ...
 
@@ -68,60 +68,66 @@ class Outbox(Protocol):
 
 
 class StepWriter(Protocol):
-    """Records the step at work, for the process that outlives this one."""
+    """Records the current step, for the supervisor to read if this process dies."""
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
     def clear(self) -> None: ...
 
 
-News = AnyMessage | Compiled | Reading | DiskNews
+News = AnyMessage | Compiled | AdapterReadDone | DiskNews
 Inbox = queue.SimpleQueue[News]
 Clock = Callable[[], float]
 
 
 class NoStepRecord:
-    """No record, for an engine in its client's process: nobody would be left to read it."""
+    """Records nothing, for an engine that runs in its client's process.
+
+    If that process dies, nobody is left to read a record.
+    """
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
     def clear(self) -> None: ...
 
 
-class StatusTeller:
-    """Says when a status is due: at most four times a second, and once there is nothing to do."""
+class StatusReporter:
+    """Limits status messages to four per second, except when the engine becomes idle."""
 
     def __init__(self) -> None:
         self._last: Status | None = None
         self._due = 0.0
-        self._untold_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
+        self._unreported_steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
 
     def note(self, step: StepTrace) -> None:
-        self._untold_steps.append(step)
+        self._unreported_steps.append(step)
 
     def due(self, scheduler: Scheduler, now: float) -> Status | None:
-        """The status with the steps since the last one, if it is due and anything has changed."""
+        """Return the status with the steps since the last report.
+
+        Return None if no report is due, or if the status has not changed since the last report.
+        """
         if now < self._due and scheduler.has_work:
             return None
         self._due = now + _STATUS_INTERVAL_S
         status = scheduler.status()
         if status == self._last:
             return None
-        self._last, steps = status, tuple(self._untold_steps)
-        self._untold_steps.clear()
+        self._last, steps = status, tuple(self._unreported_steps)
+        self._unreported_steps.clear()
         return msgspec.structs.replace(status, steps=steps)
 
 
 @dataclass
 class _Preparing:
-    """Submits whose grammar or adapter is not there yet, and the cancels that came meanwhile."""
+    """Counts submits whose grammar or adapter is not ready. Stores cancels in the meantime."""
 
     num: int = 0
     cancels: list[Cancel] = field(default_factory=list)
 
 
 class Engine:
-    """Owns the loop's order: take messages, plan, launch, wait, commit, send."""
+    """Repeats the loop: receive messages, plan, launch, wait, commit, send."""
 
     def __init__(
         self,
@@ -130,13 +136,13 @@ class Engine:
         outbox: Outbox,
         step_record: StepWriter | None = None,
         grammars: Grammars | None = None,
-        adapters: AdapterShelf | None = None,
+        adapters: AdapterLoader | None = None,
         prefixes: PrefixKeeper | None = None,
         core_lock: CoreLock | None = None,
     ) -> None:
         """`core_lock` is shared by engines on the same cores."""
         self._prefixes = prefixes
-        self._adapters = adapters or AdapterShelf(None)
+        self._adapters = adapters or AdapterLoader(None)
         self._core_lock = core_lock
         self._scheduler = scheduler
         self._step_record = step_record or NoStepRecord()
@@ -145,34 +151,36 @@ class Engine:
         self._preparing = _Preparing()
         self._outbox = outbox
         self._clock: Clock = time.monotonic
-        self._status = StatusTeller()
+        self._status = StatusReporter()
         self._starving_due = 0.0
-        self._was_held = False
-        self._ended_at = self._clock()  # when the last step ended
+        self._waited_for_gateway = False
+        # The time at which the last step ended.
+        self._ended_at = self._clock()
         self._stops = ProcessStops()
 
     def run(self, inbox: Inbox) -> None:
-        """Runs steps until Shutdown; blocks on the inbox while there is nothing to do.
+        """Run steps until a Shutdown message; block on the inbox while there is nothing to do.
 
-        Also returns when step after step fails: a fresh engine may do better.
+        Also return after several consecutive sequences failed, each as the only sequence of a
+        step. A new engine process may succeed where this process failed.
         """
         if self._prefixes is not None:
             self._prefixes.start(inbox.put)
         try:
             with self._stops:
                 while self._receive(inbox) and not self._scheduler.must_exit:
-                    if self._is_held_back():
+                    if self._must_wait_for_gateway():
                         continue
                     if self._core_lock is not None and self._core_lock.is_shared:
-                        self._step_in_turn(self._core_lock)
+                        self._step_with_core_lock(self._core_lock)
                     else:
                         self.step()
         finally:
             if self._prefixes is not None:
                 self._prefixes.close()
 
-    def _step_in_turn(self, core_lock: CoreLock) -> None:
-        """Run a step while no other engine on these cores does."""
+    def _step_with_core_lock(self, core_lock: CoreLock) -> None:
+        """Run a step while no other engine that shares the cores runs a step."""
         scheduler = self._scheduler
         with core_lock.held():
             scheduler.leave_room(core_lock.others())
@@ -180,21 +188,22 @@ class Engine:
             core_lock.note(scheduler.decode_s, scheduler.has_streams, scheduler.has_prompts)
 
     def step(self) -> bool:
-        """Plan, execute, commit. False: there was nothing to do."""
+        """Plan, execute and commit one step; return False if there was nothing to do."""
         scheduler = self._scheduler
 
         # 1. Plan. Starts and cancels are reported before the step executes. Without a step,
         #    the status may be due.
         plan = scheduler.plan(self._clock())
         if self._prefixes is not None:
-            self._prefixes.serve(scheduler.take_offers(), scheduler.take_wishes())
+            self._prefixes.serve(scheduler.take_offers(), scheduler.take_reads())
         outputs = scheduler.take_outputs()
         if plan is None or outputs is not None:
             self._send(outputs)
         if plan is None:
             return False
 
-        # 2. Execute. The record tells the parent whose step it was if this process dies in it.
+        # 2. Execute. If this process dies meanwhile, the supervisor reads from the record which
+        #    sequences were in the step.
         self._step_record.write(plan.worked_on, plan.allowed_s)
         try:
             result = self._runner.launch(plan).result()
@@ -203,12 +212,13 @@ class Engine:
             scheduler.out_of_memory(plan, _NO_MEMORY, self._clock())
         except STEERING:
             raise
-        except BaseException as error:  # a library's panic is not an Exception
+        # A panic in a library that is written in Rust is not an Exception.
+        except BaseException as error:
             logger.exception("A step of %d chunks failed", len(plan.chunks))
             scheduler.fail(plan, f"{type(error).__name__}: {error}", self._clock())
 
-        # 3. Commit. If the process was stopped since the last step, this step's time says nothing.
-        #    It cannot have been stopped if less than STOPPED_S passed.
+        # 3. Commit. If the process was suspended since the last step, this step's time says
+        #    nothing. A gap shorter than STOPPED_S does not count as a suspension.
         else:
             began_at, self._ended_at = self._ended_at, self._clock()
             if self._ended_at - began_at > STOPPED_S and self._stops.take():
@@ -217,46 +227,52 @@ class Engine:
             if trace is not None:
                 self._status.note(trace)
 
-        # 4. Send the tokens and ends, and the status if it is due.
+        # 4. Send the tokens, the finished sequences, and a status if one is due.
         self._step_record.clear()
         self._send(scheduler.take_outputs())
         return True
 
-    def _tell_of_starved_prompts(self, now: float) -> None:
+    def _warn_about_starved_prompts(self, now: float) -> None:
         if self._scheduler.starved_s > _STARVED_S and now >= self._starving_due:
             self._starving_due = now + _STARVING_INTERVAL_S
             logger.warning(
-                "The running streams alone take the whole stall target, so prompts hardly move. "
-                "Raise --max-stall-ms, or leave it out."
+                "The running streams alone use up the stall target, so new prompts advance very "
+                "slowly. Raise or remove --max-stall-ms."
             )
 
-    def _is_held_back(self) -> bool:
-        """Whether a slow gateway keeps the next step from being launched."""
-        was_held, self._was_held = self._was_held, self._outbox.num_unsent() > MAX_UNSENT
-        if self._was_held and not was_held and self._scheduler.has_work:
+    def _must_wait_for_gateway(self) -> bool:
+        """Return whether the next step has to wait because too many messages are unsent.
+
+        A stall that a slow gateway causes is counted once, no matter how long the stall lasts.
+        """
+        was_held, self._waited_for_gateway = (
+            self._waited_for_gateway,
+            self._outbox.num_unsent() > MAX_UNSENT,
+        )
+        if self._waited_for_gateway and not was_held and self._scheduler.has_work:
             self._scheduler.count_missed("gateway")
-        return self._was_held
+        return self._waited_for_gateway
 
     def _receive(self, inbox: Inbox) -> bool:
-        """Hands every waiting message to the scheduler; False on Shutdown."""
+        """Handle every waiting message; False after a Shutdown message."""
         timeout = self._scheduler.rest_s(self._clock())
-        if self._was_held and timeout is not None:
+        if self._waited_for_gateway and timeout is not None:
             timeout = max(timeout, _IDLE_POLL_S)
         try:
             while True:
                 message = inbox.get(block=timeout != 0, timeout=timeout)
                 if isinstance(message, Shutdown):
                     return False
-                self._hand_over(message, inbox)
+                self._dispatch(message, inbox)
                 timeout = 0
         except queue.Empty:
             return True
 
-    def _hand_over(self, message: News, inbox: Inbox) -> None:
+    def _dispatch(self, message: News, inbox: Inbox) -> None:
         if isinstance(message, Compiled):
             self._compiled(message)
         elif isinstance(message, DiskNews):
-            self._scheduler.hear(message, self._clock())
+            self._scheduler.apply_news(message, self._clock())
         elif isinstance(message, Submit) and (missing := self._adapters.missing(message)):
             self._preparing.num += 1
             self._adapters.read(missing, inbox.put, message)
@@ -269,12 +285,14 @@ class Engine:
             self._scheduler.cancel(message)
             if self._preparing.num:
                 self._preparing.cancels.append(message)
-        elif isinstance(message, Reading | LoadAdapter | DropAdapter):
-            self._hand_to_adapters(message, inbox)
+        elif isinstance(message, AdapterReadDone | LoadAdapter | DropAdapter):
+            self._dispatch_to_adapters(message, inbox)
         else:
-            raise TypeError(f"An engine takes no {type(message).__name__}")
+            raise TypeError(f"An engine does not accept the message {type(message).__name__}")
 
-    def _hand_to_adapters(self, message: Reading | LoadAdapter | DropAdapter, inbox: Inbox) -> None:
+    def _dispatch_to_adapters(
+        self, message: AdapterReadDone | LoadAdapter | DropAdapter, inbox: Inbox
+    ) -> None:
         if isinstance(message, LoadAdapter):
             self._adapters.read(message.adapter, inbox.put)
         elif isinstance(message, DropAdapter):
@@ -287,7 +305,7 @@ class Engine:
                 if answer.message:
                     self._outbox.put(Outputs(finished=_ends(submit, answer)))
                 else:
-                    self._hand_over(submit, inbox)
+                    self._dispatch(submit, inbox)
             self._cancel_again()
 
     def _compiled(self, compiled: Compiled) -> None:
@@ -301,14 +319,14 @@ class Engine:
         self._cancel_again()
 
     def _cancel_again(self) -> None:
-        """Ends what was still being prepared when its cancel came."""
+        """Cancel each sequence whose cancel arrived while the sequence was being prepared."""
         for cancel in self._preparing.cancels:
             self._scheduler.cancel(cancel)
         if not self._preparing.num:
             self._preparing.cancels.clear()
 
     def _send(self, outputs: Outputs | None) -> None:
-        """Send these outputs, and the status if it is due."""
+        """Send the outputs, and a status if one is due."""
         if outputs is not None:
             if outputs.finished:
                 self._grammars.release(end.sequence_id for end in outputs.finished)
@@ -316,11 +334,14 @@ class Engine:
         now = self._clock()
         if (status := self._status.due(self._scheduler, now)) is not None:
             self._outbox.put(status)
-            self._tell_of_starved_prompts(now)
+            self._warn_about_starved_prompts(now)
 
 
 def _ends(submit: Submit, answer: AdapterRead) -> tuple[Finished, ...]:
-    """The ends of sequences whose adapter cannot be had; clients see no path."""
+    """Return an error for each sequence of a submit whose adapter cannot be read.
+
+    The message does not show the adapter's path, because clients receive the message.
+    """
     message = answer.message if answer.code == "model_changed" else _NO_ADAPTER
     return tuple(
         Finished(it.sequence_id, FinishReason.ERROR, answer.code, message)
@@ -329,4 +350,4 @@ def _ends(submit: Submit, answer: AdapterRead) -> tuple[Finished, ...]:
 
 
 _NO_ADAPTER = "The request's adapter could not be read; the server's log says why."
-_NO_MEMORY = "The device ran out of memory on this request alone; send a shorter one."
+_NO_MEMORY = "The device ran out of memory on this request alone; send a shorter request."

@@ -1,4 +1,4 @@
-"""Grammars of the engine's sequences: compiled beside the steps, kept while one needs them."""
+"""Compiles grammars for the engine in threads. A grammar is kept while a sequence uses it."""
 
 import logging
 from collections import Counter
@@ -23,17 +23,17 @@ _NUM_THREADS = 2
 
 
 class Compiled(NamedTuple):
-    """News in the engine's inbox: the grammar of this Submit is ready, or cannot be had."""
+    """A message to the engine's inbox: the grammar of a Submit is ready, or failed to compile."""
 
     submit: Submit
     error: str = ""
 
 
 class Grammars:
-    """Used by the engine's thread alone, but for what it starts."""
+    """Tracks the grammars of an engine. Only the engine's thread may call the methods."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
-        """None: the model's tokenizer does not work with grammars."""
+        """`compiler` is None if the tokenizer does not support grammars; all grammars then fail."""
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._compiling: dict[str, Future[Grammar]] = {}
@@ -41,13 +41,16 @@ class Grammars:
         self._used: dict[SequenceId, str] = {}
 
     def prepare(self, submit: Submit, put: Callable[[Compiled], None]) -> None:
-        """Puts a Compiled once these sequences can begin; their grammar is held until release."""
+        """Compile the grammar of `submit`, then pass a Compiled to `put`.
+
+        The grammar is kept until `release` has been called for each sequence of the submit.
+        """
         grammar = submit.sampling.grammar
         for sequence in submit.sequences:
             self._used[sequence.sequence_id] = grammar
             self._num_users[grammar] += 1
         if self._compiler is None:
-            put(Compiled(submit, "This model's tokenizer does not work with grammars."))
+            put(Compiled(submit, "This model's tokenizer does not support grammars."))
             return
         compiling = self._compiling.get(grammar)
         if compiling is None:
@@ -56,13 +59,16 @@ class Grammars:
         compiling.add_done_callback(lambda done: put(Compiled(submit, _error(done))))
 
     def constrain(self, sampling: Sampling) -> GrammarState | None:
-        """The state of one answer in a grammar that is prepared."""
+        """Return a new state of the grammar in `sampling`, or None if there is no grammar.
+
+        The message that `prepare` sends must have arrived before this call.
+        """
         if not sampling.grammar:
             return None
         return self._compiling[sampling.grammar].result().begin(sampling)
 
     def release(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """These sequences have ended."""
+        """Stop using the grammars of sequences that have ended."""
         for sequence_id in sequence_ids:
             grammar = self._used.pop(sequence_id, None)
             if grammar is None:
@@ -74,7 +80,7 @@ class Grammars:
 
 
 def failures(compiled: Compiled) -> tuple[Finished, ...]:
-    """The ends of sequences whose grammar cannot be had."""
+    """Return an error for each sequence of a Submit whose grammar failed to compile."""
     return tuple(
         Finished(sequence.sequence_id, FinishReason.ERROR, "internal_error", compiled.error)
         for sequence in compiled.submit.sequences
@@ -87,5 +93,5 @@ def _error(done: "Future[Grammar]") -> str:
         return ""
     if not isinstance(fault, GrammarError):
         logger.error("A grammar could not be compiled", exc_info=fault)
-        return "The grammar of this answer could not be compiled."
+        return "The grammar of this answer could not be compiled; see the server's log."
     return f"The grammar of this answer cannot be compiled: it {fault}."

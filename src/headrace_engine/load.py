@@ -1,4 +1,4 @@
-"""Turns a model's configuration into an engine: every part of it is built here, in order."""
+"""Builds an engine and all of its parts from a model's configuration."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ from headrace_common.grammar import GrammarCompiler, GrammarError
 from headrace_common.messages import Ready
 from headrace_common.system.awake import ProcessStops
 from headrace_common.system.core_lock import CoreLock
-from headrace_engine.adapters import AdapterShelf
+from headrace_engine.adapters import AdapterLoader
 from headrace_engine.disk_prefixes import disk_part
 from headrace_engine.engine import Engine, Outbox, StepWriter
 from headrace_engine.grammars import Grammars
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """The parts of an engine, and its first message."""
+    """Holds the parts of an engine, and the Ready message to send first."""
 
     runner: Runner
     scheduler: Scheduler
     ready: Ready
     grammars: Grammars
     prefixes: PrefixKeeper | None
-    adapters: AdapterShelf
+    adapters: AdapterLoader
 
     def engine(
         self,
@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
         step_record: StepWriter | None = None,
         core_lock: CoreLock | None = None,
     ) -> Engine:
-        """Build the engine from the parts and from what its process gives it."""
+        """Build the engine from these parts and from the arguments, which belong to the process."""
         return Engine(
             self.scheduler,
             self.runner,
@@ -59,9 +59,10 @@ class Loaded(NamedTuple):
 
 
 def load(config: ModelConfig) -> Loaded:
-    """Loads and times the model that `config` names; ModelError if it cannot be served.
+    """Load the model that `config` names, and time a few steps.
 
-    Each constructor is given the parts that the new one uses, which fixes the order.
+    Raise ModelError if the model cannot be served. The order of the calls follows from the
+    constructors, because each constructor takes the parts that it needs.
     """
     folder = Path(config.model)
     lane, head, ready = load_lane(config, folder)
@@ -73,7 +74,7 @@ def load(config: ModelConfig) -> Loaded:
     known = None if disk is None else disk.known
     scheduler, ready = schedule(config.scheduler, runner, ready, num_guessed, known)
     prefixes = None if disk is None else disk.keeper(scheduler.memory)
-    adapters = AdapterShelf(runner)
+    adapters = AdapterLoader(runner)
     for named in config.adapter:
         name, _, path = named.partition("=")
         adapters.load(name_adapter(name, Path(path), read_spec(folder).architecture))
@@ -87,9 +88,9 @@ def schedule(
     num_guessed: int = 0,
     disk: DiskPrefixes | None = None,
 ) -> tuple[Scheduler, Ready]:
-    """A scheduler for a loaded model, with some steps timed; Ready says its limits.
+    """Return a scheduler that has learned from timed steps, and Ready with the scheduler's limits.
 
-    `num_guessed` is the largest number of tokens that a chunk may guess.
+    `num_guessed` is the maximum number of guessed tokens in a chunk.
     """
     layout = ready.layout
     limits = resolve(config, layout, ready.device, ready.max_num_seqs, ready.max_model_len)
@@ -111,27 +112,35 @@ def schedule(
 
 
 def max_guess(config: SchedulerConfig, ready: Ready) -> int:
-    """Tokens that a chunk may guess; 0 where guesses could change the text."""
+    """Return the maximum number of guessed tokens in a chunk; 0 if guesses could change the text.
+
+    Raise ModelError if the configuration asks for guesses that are not possible.
+    """
     if config.guess == "off" or "generate" not in ready.tasks:
         return 0
     reason = ""
     if ready.kernels == "plain" or (ready.dtype == "float32" and ready.quantize == "none"):
-        reason = "torch's products round by how many tokens are computed together"
+        reason = "torch rounds differently when it computes several tokens together"
     elif ready.layout.num_slots and ready.layout.num_snapshots < 2:
-        reason = "there is no memory to keep the states that go back behind a wrong guess"
+        reason = "no memory is left for the saved states that a wrong guess requires"
     if reason and config.guess != "auto":
-        raise ModelError(f"--guess {config.guess} cannot be: {reason}; use auto or off.")
+        raise ModelError(
+            f"--guess {config.guess} is not possible: {reason}. Use --guess auto or --guess off."
+        )
     if reason:
-        logger.info("Nothing is guessed ahead: %s.", reason)
+        logger.info("Guessing ahead is off: %s.", reason)
         return 0
     return MAX_GUESS if config.guess == "auto" else config.guess
 
 
 def _compiler(folder: Path) -> GrammarCompiler | None:
-    """None if the tokenizer does not work with grammars; requests with one are then refused."""
+    """Return the grammar compiler, or None if the tokenizer does not support grammars.
+
+    Without a compiler, requests with a grammar are refused.
+    """
     spec = read_spec(folder)
     try:
         return GrammarCompiler.load(folder, spec.vocab_size, spec.end_token_ids)
     except (GrammarError, ModelError) as error:
-        logger.info("No grammars for this model: %s", error)
+        logger.info("Requests with a grammar or schema are refused for this model: %s", error)
         return None

@@ -1,9 +1,11 @@
-"""The engine process: `python -m headrace_engine.process SOCKET STEP_RECORD`; serves one socket.
+"""Runs the engine process: `python -m headrace_engine.process SOCKET STEP_RECORD`.
 
-Engines that share cores get a number and the files of their lock, too.
+Both arguments are file descriptors. An engine that shares cores with other engines gets more
+arguments: its number, and the file descriptors of the lock.
 
-Two threads run beside the loop. The receiver answers pings and ends the process when the gateway
-is gone, for whatever reason. The sender keeps a slow gateway from stopping a step.
+Two threads run alongside the step loop. The receiver answers pings, and ends the process when the
+gateway closes the socket or dies. The sender writes to the socket, so a slow gateway does not block
+a step.
 """
 
 import logging
@@ -27,7 +29,7 @@ from headrace_engine.engine import Inbox
 
 
 class _Sender:
-    """An outbox with its own thread, which writes to the socket."""
+    """Sends messages in a separate thread, which writes to the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -42,7 +44,7 @@ class _Sender:
         return self._unsent.qsize()
 
     def close(self) -> None:
-        """Sends what is left, then ends the thread."""
+        """Send the remaining messages, then end the thread."""
         self._unsent.put(None)
         self._thread.join(timeout=5)
 
@@ -55,16 +57,16 @@ class _Sender:
 
 
 class _Progress:
-    """Says how far the load has come, in whole percents."""
+    """Reports the progress of loading, in whole percents."""
 
     def __init__(self, outbox: _Sender) -> None:
         self._outbox = outbox
-        self._told: Loading | None = None
+        self._last: Loading | None = None
 
     def __call__(self, loading: Loading) -> None:
         rounded = msgspec.structs.replace(loading, share=int(100 * loading.share) / 100)
-        if rounded != self._told:
-            self._told = rounded
+        if rounded != self._last:
+            self._last = rounded
             self._outbox.put(rounded)
 
 
@@ -74,7 +76,8 @@ def _receive(connection: socket.socket, inbox: Inbox, outbox: _Sender) -> None:
             outbox.put(Pong(message.number))
         else:
             inbox.put(message)
-    os._exit(0)  # the gateway is gone; nobody needs the current step
+    # The gateway is gone, so nobody needs the result of the current step.
+    os._exit(0)
 
 
 def _end_with_thread(lost: threading.ExceptHookArgs) -> None:
@@ -83,10 +86,15 @@ def _end_with_thread(lost: threading.ExceptHookArgs) -> None:
 
 
 def main() -> None:
-    """Loads what Start names, says Ready or LoadFailed, then runs the loop until Shutdown."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
+    """Load the model that the Start message names, then run the step loop until Shutdown.
+
+    Send Ready once the model is loaded. If loading fails, send only LoadFailed.
+    """
+    # The gateway handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.excepthook = _end_with_thread  # an engine that lost a thread cannot hear or speak
+    # An engine that has lost a thread can no longer receive or send, so it must end.
+    threading.excepthook = _end_with_thread
     connection = socket.socket(fileno=int(sys.argv[1]))
     inbox: Inbox = queue.SimpleQueue()
     outbox = _Sender(connection)
@@ -95,12 +103,13 @@ def main() -> None:
     ).start()
     start = inbox.get()
     assert isinstance(start, Start)
-    os.nice(start.config.nice)  # this thread and those it starts, not who answers pings
+    # This call lowers the priority of this thread and of all threads that this thread starts later.
+    # The receiver's thread already runs and keeps the normal priority.
+    os.nice(start.config.nice)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        from headrace_engine.load import (
-            load,  # imports torch, which takes seconds; pings are answered
-        )
+        # Importing torch takes seconds. Meanwhile, the receiver answers pings.
+        from headrace_engine.load import load
 
         ON_LOADING.set(_Progress(outbox))
         loaded = load(start.config)

@@ -1,4 +1,4 @@
-"""Kernels for matrix products, attention and recurrent layers on a CPU; README.md has the tour."""
+"""Kernels for matrix products, attention and recurrent layers on a CPU (see README.md)."""
 
 from headrace_kernels.attention import CpuAttention
 from headrace_kernels.cache import kept_code

@@ -1,8 +1,9 @@
-"""Owns the use of Intel's AMX, the unit of a processor that multiplies tiles of bfloat16.
+"""Emits the instructions of Intel AMX, the CPU's matrix unit that multiplies tiles of bfloat16.
 
-A tile is 16 rows of 64 bytes. A row of the right factor holds pairs of numbers, and each pair meets
-two neighbours of the left factor. Packed weights and blocks of the cache already lie that way. A
-row's sums are the same whichever rows come with it.
+A tile has up to 16 rows of 64 bytes. A row of the right factor holds one pair of numbers for each
+of 16 outputs. The unit multiplies each pair with two neighbouring numbers in a row of the left
+factor. Packed weights and cache blocks are already stored in this order. The sums of a row do not
+depend on the other rows of the tile.
 """
 
 from functools import cache
@@ -17,18 +18,25 @@ from numba.extending import intrinsic
 from headrace_kernels.private import allow_amx
 from headrace_kernels.tiles import CACHE_LINE, Matrix, fetch, loop
 
-TILE = 16  # rows, and outputs
-DEEP = 32  # numbers of a row that meet in one step: inputs, or positions
+# The maximum number of rows of a tile, and the number of outputs of a tile.
+TILE = 16
+# The number of inputs or positions that one step multiplies.
+DEEP = 32
 _ROW_BYTES = 64
-_SUMS, _LEFT, _RIGHT = 0, 4, 6  # registers: four of sums, two each of the factors
+# Numbers of tile registers: four for sums, then two for each factor.
+_SUMS, _LEFT, _RIGHT = 0, 4, 6
 _BYTE, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _BYTE.as_pointer()
 
 
 def has_amx() -> bool:
-    """Whether there is one, the system lets this process use it, and compiled code may name it."""
+    """Return whether AMX can be used by compiled code in this process.
+
+    The CPU must have AMX, and the system must allow its use. Numba must compile for this CPU, not
+    for another CPU.
+    """
     is_host = not (config.CPU_NAME or config.CPU_FEATURES)  # type: ignore[attr-defined]
-    return is_host and _is_there()
+    return is_host and _is_available()
 
 
 def _features() -> set[str]:
@@ -36,7 +44,7 @@ def _features() -> set[str]:
 
 
 @cache
-def _is_there() -> bool:
+def _is_available() -> bool:
     return {"amx-bf16", "amx-int8"} <= _features() and allow_amx()
 
 
@@ -68,14 +76,19 @@ def _emit_release(typing_context: Any) -> Any:
 
 load_table: Any = intrinsic(_emit_configure)
 release: Any = intrinsic(_emit_release)
-"""Call it when a kernel is done: the system saves the tiles of each thread that holds any."""
+"""Releases the tile registers.
+
+Every kernel calls this intrinsic at the end. Otherwise the system would save the tile registers
+of the thread at every switch to another thread.
+"""
 
 
 @njit
 def configure(table: Any, upper: int, lower: int) -> None:
-    """Rows of the left factor and of the sums, at most 16 in each of two tiles; 0: none.
+    """Configure the tile registers for two tiles of left rows and their sums.
 
-    table: 64 bytes of zeros at first.
+    upper, lower: the number of rows of the two tiles, each at most 16; 0 leaves a tile out.
+    table: uint8 [64], all zeros at the first call.
     """
     table[0] = 1
     for register in range(8):
@@ -86,13 +99,20 @@ def configure(table: Any, upper: int, lower: int) -> None:
 
 
 def amx_tile(num_tiles: int, adds: bool) -> Any:
-    """tile(x, memory, steps, out, (row, column, first, stride, there, num_lines)), as configured.
+    """Return an intrinsic tile(x, memory, steps, out, (row, column, first, stride, there,
+    num_lines)).
 
-    x [rows, numbers] are bfloat16 bits, out is float32; rows of both are contiguous. For the rows
-    of one or two tiles from `row` on: out[row + m, column + n], n < 32, = the sum over steps i and
-    words k < 16 of x[row + m, 32 * i + 2 * k] times word n, of two numbers, at byte
-    steps[i] + first + k * stride of the memory. With `adds` the sum is added. With each step the
-    next `num_lines`, at least 1, cache lines from address `there` on are fetched.
+    The intrinsic multiplies the rows of one or two tiles with 32 columns of the memory. `configure`
+    must have set the tiles. x [rows, numbers] holds bfloat16 bits and out is float32; the rows of x
+    and out are contiguous. A word is two bfloat16 numbers. For each row m of these tiles and each
+    n < 32:
+
+        out[row + m, column + n] = sum over steps i and words k < 16 of
+            the two numbers of x[row + m] at 32 * i + 2 * k
+            times the two numbers of word n at byte steps[i] + first + k * stride of the memory
+
+    If `adds` is true, the sum is added to out. Each step also prefetches the next `num_lines` cache
+    lines (at least 1), counted from address `there`.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -153,4 +173,4 @@ def _emit_fetch(typing_context: Any, address: Any, count: Any) -> Any:
 
 
 fetch_lines: Any = intrinsic(_emit_fetch)
-"""fetch_lines(address, count): asks for `count` cache lines, at least 1."""
+"""fetch_lines(address, count): prefetches `count` cache lines (at least 1) from `address` on."""

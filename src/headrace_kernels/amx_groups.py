@@ -1,4 +1,4 @@
-"""Owns products of panels in groups on AMX, equal to the bit to those that vectors compute."""
+"""Multiplies rows with panels of grouped weights on AMX, bit for bit as the vector kernels do."""
 
 from typing import Any
 
@@ -29,7 +29,11 @@ _I64 = ir.IntType(64)
 
 @njit
 def _configure(table: Any, rows: int, size: int) -> None:
-    """Groups of `size` inputs, in fours; table: 64 bytes of zeros at first."""
+    """Configure the tiles for `rows` rows and groups of `size` inputs.
+
+    The weight tiles hold four inputs of an output side by side. table: uint8 [64], all zeros at
+    the first call.
+    """
     table[0] = 1
     for register in range(8):
         table[48 + register] = size // 4 if register >= 6 else rows
@@ -38,9 +42,12 @@ def _configure(table: Any, rows: int, size: int) -> None:
 
 
 def _add_group(has_minimum: bool) -> Any:
-    """add((sums, factors, apart), head, out, num_rows): adds a group's sums to rows of `out`.
+    """Return an intrinsic add((sums, factors, apart), head, out, num_rows).
 
-    At `head` are the group's scales and minima; a row's factors are its scale and its sum.
+    The intrinsic scales the sums of one group and adds the results to the rows of `out`. Address
+    `head` has the group's scales, followed by the group's minima if the format has minima. Address
+    `factors` has two numbers of the first row: its scale, and the sum of its inputs in the group.
+    The two numbers of each following row are `apart` bytes later.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -75,7 +82,10 @@ def _add_group(has_minimum: bool) -> Any:
 
 
 def multiply_groups(name: str, bits: int, has_minimum: bool) -> Any:
-    """The product of groups.py, for rows that are split in bytes."""
+    """Make a function for AMX that computes the same as `multiply` in groups.py.
+
+    The rows x are in the byte order that `amx_int8.split` writes.
+    """
     head, lay_out, add = PANEL * 2 * (1 + has_minimum), by_fours(bits), _add_group(has_minimum)
 
     @compiled_as(name)
@@ -83,7 +93,7 @@ def multiply_groups(name: str, bits: int, has_minimum: bool) -> Any:
         num_groups, group_bytes = w.shape
         size = (group_bytes - head) * 8 // (bits * PANEL)
         tile_bytes = size * LANES
-        room = empty_rows(num_groups, tile_bytes, np.uint16)  # two tiles a group
+        room = empty_rows(num_groups, tile_bytes, np.uint16)  # [groups, numbers of two tiles]
         sums, table = empty_rows(4 * TILE, LANES, np.float32), np.zeros(64, np.uint8)
         panel, tiles, own = place_of(w), place_of(room), place_of(sums)
         for group in range(num_groups):

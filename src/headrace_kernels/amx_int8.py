@@ -1,8 +1,9 @@
-"""Owns products of int8 panels on AMX, equal to the bit to those that vectors compute.
+"""Multiplies rows with int8 panels on AMX, bit for bit as the vector kernels do.
 
-Rows are int16. A number is 256 times its upper byte, which has a sign, plus its lower byte, which
-has none. The unit multiplies either byte with the weights, and sums of a group are exact, so both
-make the very sum that vectors make.
+Rows are int16, but AMX multiplies bytes. So each number is split into a signed upper byte and an
+unsigned lower byte: number = 256 * upper + lower. AMX multiplies the bytes with the weights, and
+sums the products of a group exactly, upper and lower bytes separately. 256 times the upper sum
+plus the lower sum is the exact sum of the vector kernels.
 """
 
 from typing import Any
@@ -28,9 +29,11 @@ from headrace_kernels.tiles import (
     spread_over,
 )
 
-GROUP = 128  # inputs whose sum is exact, and scaled at once
-_STEP = 64  # inputs that meet at once
-_UPPER, _LOWER, _RIGHT = 4, 5, 6  # registers; 0 and 1 are sums of upper bytes, 2 and 3 of lower
+# The number of inputs that share a scale. The products of a group are summed exactly.
+GROUP = 128
+_STEP = 64  # inputs
+# Numbers of tile registers. Registers 0 and 1 sum upper bytes; registers 2 and 3 sum lower bytes.
+_UPPER, _LOWER, _RIGHT = 4, 5, 6
 _TILE_BYTES = TILE * CACHE_LINE
 _BYTE, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
@@ -64,15 +67,20 @@ def _emit_group(typing: Any, rows: Any, right: Any, tile_bytes: Any, num: Any, s
 
 
 sum_group: Any = intrinsic(_emit_group)
-"""sum_group((row, apart, lower), right, tile_bytes, num_steps, sums), addresses and bytes.
+"""sum_group((row, apart, lower), right, tile_bytes, num_steps, sums): sums a group's products.
 
-Puts the four tiles of sums at `sums`; lower bytes of rows lie `lower` bytes behind the upper ones.
-The two tiles of weights of a step are `tile_bytes` apart. As many rows as configured.
+row, right, sums: addresses of the rows, the weights and the four tiles of sums to be written.
+apart: bytes from one row to the next. lower: bytes from a row's upper bytes to its lower bytes.
+tile_bytes: bytes from one weight tile of a step to the other weight tile. The tiles must be
+configured for the number of rows.
 """
 
 
 def whole_sum(builder: Any, place: Any, half: int) -> Any:
-    """A line of sums as floats, of both bytes."""
+    """Return a row's sums for one half of the outputs, as floats.
+
+    Combines the sums of upper bytes with the sums of lower bytes.
+    """
     b = builder
     upper, lower = (
         load(b, b.add(place, _I64(k * _TILE_BYTES)), INTS, CACHE_LINE) for k in (half, 2 + half)
@@ -109,9 +117,11 @@ _add_group: Any = intrinsic(_emit_add)
 
 
 def by_fours(bits: int) -> Any:
-    """lay(lines, target, count, tile_bytes): pairs of lines of two inputs as lines of four.
+    """Return an intrinsic lay(lines, target, count, tile_bytes) that reorders weights for AMX.
 
-    Outputs 0 to 15 come to `target`, the others `tile_bytes` behind.
+    A line of a panel holds two inputs of every output, and a row of a tile holds four inputs. So
+    the intrinsic merges two lines into one row of each of two tiles, `count` times. Outputs 0 to 15
+    are written to `target`; outputs 16 to 31 are written `tile_bytes` later.
     """
     bytes_, words = ir.VectorType(_BYTE, PANEL), ir.VectorType(ir.IntType(16), PANEL)
     narrow = ir.VectorType(ir.IntType(16), LANES)
@@ -156,7 +166,7 @@ def place_of(array: Any) -> Any:
 
 @njit
 def split(row: Any, num_inputs: int) -> None:
-    """int16 numbers in place: upper bytes first, then lower ones."""
+    """Reorder the int16 numbers of a row in place: first all upper bytes, then all lower bytes."""
     numbers, planes = row[:num_inputs].copy(), row.view(np.int8)
     for k in range(num_inputs):
         planes[k] = numbers[k] >> 8
@@ -167,7 +177,11 @@ def split(row: Any, num_inputs: int) -> None:
 
 @njit
 def multiply_bytes(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
-    """out += x times w [lines, numbers] of a multiple of GROUP inputs; rows of x as `split`."""
+    """Add the product of x and w to `out`.
+
+    w [lines, numbers] is a panel whose number of inputs is a multiple of GROUP. The rows of x are
+    in the byte order of `split`.
+    """
     num_inputs, num_groups, apart = 2 * w.shape[0], scales.shape[1], 2 * x.shape[1]
     room, sums = empty_rows(w.shape[0], PANEL, np.uint16), empty_rows(4 * TILE, LANES, np.float32)
     panel, tiles, own = place_of(w), place_of(room), place_of(sums)

@@ -1,7 +1,7 @@
-"""Owns how a kernel's arguments lie in memory: as int64 words, after the counter of its work.
+"""Defines how a kernel's arguments are stored: int64 words that follow a work counter.
 
-Most kernels name theirs in a NamedTuple. Attention has more, and fills them in piece by piece: a
-step its chunks, once, and each layer its tensors.
+Most kernels name the words in a NamedTuple. Attention has more words and fills the words in two
+steps: the chunks once for each forward step, the tensors for each layer.
 """
 
 import ctypes
@@ -16,10 +16,10 @@ from torch import Tensor
 from headrace_kernels.numeric import f32_at, i32_at, u16_at, u32_at
 
 Arguments = Any
-"""A C array of int64: the counter, then rows, addresses and counts.
+"""A C array of int64: the work counter, then the number of rows, addresses and sizes.
 
-A kernel that goes by rows computes each of them by itself: what it makes of the first few is the
-same however many follow.
+A kernel that works by rows computes each row independently. So the results for the first rows
+do not depend on the total number of rows.
 """
 
 
@@ -28,7 +28,7 @@ def arguments_of(*words: int) -> Arguments:
 
 
 def reader(record: Any) -> Any:
-    """read(a): a kernel's arguments as the NamedTuple of ints that they were made of."""
+    """Return an intrinsic read(a) that loads a kernel's arguments as the NamedTuple `record`."""
     kind = types.NamedUniTuple(types.int64, len(record._fields), record)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -56,11 +56,11 @@ def reader(record: Any) -> Any:
     KV_HEADS,
     BLOCK_SIZE,
     DIM,
-    GROUP,  # query heads per kv head
-    WINDOW,  # 0: none
+    GROUP,  # number of query heads for each kv head
+    WINDOW,  # number of positions; 0 means no window
     SINKS,
     NUM_SINKS,
-    CAP,  # of scores, in 1e-6; 0: none
+    CAP,  # limit of scores in 1e-6; 0 means no limit
     Q,
     K,
     V,
@@ -74,13 +74,20 @@ def reader(record: Any) -> Any:
 
 
 def set_memory(arguments: Arguments, keys: Tensor, values: Tensor) -> None:
-    """keys, values: [num_blocks, kv_heads, block_size, dim], contiguous."""
+    """Set the addresses and the shape of the cache.
+
+    keys, values: [num_blocks, kv_heads, block_size, dim], contiguous.
+    """
     arguments[KEYS], arguments[VALUES] = keys.data_ptr(), values.data_ptr()
     arguments[NUM_BLOCKS : DIM + 1] = keys.shape
 
 
 def set_new(arguments: Arguments, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """All [tokens, heads, dim] with their heads side by side; rows may be further apart."""
+    """Set the addresses and row strides of a layer's tensors.
+
+    q, k, v, out: [tokens, heads, dim]. The heads of a token are contiguous; the rows may be
+    further apart.
+    """
     arguments[NUM_TOKENS] = q.shape[0]
     arguments[GROUP] = q.shape[1] // k.shape[1]
     for place, tensor in enumerate((q, k, v, out)):
@@ -125,7 +132,7 @@ def new_float(g: Any) -> Any:
 
 @njit
 def memory_bf16(g: Any) -> Any:
-    """Keys and values, each [blocks, kv_heads, numbers of one head's block]."""
+    """Return keys and values as bfloat16 bits, each [blocks, kv_heads, numbers]."""
     shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * g[DIM])
     return carray(u16_at(g[KEYS]), shape), carray(u16_at(g[VALUES]), shape)
 
@@ -138,6 +145,6 @@ def memory_float(g: Any) -> Any:
 
 @njit
 def memory_words(g: Any) -> Any:
-    """The same memory of bfloat16, two in a word."""
+    """Return bfloat16 keys and values as words of two numbers."""
     shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * g[DIM] // 2)
     return carray(u32_at(g[KEYS]), shape), carray(u32_at(g[VALUES]), shape)

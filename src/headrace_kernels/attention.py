@@ -1,6 +1,6 @@
-"""Owns attention on a CPU, by kernels that read and write block memory through block tables.
+"""Computes attention on a CPU with kernels that read and write the cache through block tables.
 
-Which block is whose is not asked.
+The caller keeps track of which sequence owns which block.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,12 @@ from headrace_kernels.step import CacheMemory, PackedStep
 
 
 class CpuAttention:
-    """Bound to one memory, which it alone writes: new keys, values and states go there.
+    """Computes attention over one cache, and writes all new keys, values and states to the cache.
 
-    Per layer: `windows` say how many positions are visible, the own one included (None: all);
-    `sinks` are float32 [heads], scores that hold no value, or None. ValueError if a layer's values
-    are of another size than its keys.
+    windows: for each layer, the number of visible positions including the token's own; None: all.
+    sinks: for each layer, float32 [heads] or None. A sink is a score that counts in the softmax but
+    has no value.
+    Raises ValueError if a layer's keys and values differ in shape.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class CpuAttention:
 
 
 class CpuStep:
-    """One step's arguments: chunks filled in once, the rest by each layer."""
+    """Attention for one forward step. The chunks are set once; each layer sets its tensors."""
 
     def __init__(self, attention: CpuAttention, batch: PackedStep) -> None:
         self.positions = batch.positions
@@ -63,10 +64,10 @@ class CpuStep:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None
     ) -> Tensor:
-        """Writes k and v into the memory, then attends from q to all positions up to its own.
+        """Write k and v into the cache; then each row of q attends to all positions up to its own.
 
-        q: [tokens, heads, dim], k and v: [tokens, kv_heads, dim]; returns [tokens, heads, dim].
-        Scores are scaled by dim ** -0.5, and with a cap become cap * tanh(score / cap).
+        q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]; returns [tokens, heads, dim].
+        Scores are scaled by dim ** -0.5. With a cap, scores become cap * tanh(score / cap).
         """
         attention, arguments = self._attention, self._arguments
         memory = attention.memory
@@ -93,5 +94,5 @@ class CpuStep:
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """x [tokens, heads, dim], copied only if a token's heads do not lie in a row."""
+    """Return x [tokens, heads, dim], copied only if the heads of a token are not contiguous."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

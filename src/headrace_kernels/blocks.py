@@ -1,8 +1,10 @@
-"""Owns how keys and values lie in a block of the cache, and products with those of many blocks.
+"""Defines the layout of keys and values in a cache block, and multiplies with many blocks.
 
-Both are words of 4 bytes, of two bfloat16 or one float32 number: keys [dim, positions], values
-[positions, dim], where a word holds neighbours of the first. So a vector holds 16 positions of keys
-or 16 numbers of values, and both multiply as weights do, without sums across a vector.
+A block is stored in words of 4 bytes: two bfloat16 numbers or one float32 number. Keys are [dim,
+positions] and values are [positions, dim]. A word of bfloat16 joins two neighbours along the
+first dimension. So a vector of words holds 16 positions of the keys or 16 columns of the values.
+Keys and values are multiplied in the same way as packed weights, so no sum runs across the lanes
+of a vector.
 """
 
 from typing import Any, NamedTuple
@@ -11,10 +13,10 @@ import numpy as np
 from numba import njit
 
 from headrace_kernels.numeric import FAST, widen
-from headrace_kernels.registers import HAS_512, MANY, reached
+from headrace_kernels.registers import HAS_512, MAX_TILE_ROWS, padded_rows
 from headrace_kernels.tiles import LANES, block_tile
 
-WIDEST = 8  # vectors of a tile
+WIDEST = 8  # vectors in a row of the widest tile
 _WORD = 4  # bytes
 _VECTOR = LANES * _WORD
 if HAS_512:
@@ -30,24 +32,27 @@ def fits_vectors(size: int, dim: int) -> bool:
 
 
 class Past(NamedTuple):
-    """The keys and values of one kv head of a sequence."""
+    """The cached keys and values of one kv head, with the block table of one sequence."""
 
     keys: Any  # [blocks, kv_heads, numbers of a block]
     values: Any
-    table: Any  # the sequence's blocks
+    table: Any  # block numbers of the sequence
     head: int
 
 
 @njit(inline="always")
 def per_word(cache: Any, dim: int) -> int:
-    """Numbers in a word of a cache [blocks, kv_heads, size * dim]."""
+    """Return how many numbers a word holds in a cache [blocks, kv_heads, size * dim]."""
     size = cache.shape[2] // dim
     return 2 if cache.itemsize == 2 and size % 2 == 0 and dim % 2 == 0 else 1
 
 
 @njit(inline="always")
 def key_at(offset: int, i: int, size: int, per: int) -> int:
-    """Where in its block number i of the key of one position lies; per: 1 or 2."""
+    """Return the index at which a block stores number i of the key at position `offset`.
+
+    per: how many numbers a word holds, 1 or 2.
+    """
     return ((i >> (per - 1)) * size + offset) * per + (i & (per - 1))
 
 
@@ -58,7 +63,7 @@ def value_at(offset: int, i: int, dim: int, per: int) -> int:
 
 @njit
 def write_numbers(keys: Any, values: Any, offset: int, k: Any, v: Any) -> None:
-    """The key and value of one position into one head's block, whose words are the numbers."""
+    """Write one position's key and value into a head's block whose words hold one number each."""
     size = keys.size // k.size
     for i in range(k.size):
         keys[i * size + offset] = k[i]
@@ -69,10 +74,11 @@ def write_numbers(keys: Any, values: Any, offset: int, k: Any, v: Any) -> None:
 
 @njit
 def write_pairs(keys: Any, values: Any, offset: int, k: Any, v: Any) -> None:
-    """The same of bfloat16 bits into words of two, as uint32.
+    """Write one position's key and value, as bfloat16 bits, into a head's block of uint32 words.
 
-    The values of positions after it that share a tile become 0 with the first of them: until they
-    are written they meet weights of 0, and what lay there before might not be finite.
+    A word holds two numbers. The first position of a tile also clears the values of the later
+    positions in the tile. Until a position is written, its values are multiplied with weights of 0.
+    Stale memory could hold infinities or NaN, whose product with 0 is NaN.
     """
     size = 2 * keys.size // k.size
     if offset % (2 * LANES) == 0:
@@ -96,23 +102,26 @@ def _clear(words: Any) -> None:
 
 @njit(inline="always")
 def padded(num_rows: int) -> int:
-    """Rows that tiles reach, of queries, of scores and of sums."""
-    return 2 if num_rows <= 2 else reached(num_rows)
+    """Return how many rows the tiles read or write for `num_rows` rows."""
+    return 2 if num_rows <= 2 else padded_rows(num_rows)
 
 
 @njit
 def _multiply_512(memory: Any, where: Any, places: Any, x: Any, out: Any) -> None:
-    """out [rows, 16 * columns] (+)= x [rows, numbers of lines] times what lies in memory.
+    """Compute out = x times memory, or add the product to out, with tiles of 512-bit vectors.
 
-    where: lines and columns, in bytes, which add up. places: the number of columns, whether to add,
-    and what is fetched with each tile: how many lines, how many tiles after it.
+    x: [rows, numbers of all lines]; out: [rows, 16 * columns].
+    where: byte offsets of lines and byte offsets of columns. A vector of words is stored at the
+    sum of its line's offset and its column's offset.
+    places: the number of columns, whether to add to out, and the two distances of prefetches, in
+    lines and in tiles.
     """
     num_columns, adds, more_lines, more_tiles = places
     num_rows, column = x.shape[0], 0
     wide = WIDEST if num_rows <= 2 else 4 if num_rows <= 4 else 2
     while column < num_columns:
         wide = wide if column + wide <= num_columns else 2
-        for row in range(0, num_rows, MANY):
+        for row in range(0, num_rows, MAX_TILE_ROWS):
             left, at = num_rows - row, (row, column, more_lines, wide * more_tiles, adds)
             if wide == WIDEST:
                 _tile_2x8(memory, where, x, out, at)
@@ -131,7 +140,7 @@ def _multiply_512(memory: Any, where: Any, places: Any, x: Any, out: Any) -> Non
 
 @njit
 def _multiply_256(memory: Any, where: Any, places: Any, x: Any, out: Any) -> None:
-    """The same by the tiles that 16 registers hold."""
+    """Compute the same as `_multiply_512` with tiles that fit into 16 registers."""
     num_columns, adds, more_lines, more_tiles = places
     num_rows = x.shape[0]
     if num_rows <= 2:
@@ -139,7 +148,7 @@ def _multiply_256(memory: Any, where: Any, places: Any, x: Any, out: Any) -> Non
             _tile_2x2(memory, where, x, out, (0, column, more_lines, 2 * more_tiles, adds))
         return
     for column in range(num_columns):
-        for row in range(0, num_rows, MANY):
+        for row in range(0, num_rows, MAX_TILE_ROWS):
             at = row, column, more_lines, more_tiles, adds
             if num_rows - row > 4:
                 _tile_6x1(memory, where, x, out, at)
@@ -152,7 +161,7 @@ _multiply = _multiply_512 if HAS_512 else _multiply_256
 
 @njit(inline="always")
 def begin_of(cache: Any, table: Any, kv: int, number: int) -> int:
-    """Bytes from a cache's begin to one head of a sequence's block."""
+    """Return the byte offset in the cache at which a kv head's part of a block begins."""
     begin: int = (table[number] * cache.shape[1] + kv) * cache.shape[2] * cache.itemsize
     return begin
 
@@ -165,10 +174,11 @@ def _from(cache: Any, other: Any) -> int:
 
 @njit
 def score(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
-    """scores [rows, positions of the blocks and up to a vector more] = q [rows, dim] times keys.
+    """Compute scores [rows, positions of the blocks] = q [rows, dim] times the keys.
 
-    room: int64 arrays, for as many lines and columns as a span of blocks has, and those that are
-    fetched after it.
+    Each row of scores needs room for one more vector, which this function may write. `room` holds
+    two int64 arrays for the offsets of lines and columns, including offsets that are only
+    prefetched.
     """
     keys, values, table, kv = past
     dim = q.shape[1]
@@ -185,7 +195,9 @@ def score(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
         for vector in range(size // LANES):
             columns[num_columns] = begin + vector * _VECTOR
             num_columns += 1
-    for i in range(WIDEST):  # read next, or in place of what makes the last pair whole
+    # These offsets are only prefetched, because `mix` will read the values there. If the number of
+    # columns is odd, the first of these offsets also completes the last pair of columns.
+    for i in range(WIDEST):
         number = min(blocks.start + i * LANES // size, blocks.stop - 1)
         columns[num_columns + i] = _from(keys, values) + begin_of(values, table, kv, number)
     _multiply(keys, (lines[:num_lines], columns), (num_columns, False, 0, 1), q, scores)
@@ -193,9 +205,9 @@ def score(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
 
 @njit
 def mix(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -> None:
-    """acc [rows, dim] += weights [rows, positions] times the first `count` values of the blocks.
+    """Add weights [rows, positions] times the first `count` values to acc [rows, dim].
 
-    One weight more is read; it must be 0 if count is odd.
+    The blocks contain the values. If `count` is odd, one more weight is read, which must be 0.
     """
     keys, values, table, kv = past
     dim = acc.shape[1]
@@ -213,7 +225,8 @@ def mix(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -
             num_lines += 1
     last = min(blocks.stop, table.size - 1)
     following = _from(values, keys) + begin_of(keys, table, kv, last)
-    for i in range(size // per):  # the keys that are read next
+    # The remaining lines are the keys of the next block, which are only prefetched.
+    for i in range(size // per):
         lines[num_lines + i] = following + i * dim * _WORD
     num_columns = dim // LANES
     for i in range(num_columns + num_columns % 2):

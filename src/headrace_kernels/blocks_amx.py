@@ -1,4 +1,4 @@
-"""Owns products with keys and values of many blocks by AMX, for blocks that fit its tiles."""
+"""Multiplies with the keys and values of many blocks on AMX, if the block size fits AMX tiles."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from headrace_kernels.blocks import begin_of
 from headrace_kernels.tiles import CACHE_LINE
 
 _WORD = 4  # bytes
-_WIDE = 2 * TILE  # columns of a tile of sums
+# The number of columns of two neighbouring tiles of sums.
+_WIDE = 2 * TILE
 _scores_2, _scores_1 = amx_tile(2, False), amx_tile(1, False)
 _sums_2, _sums_1 = amx_tile(2, True), amx_tile(1, True)
 
@@ -21,15 +22,18 @@ def fits_amx(block_size: int, dim: int) -> bool:
 
 @njit(inline="always")
 def padded_amx(num_rows: int) -> int:
-    """Rows of queries, of scores and of sums; up to one tile is configured as it is."""
+    """Return how many rows to allocate for queries, scores and sums.
+
+    Up to TILE rows need no padding, because the tile is configured for exactly this number.
+    """
     return num_rows if num_rows <= TILE else (num_rows + TILE - 1) // TILE * TILE
 
 
 @njit
 def score_amx(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
-    """scores [rows, positions of the blocks] = q [rows, dim], bfloat16 bits, times keys.
+    """Compute scores [rows, positions of the blocks] = q [rows, dim] times the keys.
 
-    room[0]: int64, at least dim.
+    q holds bfloat16 bits. room[0] is int64 with room for at least dim / DEEP numbers.
     """
     keys, values, table, kv = past
     dim = q.shape[1]
@@ -56,9 +60,10 @@ def score_amx(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
 
 @njit
 def mix_amx(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -> None:
-    """acc [rows, dim] += weights [rows, positions], bfloat16 bits, times `count` values of blocks.
+    """Add weights [rows, positions] times the first `count` values to acc [rows, dim].
 
-    Weights of positions from there to a multiple of DEEP must be 0.
+    The blocks contain the values. The weights are bfloat16 bits. The weights from `count` up to the
+    next multiple of DEEP must be 0.
     """
     _, values, table, kv = past
     dim = acc.shape[1]

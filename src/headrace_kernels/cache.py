@@ -1,7 +1,8 @@
-"""Owns where machine code is kept: one folder for all checkouts and processes that would make it.
+"""Stores compiled kernels in a folder that all checkouts and processes of a user share.
 
-A folder's name stands for the kernels' sources, the compiler and the processor, so what is in it is
-never stale. Files appear whole or not at all, so that two processes may write them at once.
+The folder's name is a hash of the kernels' sources, the compiler and the processor, so the stored
+code never becomes stale. Each file is written under a temporary name and then renamed. So two
+processes may write the same file at the same time.
 """
 
 import contextlib
@@ -25,13 +26,14 @@ from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
 _NAME = "headrace_kernels"
-_MOST = 16  # folders; those that were used last are kept
+# Only the most recently used folders are kept, at most this many.
+_MOST = 16
 _DIGEST_BYTES = 32
 _SUFFIX = ".kernel"
 
 
 class KernelCache:
-    """One kernel's machine code, as numba.core.ccallback.CFunc asks for it."""
+    """The cached machine code of one kernel, with the methods that Numba's CFunc calls."""
 
     def __init__(self, function: Callable[[Any], None], folder: Path | None) -> None:
         name = f"{function.__module__}.{function.__qualname__}{_SUFFIX}"
@@ -39,27 +41,30 @@ class KernelCache:
 
     @property
     def has_code(self) -> bool:
-        """Whether it would be found, and is whole."""
+        """Return whether the code is stored and intact."""
         return self._read() is not None
 
     def load_overload(self, sig: Any, context: Any) -> Any:
         if (data := self._read()) is None:
             return None
-        rtsys.initialize(context)  # all that code needs; the rest is for who compiles
+        # Loaded code needs only this part of Numba's runtime. The other parts serve compilation.
+        rtsys.initialize(context)
         return CompileResult._rebuild(context, *pickle.loads(data))
 
     def save_overload(self, sig: Any, result: Any) -> None:
-        """Keeps it where that is possible."""
+        """Store the machine code if there is a folder."""
         if self._file is None or result.library.has_dynamic_globals:
             return
         data = dumps(result._reduce())
-        with contextlib.suppress(OSError):  # a full disk, say: it is compiled again next time
+        # An OSError means, for example, that the disk is full. The next process then compiles the
+        # kernel again.
+        with contextlib.suppress(OSError):
             with tempfile.NamedTemporaryFile(dir=self._file.parent, delete=False) as file:
                 file.write(hashlib.sha256(data).digest() + data)
             Path(file.name).replace(self._file)
 
     def _read(self) -> bytes | None:
-        """The data that `save_overload` wrote; None if it is not there, or not whole."""
+        """Return the data that `save_overload` wrote, or None if it is missing or damaged."""
         try:
             found = self._file.read_bytes() if self._file else b""
         except OSError:
@@ -70,16 +75,24 @@ class KernelCache:
 
 
 class KeptCode(NamedTuple):
-    """The machine code that is kept for these sources here, and the folder of all such folders."""
+    """The folder with the stored machine code, and the size of the stored code.
+
+    `num_kernels` and `num_bytes` count only the code for these sources, this compiler and this
+    processor.
+    """
 
     folder: Path
     num_kernels: int
     num_bytes: int
-    others_bytes: int  # of other sources, compilers and processors
+    # The bytes of code for other sources, compilers or processors.
+    others_bytes: int
 
 
 def kept_code() -> KeptCode | None:
-    """None if nothing can be kept: each process then compiles anew."""
+    """Return what is stored, or None if nothing can be stored.
+
+    If nothing can be stored, each process compiles the kernels again.
+    """
     if (folder := kernel_folder()) is None:
         return None
     sizes = [file.stat().st_size for file in folder.glob("*" + _SUFFIX)]
@@ -89,7 +102,7 @@ def kept_code() -> KeptCode | None:
 
 @cache
 def kernel_folder() -> Path | None:
-    """The folder for these sources, this compiler and this processor; None if there can be none."""
+    """Return the folder for these sources, compiler and processor, or None if none is writable."""
     key = _key(Path(__file__).parent)
     for base in _bases():
         if _can_write(base / key):
@@ -100,7 +113,7 @@ def kernel_folder() -> Path | None:
 
 
 def digest(folder: Path) -> str:
-    """Over the names and contents of its files of Python."""
+    """Return a hash of the names and contents of the folder's Python files."""
     whole = hashlib.sha256()
     for file in sorted(folder.glob("*.py")):
         whole.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
@@ -117,16 +130,18 @@ def _key(sources: Path) -> str:
 
 
 def _bases() -> Iterator[Path]:
-    """Places for such folders, best first."""
+    """Yield the parent folders to try, in order of preference."""
     if stated := config.CACHE_DIR:  # type: ignore[attr-defined]
         yield Path(stated) / _NAME
-    with contextlib.suppress(RuntimeError):  # a user without a home
+    # The user may have no home directory.
+    with contextlib.suppress(RuntimeError):
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / _NAME
     own = Path(tempfile.gettempdir()) / f"{_NAME}-{os.getuid()}"
     with contextlib.suppress(OSError):
         own.mkdir(mode=0o700, exist_ok=True)
         found = own.lstat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o022:  # nobody else can put code
+        # A folder that another user can write to could contain that user's code.
+        if found.st_uid == os.getuid() and not found.st_mode & 0o022:
             yield own
 
 
@@ -140,7 +155,10 @@ def _can_write(folder: Path) -> bool:
 
 
 def _prune(base: Path) -> None:
-    """Removes the folders that were not used for longest. Who runs their code has it in memory."""
+    """Remove the least recently used folders.
+
+    A process that uses code from a removed folder already has the code in memory.
+    """
     with contextlib.suppress(OSError):
         by_use = sorted(base.iterdir(), key=lambda it: it.stat().st_mtime, reverse=True)
         for folder in by_use[_MOST:]:

@@ -1,9 +1,9 @@
-"""Owns the capture of a step's kernels, so that other steps run them without the Python between.
+"""Captures the kernel calls of a step, so that later steps repeat the calls without Python code.
 
-A step calls the same kernels with the same addresses every time, hundreds of them, and for a small
-model the calls cost as much as the work. `capture` runs a function of many rows once and notes what
-it computed with, in memory that stays. `Graph.first_rows` gives the calls that compute the first
-rows again, from whatever the inputs then hold.
+Every step calls the same several hundred kernels with the same addresses. For a small model these
+calls take as long as the computation. `capture` runs a function once with many rows and records
+the calls. The memory of all results is kept. `Graph.first_rows` returns calls that compute only
+the first rows. The returned calls read the values that the inputs have at that time.
 """
 
 import threading
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _OWN_TYPES = (torch.bfloat16, torch.float32)
-_ROWS = 1  # the word that holds how many rows are computed
+_ROWS = 1  # index of the word with the number of rows
 
 _current = threading.local()
 
@@ -28,13 +28,18 @@ Own = Mapping[Any, Callable[[Tensor, Tensor, Tensor], None]]
 
 
 class CannotCapture(Exception):
-    """The function branched on a number, made several tensors at once, or mixed rows."""
+    """Raised when a function cannot be captured.
+
+    For example, the function reads a number to branch on it, calls an operation that returns
+    several tensors, or mixes rows.
+    """
 
 
 class Arena:
-    """Memory for the results of captured calls; it is reused once no tensor needs it.
+    """Memory for the results of captured calls. Memory is reused once no tensor refers to it.
 
-    Kernels are replayed in the order in which they were captured, so addresses are enough.
+    Kernels are replayed in the order of capture. So a call needs only the addresses of its tensors,
+    and the tensors themselves need not be kept.
     """
 
     def __init__(self) -> None:
@@ -45,7 +50,8 @@ class Arena:
         size = shape.numel() * dtype.itemsize
         free = self._free[size]
         memory = free.pop() if free else torch.empty(size, dtype=torch.uint8).numpy()
-        lent = memory[:]  # dies with the last tensor over it
+        # The view is freed with the last tensor that uses it.
+        lent = memory[:]
         finalize(lent, free.append, memory).atexit = False
         self._addresses.add(memory.ctypes.data)
         return torch.from_numpy(lent).view(dtype).view(shape)
@@ -55,7 +61,10 @@ class Arena:
 
 
 class _Operation(NamedTuple):
-    """An operation of torch, and where its result goes; None: it writes to an argument."""
+    """A torch operation, and the tensor that receives the result.
+
+    The tensor is None if the operation writes to an argument.
+    """
 
     function: Any
     args: tuple[Any, ...]
@@ -69,7 +78,7 @@ class _Operation(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """A kernel of ours, with the function that runs it."""
+    """A kernel of this package, with the function that runs it."""
 
     run: Callable[..., None]
     body: object
@@ -82,7 +91,7 @@ class _Launch(NamedTuple):
 
 
 class Graph:
-    """The recorded operations, in order; each of the inputs has the same number of rows."""
+    """The recorded calls in order. All inputs have the same number of rows."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.arena = Arena()
@@ -91,7 +100,7 @@ class Graph:
         self._steps: list[_Operation | _Launch] = []
 
     def first_rows(self, num_rows: int) -> list[Call]:
-        """The calls that compute that many rows."""
+        """Return the calls that compute only the first `num_rows` rows."""
 
         def cut(value: Any) -> Any:
             return value[:num_rows] if self._has_rows(value) else value
@@ -99,36 +108,44 @@ class Graph:
         return [s.call(num_rows) if isinstance(s, _Launch) else s.call(cut) for s in self._steps]
 
     def launched(self, run: Callable[..., None], body: object, arguments: Any) -> None:
-        """Note a kernel; its arguments are copied, since their owner fills them in anew."""
+        """Record a kernel call with a copy of the arguments, which the caller reuses.
+
+        Raises CannotCapture if the kernel does not work on all rows.
+        """
         if arguments[_ROWS] != self._num_rows:
             raise CannotCapture(str(body))
         self._steps.append(_Launch(run, body, type(arguments)(*arguments)))
 
     def computed(self, function: Any, args: Any, options: Any, into: Tensor | None) -> None:
-        """Note an operation of torch."""
+        """Record a torch operation.
+
+        Raises CannotCapture if a tensor of the graph does not have all rows in its first dimension.
+        """
         for value in tree_leaves((args, options, into)):
             if self._has_rows(value) and value.shape[:1] != (self._num_rows,):
                 raise CannotCapture(str(function))
         self._steps.append(_Operation(function, args, options, into))
 
     def _has_rows(self, value: Any) -> bool:
-        if not isinstance(value, Tensor) or value.is_mkldnn:  # such weights have no address
+        # MKL-DNN weights have no address.
+        if not isinstance(value, Tensor) or value.is_mkldnn:
             return False
         return self.arena.owns(value) or value.untyped_storage().data_ptr() in self._inputs
 
 
 def note(run: Callable[..., None], body: object, arguments: Any) -> None:
-    """Records a kernel, if a graph is captured; call it before each run."""
+    """Record a kernel call if this thread is capturing a graph. Each launch calls this first."""
     if graph := getattr(_current, "graph", None):
         graph.launched(run, body, arguments)
 
 
 def capture(run: Callable[[], Tensor], inputs: Sequence[Tensor], own: Own) -> tuple[Graph, Tensor]:
-    """The graph of `run`, and its result, which lies where each play will put it.
+    """Run `run` once; return the graph, and the tensor into which replays write the result.
 
-    Each row of the result is made of the same row of the inputs. `own` names kernels that do what
-    an operation of torch does to two contiguous tensors of one shape, bfloat16 or float32, and
-    write to a third.
+    Each row of the result must depend only on the same row of the inputs. `own` maps a torch
+    operation on two tensors to a function that uses a kernel and writes to a third tensor. The
+    function replaces the operation if both tensors are contiguous and have the same shape and
+    dtype, which must be bfloat16 or float32.
     """
     graph = Graph(inputs)
     with _Capturing(graph, own):
@@ -141,7 +158,7 @@ def capture(run: Callable[[], Tensor], inputs: Sequence[Tensor], own: Own) -> tu
 
 
 class _Capturing(TorchDispatchMode):
-    """Sees every operation of torch: views need no repetition, all others are noted."""
+    """Records every torch operation that runs, except views, which replays do not repeat."""
 
     def __init__(self, graph: Graph, own: Own) -> None:
         super().__init__()
@@ -149,7 +166,9 @@ class _Capturing(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled, and to skip it imports torch's compiler: 2 s
+        # Torch compiles nothing here. If this method returned True, torch would import its
+        # compiler, which takes 2 s.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -174,7 +193,10 @@ class _Capturing(TorchDispatchMode):
 
 
 def _is_part(result: Any, whole: Tensor) -> bool:
-    """Whether a result shares memory with `whole`: a change of dtype, say, may view or copy."""
+    """Return whether a result shares memory with `whole`.
+
+    An operation such as a change of dtype may return a view or a copy.
+    """
     first = result if isinstance(result, Tensor) else result[0]
     return bool(first.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr())
 

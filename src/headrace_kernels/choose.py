@@ -1,4 +1,4 @@
-"""Owns the choice of an instruction set: the best one here that computes what plain does."""
+"""Chooses an instruction set: the best set of this processor whose results agree with torch's."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -30,18 +30,21 @@ from headrace_kernels.routing import combine, route
 logger = logging.getLogger(__name__)
 
 _OF_BFLOAT16 = ("amx", "bf16dot")
-_INPUTS, _OUTPUTS, _ROWS = 96, 70, (1, 2, 3, 7, 45)  # every tile of a product, and its edges
+# With these sizes, a check runs every tile of a product, and every incomplete tile at an edge.
+_INPUTS, _OUTPUTS, _ROWS = 96, 70, (1, 2, 3, 7, 45)
 _HEADS, _KV_HEADS, _DIM, _BLOCK = 4, 2, 32, 32
-_CHUNKS = ((0, 70), (70, 1))  # start and length
+_CHUNKS = ((0, 70), (70, 1))  # start and length of each chunk
 _KEY_HEADS, _VALUE_HEADS, _KEY_DIM, _VALUE_DIM = 2, 4, 16, 64
 _KEYS, _VALUES = _KEY_HEADS * _KEY_DIM, _VALUE_HEADS * _VALUE_DIM
-_CHANNELS, _WIDTH = 2 * _KEYS + _VALUES, 4  # of a convolution
-_WITH_STATES = {"convolution", "delta-gates"}  # kinds of layers
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of the largest number
+# The sizes of a convolution.
+_CHANNELS, _WIDTH = 2 * _KEYS + _VALUES, 4
+_WITH_STATES = {"convolution", "delta-gates"}  # kinds of layers with a recurrent state
+# The maximum error relative to the largest number, by dtype.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 
 
 class KernelChoice(NamedTuple):
-    """An instruction set for the kernels, and why it is this one."""
+    """The instruction set that the kernels will use, and the reason for the choice."""
 
     instructions: InstructionSet
     reason: str
@@ -53,11 +56,16 @@ def choose_instructions(
     quantize: Quantize = "none",
     groups: frozenset[PlainScheme] = frozenset(),
     kinds: frozenset[str] = frozenset(),
+    checks: bool = True,
 ) -> KernelChoice:
-    """Chooses the instruction set for a model on a CPU; ValueError if the wanted one cannot be.
+    """Choose the instruction set for a model on a CPU.
 
-    `groups`: schemes of its own weights in groups. `kinds`: those of its layers, as `prepare` names
-    them. The kernels that it needs are compiled first, several at once, and then tried.
+    groups: the schemes of the model's weights that are stored in groups.
+    kinds: the kinds of the model's layers, as `prepare` names them.
+    The kernels that the model needs are compiled first, several at the same time. A set whose check
+    fails is skipped with a warning. Without `checks`, nothing is compiled. Raises ValueError if
+    `wanted` is not a set that can compute `dtype` here. Also raises ValueError if weights must be
+    quantized to int8 or int4, but only plain torch can be used.
     """
     kept: frozenset[PlainScheme] = frozenset({INT4}) if quantize == "int4" else groups
     is_bfloat16 = dtype == torch.bfloat16
@@ -76,15 +84,16 @@ def choose_instructions(
     else:
         reason = "the processor has neither AVX2 nor NEON"
     instructions = sets[0]
-    while fault := _fault(instructions, dtype, quantize in ("int8", "int4"), kept, kinds):
-        logger.warning("Kernels %s are not used: %s.", instructions, fault)
+    is_quantized = quantize in ("int8", "int4")
+    while checks and (fault := _fault(instructions, dtype, is_quantized, kept, kinds)):
+        logger.warning("The kernels for %s are not used, because %s.", instructions, fault)
         reason = f"{instructions} failed its check"
         sets = sets[1:]
         instructions = sets[0]
-    if instructions == "plain" and quantize in ("int8", "int4"):
+    if instructions == "plain" and is_quantized:
         raise ValueError(
-            f"--quantize {quantize} is not computed by kernels plain ({reason}); "
-            "use --quantize none."
+            f"--quantize {quantize} needs compiled kernels, but only plain torch can be used here "
+            f"({reason}). Use --quantize none."
         )
     return KernelChoice(instructions, reason)
 
@@ -97,7 +106,10 @@ def _fault(
     groups: frozenset[PlainScheme],
     kinds: frozenset[str],
 ) -> str | None:
-    """The fault of an instruction set, or None: computes a few rows with it and without it."""
+    """Return why an instruction set cannot be used; None if the set can be used.
+
+    Compares a few rows with torch's results.
+    """
     if instructions == "plain":
         return None
 
@@ -105,10 +117,10 @@ def _fault(
         generator = torch.Generator().manual_seed(0)
         yield from _samples_of_attention(instructions, dtype, generator)
         has_routers = "routed-mlp" in kinds
-        forms = _forms(instructions, dtype, (to_int8, has_routers), groups)
-        for make in forms:
+        makers = _layer_makers(instructions, dtype, (to_int8, has_routers), groups)
+        for make in makers:
             yield from _samples_of_product(make, dtype, generator)
-        for make in forms[-max(len(groups), 1) :] if has_routers else ():
+        for make in makers[-max(len(groups), 1) :] if has_routers else ():
             yield from _samples_of_experts(make, dtype, generator)
         if not kinds.isdisjoint(_WITH_STATES):
             yield from _samples_of_states(instructions, dtype, generator)
@@ -116,33 +128,37 @@ def _fault(
     try:
         with listed() as needed:
             for _ in samples():
-                pass  # nothing is computed: the results are whatever lay there
+                # This round only lists the kernels. Its results are uninitialized memory.
+                pass
         compile_all([*needed, *kernels_of(kinds, dtype)])
         for what, found, expected in samples():
             size, error = expected.abs().max(), (found.float() - expected).abs().max()
-            if not error <= _TOLERANCE[dtype] * size:  # NaN is a fault too
+            # The negated comparison also catches NaN.
+            if not error <= _TOLERANCE[dtype] * size:
                 return f"their {what} differs from torch's by {float(error / size):.2g}"
-    except Exception as error:  # whatever a compiler may raise
+    # The compiler may raise any exception.
+    except Exception as error:
         return f"they fail with {type(error).__name__}: {error}"
     return None
 
 
-_Form = Callable[[torch.Generator], tuple[PackedLinear | GroupedLinear, Tensor]]
-"""Makes a layer, and its exact weights."""
+_LayerMaker = Callable[[torch.Generator], tuple[PackedLinear | GroupedLinear, Tensor]]
+"""Makes a layer; returns the layer and its exact weights."""
 
 
-def _forms(
+def _layer_makers(
     instructions: InstructionSet,
     dtype: torch.dtype,
     plain: tuple[bool, bool],
     groups: Iterable[PlainScheme],
-) -> list[_Form]:
-    """The forms in which a model's weights are kept, those of most of them last.
+) -> list[_LayerMaker]:
+    """Return makers of layers, one for each format in which the model stores weights.
 
-    `plain`: whether in 8 bits, and whether there are routers, which are not.
+    plain: whether weights are rounded to 8 bits, and whether the model has routers, which are
+    never rounded. The maker for the format of most weights is last.
     """
     to_int8, has_routers = plain
-    own: list[_Form] = []
+    own: list[_LayerMaker] = []
     if dtype == torch.bfloat16 and (has_routers or not to_int8):
         own.append(partial(_packed_layer, instructions, dtype, False))
     if to_int8:
@@ -151,9 +167,9 @@ def _forms(
 
 
 def _samples_of_product(
-    make: _Form, dtype: torch.dtype, generator: torch.Generator
+    make: _LayerMaker, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields a name, the result by these instructions, and torch's in float32."""
+    """Yield the name of each check, the result of the kernels and torch's float32 result."""
     layer, exact = make(generator)
     for num_rows in _ROWS:
         x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
@@ -189,16 +205,17 @@ def _packed_layer(
 
 
 def _samples_of_experts(
-    make: _Form, dtype: torch.dtype, generator: torch.Generator
+    make: _LayerMaker, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The weighted sum of two of three."""
+    """Yield checks of experts: the weighted sum of two of three experts for each token."""
     layers, exact = zip(*(make(generator) for _ in range(3)), strict=True)
     if not can_route(layers[0].operand):
         return
     product = ExpertProduct([layer.operand for layer in layers])
     for num_rows in (1, 3, 45):
         x = torch.randn(num_rows, _INPUTS, generator=generator).to(dtype)
-        scores = torch.rand(num_rows, 3, generator=generator).argsort(-1).to(dtype)  # all differ
+        # All scores of a token are different.
+        scores = torch.rand(num_rows, 3, generator=generator).argsort(-1).to(dtype)
         routing = route(scores, 2, sums_to_one=True)
         found = combine(product(x, routing), routing, None, None)
         weights = torch.where(scores > 0, scores.float(), -torch.inf).softmax(-1)
@@ -209,7 +226,7 @@ def _samples_of_experts(
 def _samples_of_attention(
     instructions: InstructionSet, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The same of two chunks of a sequence."""
+    """Yield checks of attention for two chunks of one sequence."""
     past = torch.empty(0, _HEADS + 2 * _KV_HEADS, _DIM, dtype=dtype)
     for (start, length), step in _steps(instructions, dtype):
         past = torch.cat(
@@ -225,7 +242,7 @@ def _samples_of_attention(
 def _samples_of_states(
     instructions: InstructionSet, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The same for a gated delta net."""
+    """Yield checks of a gated delta net for two chunks of one sequence."""
     weight = torch.randn(_WIDTH, _CHANNELS, generator=generator).to(dtype)
     inputs = torch.zeros(_WIDTH - 1, _CHANNELS, dtype=dtype)
     state = torch.zeros(_VALUE_HEADS, _KEY_DIM, _VALUE_DIM)
@@ -250,7 +267,7 @@ def _samples_of_states(
 def delta_rule_by_formula(
     qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor, state: Tensor
 ) -> Tensor:
-    """The formulas of delta_net.delta_rule, token by token; moves the state on."""
+    """Compute `delta_net.delta_rule` with torch, token by token, and update the state."""
     q, k, v = qkv
     share = v.shape[1] // k.shape[1]
     q, k = (F.normalize(x, dim=2).repeat_interleave(share, 1)[..., None] for x in (q, k))
@@ -267,7 +284,10 @@ def delta_rule_by_formula(
 def _steps(
     instructions: InstructionSet, dtype: torch.dtype
 ) -> Iterator[tuple[tuple[int, int], CpuStep]]:
-    """Steps of one sequence, with their start and length; a layer of each kind remembers it."""
+    """Yield the start, length and attention of each step of one sequence.
+
+    The sequence's keys, values and states are kept from one step to the next.
+    """
     keys, values = torch.zeros(2, 3, _KV_HEADS, _BLOCK, _DIM, dtype=dtype)
     state = torch.zeros(1, _VALUE_HEADS, _KEY_DIM, _VALUE_DIM)
     inputs = torch.zeros(1, _WIDTH - 1, _CHANNELS, dtype=dtype)
@@ -280,6 +300,6 @@ def _steps(
             lengths=np.full(1, length, np.int32),
             first_rows=np.zeros(1, np.int32),
             slots=np.zeros(1, np.int32),
-            block_table=np.array([[2, 0, 1]], np.int32),  # out of order
+            block_table=np.array([[2, 0, 1]], np.int32),  # block numbers, not in order
         )
         yield (start, length), attention.step(step)

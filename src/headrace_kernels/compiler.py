@@ -1,8 +1,8 @@
-"""Owns how kernels are compiled: each in a process of its own, as many at once as there are cores.
+"""Compiles each kernel in a separate process, with one process per core at the same time.
 
-A process that compiles several shares code among them in another way than one that finds them all
-in the cache, and the last digits differ. So none runs what it has compiled itself, unless its child
-fails or nothing can be kept.
+If one process compiles several kernels, the kernels share code in another way than kernels from
+the cache. The last digits of the results then differ. So a process runs only kernels from the
+cache. A process compiles a kernel itself only if the child process failed or nothing can be stored.
 """
 
 import os
@@ -22,7 +22,10 @@ from headrace_kernels.cache import KernelCache
 ON_COMPILE: ContextVar[Callable[[int, int], None]] = ContextVar(
     "on_compile", default=lambda done, total: None
 )
-"""Hears how many of how many kernels are compiled, while this context waits for them."""
+"""Called with the number of kernels compiled so far and the total number.
+
+The calls are made in the context that waits for the kernels.
+"""
 
 Function = Callable[[Any], None]
 
@@ -32,7 +35,7 @@ SIGNATURE = (types.CPointer(types.int64),), types.void
 
 
 def compiled(function: Function, folder: Path | None) -> Any:
-    """A C function of Numba's, out of the cache in that folder if that is possible."""
+    """Compile the function to a C function with Numba, or load it from the cache in `folder`."""
     compile_missing((function,), folder)
     kernel = _kernel(function, folder)
     kernel.compile()
@@ -40,16 +43,16 @@ def compiled(function: Function, folder: Path | None) -> Any:
 
 
 def compile_missing(functions: Iterable[Function], folder: Path | None) -> None:
-    """Compiles those that are not in the cache; returns when all are, or could not be."""
+    """Compile the kernels that are not in the cache. Return when each is stored or has failed."""
     missing = [it for it in functions if not KernelCache(it, folder).has_code]
     if not missing:
         return
-    tell = ON_COMPILE.get()
-    tell(0, len(missing))
+    report = ON_COMPILE.get()
+    report(0, len(missing))
     if folder is not None and hasattr(os, "fork"):
         lean.prepare()
         for done in _compile_apart(missing, folder):
-            tell(done, len(missing))
+            report(done, len(missing))
 
 
 def _kernel(function: Function, folder: Path | None) -> Any:
@@ -59,7 +62,10 @@ def _kernel(function: Function, folder: Path | None) -> Any:
 
 
 def _compile_apart(functions: list[Function], folder: Path) -> Iterable[int]:
-    """Yields the number of kernels that are done, each time it has grown."""
+    """Yield the number of finished kernels whenever it grows.
+
+    Kill a process that runs for more than _COMPILE_S seconds.
+    """
     waiting, deadlines = list(functions), dict[int, float]()
     while waiting or deadlines:
         while waiting and len(deadlines) < _num_cores():
@@ -82,7 +88,8 @@ def _fork(function: Function, folder: Path) -> int:
             lean.become_lean(function.__qualname__)
             _kernel(function, folder).compile()
         finally:
-            os._exit(0)  # whatever became of it, nothing else of the parent runs on here
+            # The child must not run any other code of the parent.
+            os._exit(0)
     return child
 
 

@@ -1,4 +1,7 @@
-"""Owns what a gated delta net computes of each token by itself: gates, and the norm at its end."""
+"""Computes the gates and the final norm of a gated delta net.
+
+The gates and the norm do not depend on earlier tokens.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -10,8 +13,8 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from headrace_kernels.arguments import arguments_of, reader
-from headrace_kernels.launch import Kernel, parallel
-from headrace_kernels.numeric import FAST, f32_at, narrow, take_next, u16_at, widen
+from headrace_kernels.launch import for_each_type, parallel
+from headrace_kernels.numeric import FAST, f32_at, narrow, take_next, widen
 from headrace_kernels.silu import row_for, silu_row
 
 
@@ -31,7 +34,7 @@ class _GateNorm(NamedTuple):
     heads: int
     dim: int
     stride: int
-    eps: int  # in 1e-12
+    eps: int  # unit 1e-12
     x: int
     gate: int
     weight: int
@@ -41,35 +44,27 @@ class _GateNorm(NamedTuple):
 _read_gates, _read_norm = reader(_Gates), reader(_GateNorm)
 
 
-@njit
-def _gates(g: Any, a: Any, left: Any, right: Any) -> None:
-    """decay = rate softplus(left + shift), beta = sigmoid(right)."""
-    table = carray(f32_at(g.table), (2, g.heads))
-    decay = carray(f32_at(g.decay), (g.tokens, g.heads))
-    beta = carray(f32_at(g.beta), (g.tokens, g.heads))
-    while True:
-        token = take_next(a)
-        if token >= g.tokens:
-            break
-        for h in range(g.heads):
-            x = np.float64(widen(left[token, h]) + table[1, h])
-            rate = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-            decay[token, h] = np.float32(table[0, h] * rate)
-            beta[token, h] = np.float32(1.0 / (1.0 + math.exp(-np.float64(widen(right[token, h])))))
+def _gates_kernel(at: Any) -> Any:
+    def gates(a: Any) -> None:
+        """Compute decay = rate * softplus(a + shift) and beta = sigmoid(b)."""
+        g = _read_gates(a)
+        shape = (g.tokens, g.stride)
+        left, right = carray(at(g.a), shape), carray(at(g.b), shape)
+        table = carray(f32_at(g.table), (2, g.heads))
+        decay = carray(f32_at(g.decay), (g.tokens, g.heads))
+        beta = carray(f32_at(g.beta), (g.tokens, g.heads))
+        while True:
+            token = take_next(a)
+            if token >= g.tokens:
+                break
+            for h in range(g.heads):
+                x = np.float64(widen(left[token, h]) + table[1, h])
+                rate = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+                decay[token, h] = np.float32(table[0, h] * rate)
+                y = np.float64(widen(right[token, h]))
+                beta[token, h] = np.float32(1.0 / (1.0 + math.exp(-y)))
 
-
-@Kernel
-def _gates_bf16(a: Any) -> None:
-    g = _read_gates(a)
-    shape = (g.tokens, g.stride)
-    _gates(g, a, carray(u16_at(g.a), shape), carray(u16_at(g.b), shape))
-
-
-@Kernel
-def _gates_float(a: Any) -> None:
-    g = _read_gates(a)
-    shape = (g.tokens, g.stride)
-    _gates(g, a, carray(f32_at(g.a), shape), carray(f32_at(g.b), shape))
+    return gates
 
 
 @njit(fastmath=FAST, error_model="numpy")
@@ -85,43 +80,36 @@ def _norm_head(x: Any, gate: Any, weight: Any, eps: Any, wide: Any, out: Any) ->
         out[i] = narrow(x[i] * scale * widen(weight[i]) * wide[i], out[0])
 
 
-@njit
-def _norm(g: Any, a: Any, gate: Any, weight: Any, out: Any) -> None:
-    """Each head by itself; gate: [tokens, row stride], out: [tokens, heads * dim]."""
-    dim, eps = g.dim, np.float32(np.float64(g.eps) * 1e-12)
-    x = carray(f32_at(g.x), (g.tokens, g.heads * dim))
-    wide = row_for(dim)
-    while True:
-        token = take_next(a)
-        if token >= g.tokens:
-            break
-        for h in range(g.heads):
-            span = slice(h * dim, (h + 1) * dim)
-            _norm_head(x[token, span], gate[token, span], weight, eps, wide, out[token, span])
+def _norm_kernel(at: Any) -> Any:
+    def gated_norm(a: Any) -> None:
+        """Normalize each head separately.
+
+        gate: [tokens, row stride]; out: [tokens, heads * dim].
+        """
+        g = _read_norm(a)
+        dim, eps = g.dim, np.float32(np.float64(g.eps) * 1e-12)
+        x = carray(f32_at(g.x), (g.tokens, g.heads * dim))
+        gate, weight = carray(at(g.gate), (g.tokens, g.stride)), carray(at(g.weight), dim)
+        out, wide = carray(at(g.out), (g.tokens, g.heads * dim)), row_for(dim)
+        while True:
+            token = take_next(a)
+            if token >= g.tokens:
+                break
+            for h in range(g.heads):
+                span = slice(h * dim, (h + 1) * dim)
+                _norm_head(x[token, span], gate[token, span], weight, eps, wide, out[token, span])
+
+    return gated_norm
 
 
-@Kernel
-def _norm_bf16(a: Any) -> None:
-    g = _read_norm(a)
-    gate = carray(u16_at(g.gate), (g.tokens, g.stride))
-    out = carray(u16_at(g.out), (g.tokens, g.heads * g.dim))
-    _norm(g, a, gate, carray(u16_at(g.weight), g.dim), out)
-
-
-@Kernel
-def _norm_float(a: Any) -> None:
-    g = _read_norm(a)
-    gate = carray(f32_at(g.gate), (g.tokens, g.stride))
-    out = carray(f32_at(g.out), (g.tokens, g.heads * g.dim))
-    _norm(g, a, gate, carray(f32_at(g.weight), g.dim), out)
-
-
-GATES = {torch.bfloat16: _gates_bf16, torch.float32: _gates_float}
-GATED_NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
+GATES, GATED_NORM = for_each_type(_gates_kernel), for_each_type(_norm_kernel)
 
 
 def delta_gates(a: Tensor, b: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes decay and beta from a and b, parts of the same rows, and CpuDeltaGates' table."""
+    """Compute decay and beta [tokens, heads].
+
+    a, b: [tokens, heads], parts of the same rows. table: rates and shifts, as in `CpuDeltaGates`.
+    """
     decay, beta = (torch.empty(a.shape, dtype=torch.float32) for _ in range(2))
     pointers = [tensor.data_ptr() for tensor in (a, b, table, decay, beta)]
     parallel(GATES[a.dtype], arguments_of(*a.shape, a.stride(0), *pointers))
@@ -129,7 +117,10 @@ def delta_gates(a: Tensor, b: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """GatedNorm of contiguous x [tokens, heads, dim]; a token's gates lie in a row."""
+    """Divide each head of x by the head's root mean square; multiply with `weight` and silu(gate).
+
+    x: float32 [tokens, heads, dim], contiguous. The gates of a token are contiguous.
+    """
     out = torch.empty(x.shape, dtype=gate.dtype)
     pointers = [tensor.data_ptr() for tensor in (x, gate, weight, out)]
     words = _GateNorm._make((*x.shape, gate.stride(0), round(eps * 1e12), *pointers))

@@ -1,7 +1,9 @@
-"""Owns what a gated delta net computes of its past: the convolution and the rule.
+"""Computes the convolution and the delta rule of a gated delta net.
 
-The rule goes token by token, so that no cut of a prompt changes a bit. A head's state is taken in
-tiles of some columns, which do not need each other and stay in the first cache for a whole chunk.
+The convolution and the rule depend on earlier tokens. The rule is applied token by token, so a
+prompt has the same results however the prompt is cut into chunks. The state of a head is split
+into tiles of some columns. The tiles are independent of each other. Each tile stays in the L1
+cache for a whole chunk.
 """
 
 from typing import Any, NamedTuple
@@ -14,22 +16,15 @@ from torch import Tensor
 
 from headrace_kernels.arguments import arguments_of, reader
 from headrace_kernels.delta_tile import COLUMNS, delta_tile
-from headrace_kernels.launch import Kernel, parallel
-from headrace_kernels.numeric import (
-    FAST,
-    f32_at,
-    fast_exp,
-    i32_at,
-    take_next,
-    u16_at,
-    widen,
-)
+from headrace_kernels.launch import Kernel, for_each_type, parallel
+from headrace_kernels.numeric import FAST, f32_at, fast_exp, i32_at, take_next, widen
 from headrace_kernels.silu import convolve_row, whole
 from headrace_kernels.step import PackedStep
 from headrace_kernels.tiles import LANES
 
-_SPAN = 256  # channels that one thread convolves at a time
-_EPS = np.float32(1e-6)  # under the root of a length
+_SPAN = 256  # channels per piece of work
+# Added to a squared length before the square root, to avoid a division by zero.
+_EPS = np.float32(1e-6)
 
 
 class _Convolve(NamedTuple):
@@ -43,7 +38,7 @@ class _Convolve(NamedTuple):
     width: int
     channels: int
     stride: int
-    out_stride: int  # whole vectors
+    out_stride: int  # a multiple of the vector size
     inputs: int
     x: int
     weight: int
@@ -59,10 +54,10 @@ class _Delta(NamedTuple):
     slots: int
     num_slots: int
     heads: int
-    share: int  # value heads of a key head
+    share: int  # number of value heads for each key head
     key_dim: int
     value_dim: int
-    stride: int  # of q, k and v
+    stride: int  # stride of the rows of q, k and v
     state: int
     q: int
     k: int
@@ -76,7 +71,7 @@ _read_convolve, _read_delta = reader(_Convolve), reader(_Delta)
 
 
 class _Chunks(NamedTuple):
-    num: int  # the rest are empty
+    num: int  # number of chunks before the first empty chunk
     starts: Any
     lengths: Any
     first_rows: Any
@@ -111,58 +106,52 @@ def _clear(x: Any) -> None:
 
 @njit
 def _convolve_span(x: Any, before: Any, weight: Any, span: slice, out: Any) -> None:
-    """Some channels of a chunk: x and out [tokens, channels], before [width - 1, channels].
+    """Convolve some channels of a chunk.
 
-    weight: float32 [width, whole vectors]; out has room for as many. All are known to be
-    contiguous: of parts of several rows the compiler would not know, and find no vectors.
+    x, out: [tokens, channels]; before: [width - 1, channels]; weight: float32 [width, whole
+    vectors]. The rows of out also have room for whole vectors. All arguments are contiguous arrays,
+    and `span` selects the channels. If slices were passed, the compiler could not know that the
+    slices are contiguous and would not vectorize the loops.
     """
     width, first = len(weight), span.start
-    inputs = np.zeros(weight.shape, np.float32)  # the newest takes the place of the oldest
+    # A ring of the last inputs: the newest input overwrites the oldest input.
+    inputs = np.zeros(weight.shape, np.float32)
     for j in range(width - 1):
         _widen_row(before[j, span], inputs[j])
     for t in range(len(x)):
         _widen_row(x[t, span], inputs[(t + width - 1) % width])
         convolve_row(weight, inputs, t % width, out, (t, first))
-    for j in range(width - 1):  # a row is written after it was last read
+    # The order ensures that no row of `before` is overwritten before its last use.
+    for j in range(width - 1):
         i = len(x) - (width - 1) + j
         for c in range(first, span.stop):
             before[j, c] = before[len(x) + j, c] if i < 0 else x[i, c]
 
 
-@njit
-def _convolve(g: Any, a: Any, x: Any, inputs: Any, weight: Any) -> None:
-    chunks, num_spans = _chunks_of(g), (g.channels + _SPAN - 1) // _SPAN
-    out = carray(f32_at(g.out), (g.tokens, g.out_stride))
-    while True:
-        piece = take_next(a)
-        if piece >= chunks.num * num_spans:
-            break
-        n, begin = piece // num_spans, piece % num_spans * _SPAN
-        span, first = slice(begin, min(begin + _SPAN, g.channels)), chunks.first_rows[n]
-        own = np.zeros((g.width, whole(span.stop - begin)), np.float32)
-        for j in range(g.width):
-            _widen_row(weight[j, span], own[j])
-        before, stop = inputs[chunks.slots[n]], first + chunks.lengths[n]
-        if not chunks.starts[n]:
-            for j in range(g.width - 1):
-                _clear(before[j, span])
-        _convolve_span(x[first:stop], before, own, span, out[first:stop])
+def _convolve_kernel(at: Any) -> Any:
+    def convolve(a: Any) -> None:
+        g = _read_convolve(a)
+        chunks, num_spans = _chunks_of(g), (g.channels + _SPAN - 1) // _SPAN
+        inputs = carray(at(g.inputs), (g.num_slots, g.width - 1, g.channels))
+        weight = carray(at(g.weight), (g.width, g.channels))
+        x = carray(at(g.x), (g.tokens, g.stride))
+        out = carray(f32_at(g.out), (g.tokens, g.out_stride))
+        while True:
+            piece = take_next(a)
+            if piece >= chunks.num * num_spans:
+                break
+            n, begin = piece // num_spans, piece % num_spans * _SPAN
+            span, first = slice(begin, min(begin + _SPAN, g.channels)), chunks.first_rows[n]
+            own = np.zeros((g.width, whole(span.stop - begin)), np.float32)
+            for j in range(g.width):
+                _widen_row(weight[j, span], own[j])
+            before, stop = inputs[chunks.slots[n]], first + chunks.lengths[n]
+            if not chunks.starts[n]:
+                for j in range(g.width - 1):
+                    _clear(before[j, span])
+            _convolve_span(x[first:stop], before, own, span, out[first:stop])
 
-
-@Kernel
-def _convolve_bf16(a: Any) -> None:
-    g = _read_convolve(a)
-    inputs = carray(u16_at(g.inputs), (g.num_slots, g.width - 1, g.channels))
-    weight = carray(u16_at(g.weight), (g.width, g.channels))
-    _convolve(g, a, carray(u16_at(g.x), (g.tokens, g.stride)), inputs, weight)
-
-
-@Kernel
-def _convolve_float(a: Any) -> None:
-    g = _read_convolve(a)
-    inputs = carray(f32_at(g.inputs), (g.num_slots, g.width - 1, g.channels))
-    weight = carray(f32_at(g.weight), (g.width, g.channels))
-    _convolve(g, a, carray(f32_at(g.x), (g.tokens, g.stride)), inputs, weight)
+    return convolve
 
 
 @njit(fastmath=FAST)
@@ -175,7 +164,10 @@ def _inverse_length(x: Any) -> Any:
 
 @njit(fastmath=FAST)
 def _delta_any(state: Any, q: Any, k: Any, v: Any, out: Any, factors: Any) -> None:
-    """One token of a head, as delta_tile; state [key_dim, value_dim] of any size."""
+    """Apply the rule for one token of a head, as `delta_tile` does, but for any size of state.
+
+    state: [key_dim, value_dim]
+    """
     kept, k_scale, beta, q_scale = factors
     for j in range(v.size):
         found = np.float32(0)
@@ -191,8 +183,10 @@ def _delta_any(state: Any, q: Any, k: Any, v: Any, out: Any, factors: Any) -> No
 
 @njit
 def _delta_head(qkv: Any, out: Any, state: Any, at: Any, factors: Any) -> None:
-    """A chunk of a head: some rows of q, k, v and out, and the numbers of a head in them.
+    """Apply the rule for one chunk of a head.
 
+    at: the first row, the head's first column in q and k, the head's first column in v and out,
+    key_dim and value_dim.
     state: float32 [key_dim * value_dim]; factors: float32 [tokens of the chunk, 4].
     """
     (q, k, v), (first, key, value, kd, vd) = qkv, at
@@ -240,20 +234,21 @@ def _delta(a: Any) -> None:
         _delta_head((q, k, v), out, state, (first, key, h * vd, kd, vd), factors)
 
 
-_CONVOLVE = {torch.bfloat16: _convolve_bf16, torch.float32: _convolve_float}
+_CONVOLVE = for_each_type(_convolve_kernel)
 
 
 def _where(batch: PackedStep) -> tuple[int, ...]:
-    """The chunks, as the first arguments after the number of tokens."""
+    """Return the kernel arguments that describe the chunks."""
     arrays = batch.starts, batch.lengths, batch.first_rows, batch.slots
     return len(batch.starts), *(array.ctypes.data for array in arrays)
 
 
 def convolve(batch: PackedStep, inputs: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """silu of each channel's weighed sum over its last inputs, the newest weighed by the last.
+    """Return silu of the weighted sum of each channel's last `width` inputs.
 
-    x: [tokens, channels], weight: [width, channels]; returns float32 [tokens, channels].
-    inputs: [slots, width - 1, channels], the last ones, which are moved on.
+    The newest input is multiplied with the last weight. x: [tokens, channels]; weight: [width,
+    channels]; returns float32 [tokens, channels].
+    inputs: [slots, width - 1, channels], the last inputs of each sequence, which are updated.
     """
     channels = x.shape[1]
     out = torch.empty((len(x), channels + -channels % LANES), dtype=torch.float32)
@@ -271,18 +266,24 @@ def delta_rule(
     decay: Tensor,
     beta: Tensor,
 ) -> Tensor:
-    """Moves states S on by each token, and reads them; float32 like v (Yang et al., 2024).
+    """Update the states S with each token and compute the outputs, using the gated delta rule.
+
+    The rule is from Yang et al., 2024:
 
     S_t = exp(decay_t) S_{t-1} + k_t u_t^T,   u_t = beta_t (v_t - exp(decay_t) S_{t-1}^T k_t)
     out_t = S_t^T q_t, where q and k are scaled to length 1, and q by key_dim ** -0.5
 
-    q, k: [tokens, key_heads, key_dim], v: [tokens, heads, value_dim], parts of the same rows; decay
-    and beta: [tokens, heads], contiguous; states: float32 [slots, heads, key_dim, value_dim]. The
-    numbers of a head's state lie in tiles [key_dim, COLUMNS] where its sizes allow.
+    q, k: [tokens, key_heads, key_dim]; v: [tokens, heads, value_dim]; all three are float32 parts
+    of the same rows.
+    decay, beta: [tokens, heads], contiguous.
+    states: float32 [slots, heads, key_dim, value_dim]. If value_dim is a multiple of COLUMNS, a
+    head's state is stored as tiles [key_dim, COLUMNS].
+    Returns float32 [tokens, heads, value_dim].
     """
     q, k, v = qkv
     out = torch.empty(v.shape, dtype=torch.float32)
-    stride = max(x.stride(0) for x in qkv)  # of a single row it may be anything
+    # Torch may report any stride for a single row.
+    stride = max(x.stride(0) for x in qkv)
     sizes = len(states), v.shape[1], v.shape[1] // k.shape[1], q.shape[2], v.shape[2], stride
     tensors = states, q, k, v, decay, beta, out
     words = _Delta._make(

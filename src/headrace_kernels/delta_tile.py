@@ -1,4 +1,4 @@
-"""Owns the inner loops of the delta rule, which need explicit vectors."""
+"""Emits the inner loops of the delta rule, which need explicit vectors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,17 +20,25 @@ from headrace_kernels.tiles import (
     spread_over,
 )
 
-_VECTORS = 4 if HAS_512 else 1  # of a tile's row. 512 bits: four sums do not wait for each other.
-# 256: two sums of two registers, the move in two, what is kept, three numbers of q and k: 10 of 16
-COLUMNS = _VECTORS * LANES  # of a tile
-_AHEAD = 3  # tokens
+# Vectors in a row of a tile. With 512 bits, a row has four vectors, so that no sum waits for
+# another sum. With 256 bits, a vector takes two registers. A row of one vector needs 10 of the 16
+# registers: 4 for two sums, 2 for the correction, 1 for the decay and 3 for numbers of q and k.
+_VECTORS = 4 if HAS_512 else 1
+COLUMNS = _VECTORS * LANES  # columns of a tile
+_AHEAD = 3  # distance of prefetches, in tokens
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 Vectors = list[Any]
-"""A token's columns of a tile, as vectors."""
+"""One number for each column of a tile, in several vectors."""
 
 
 class _Tile:
-    """The rows of a tile, and what loops over them make of tokens' numbers."""
+    """One tile of a state, with the loops over its rows.
+
+    A step of the rule would need two passes over the state. The first pass finds the value that the
+    state predicts for the token's key. The second pass updates the state and computes the output
+    for the query. `move` does the second pass and also finds the prediction for the following
+    token's key. So each token costs one pass, and only the first token needs `find`.
+    """
 
     def __init__(self, builder: Any, state: Matrix, qkv: list[Matrix], column: Any) -> None:
         self._builder, self._state = builder, state
@@ -38,7 +46,7 @@ class _Tile:
         self._columns = [builder.add(column, _I64(LANES * n)) for n in range(_VECTORS)]
 
     def find(self, token: Any) -> Vectors:
-        """Reads the state by the token's key."""
+        """Return the value that the state predicts for the token's key."""
 
         def body(row: Any, places: list[Any]) -> list[list[tuple[Any, Any]]]:
             key = self._number(self._k, token, row)
@@ -47,7 +55,11 @@ class _Tile:
         return self._pass(1, body)[0]
 
     def move(self, token: Any, following: Any, kept: Any, moves: Vectors) -> list[Vectors]:
-        """Moves all rows on, then reads them by the token's query and the following token's key."""
+        """Update all rows. Return the new state's sums for the query and for the following key.
+
+        kept: the factor that scales the old state. moves: the correction of each column, which is
+        multiplied with the key.
+        """
         b = self._builder
 
         def body(row: Any, places: list[Any]) -> list[list[tuple[Any, Any]]]:
@@ -62,7 +74,7 @@ class _Tile:
         return self._pass(2, body)
 
     def moves(self, token: Any, found: Vectors, by: list[Any]) -> Vectors:
-        """The correction of each column, for a number of the key that is 1."""
+        """Return the correction of each column, before it is multiplied with the token's key."""
         kept, k_scale, beta, _ = by
         known, result = self.times(kept, k_scale), []
         for column, part in zip(self._columns, found, strict=True):
@@ -74,8 +86,11 @@ class _Tile:
     def times(self, x: Any, y: Any) -> Any:
         return self._builder.fmul(x, y)
 
-    def ask_for(self, token: Any, out: Matrix) -> None:
-        """Fetches what the token reads and writes: rows lie pages apart, so nothing else does."""
+    def prefetch(self, token: Any, out: Matrix) -> None:
+        """Prefetch the rows that the token reads and writes.
+
+        The rows of successive tokens are pages apart, so the hardware does not prefetch them.
+        """
         b = self._builder
 
         def body(at: Any, values: list[Any]) -> list[Any]:
@@ -94,10 +109,11 @@ class _Tile:
             self._builder.store(vector, place, align=4)
 
     def _pass(self, count: int, body: Callable[[Any, list[Any]], Any]) -> list[Vectors]:
-        """`count` sums over the rows, of the products that `body` gives for a row's places.
+        """Sum products over the rows of the tile.
 
-        What is added to what, and in which order, depends on nothing: a sum is the same in a pass
-        with others as alone.
+        For each row, `body` returns `count` lists of pairs of factors, one pair for each vector
+        of a sum. The order of additions is fixed, so a sum has the same bits whether or not the
+        pass computes other sums.
         """
         b = self._builder
 
@@ -128,7 +144,7 @@ def _emit_delta_tile(typing_context: Any, state: Any, qkv: Any, out: Any, at: An
             token, is_last = b.add(first, at), b.icmp_signed("==", at, last)
             following = b.select(is_last, token, b.add(token, _I64(1)))
             is_near = b.icmp_signed("<", b.add(at, _I64(_AHEAD)), count)
-            tile.ask_for(b.add(token, b.select(is_near, _I64(_AHEAD), _I64(0))), out)
+            tile.prefetch(b.add(token, b.select(is_near, _I64(_AHEAD), _I64(0))), out)
             places = [by.at(at, _I64(n)) for n in range(4)]
             factors = [spread_over(b, load(b, place, _F32, 4)) for place in places]
             moves = tile.moves(token, found, factors)
@@ -145,9 +161,12 @@ def _emit_delta_tile(typing_context: Any, state: Any, qkv: Any, out: Any, at: An
 delta_tile: Any = intrinsic(_emit_delta_tile)
 """delta_tile(state, (q, k, v), out, (first, count, column), factors).
 
-The formulas of models/delta_rule.py for `count` tokens, at least 1, from `first` on and COLUMNS
-of a head: state [key_dim, COLUMNS] is moved on by one token after another, and out [tokens,
-value_dim] gets what each token's query then finds. q, k and v [tokens, dim] are not scaled;
-factors [count, 4] are what the state keeps, the key's scale, beta and the query's scale. All are
-float32 with contiguous rows. A token's bits do not depend on how tokens are shared among calls.
+Applies the formulas of `delta_net.delta_rule` to COLUMNS columns of a head, for `count` tokens
+(at least 1) from row `first` on. The state [key_dim, COLUMNS] is updated by one token after
+another. Each token's row of out [tokens, value_dim] receives the updated state's result for the
+token's query.
+
+q, k and v [tokens, dim] are not scaled. factors [count, 4] are the decay of the state, the scale
+of the key, beta and the scale of the query. All arrays are float32 with contiguous rows. The
+result of a token does not depend on how the token's chunk is split into calls.
 """

@@ -1,7 +1,8 @@
-"""Owns numbers of four bits (E2M1) and scales of eight (E8M0), as MXFP4 has them, in vectors.
+"""Decodes MXFP4, numbers of 4 bits (E2M1) with scales of 8 bits (E8M0), in vectors.
 
-A code is a sign and one of 0, 1/2, 1, 3/2, 2, 3, 4, 6. Here it is twice that, a whole number, and
-half of its scale, which is a power of two: their product is the value, exactly.
+A code is a sign and one of 0, 1/2, 1, 3/2, 2, 3, 4, 6. The decoder returns twice the value of a
+code, which is an integer, and half the value of a scale. A scale is a power of two, so the product
+of code and scale is exact.
 """
 
 from typing import Any
@@ -13,13 +14,13 @@ from headrace_kernels.registers import features
 from headrace_kernels.tiles import FLOATS, INTS, LANES, PANEL, SHORTS, load
 
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""By code."""
+"""Twice the value of each code, indexed by the code."""
 _HAS_TABLES = "avx2" in features()
 _BYTES = ir.VectorType(ir.IntType(8), SHORTS)
 
 
 def doubled(builder: Any, codes: Any, has_tables: bool = _HAS_TABLES) -> Any:
-    """Twice the numbers of SHORTS codes from 0 to 15, in bytes, as int8."""
+    """Return twice the values of SHORTS codes as int8. `codes` are bytes from 0 to 15."""
     if not has_tables:
         return _counted(builder, codes)
     kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
@@ -29,7 +30,10 @@ def doubled(builder: Any, codes: Any, has_tables: bool = _HAS_TABLES) -> Any:
 
 
 def _counted(builder: Any, codes: Any) -> Any:
-    """The same of m = code & 7, by m + (m over 4) + 2 (m over 6), and the sign."""
+    """Compute the same as `doubled` without a table, from a code's sign and its lower three bits m.
+
+    The absolute value is m + max(m - 4, 0) + 2 * max(m - 6, 0).
+    """
     b = builder
     m = b.and_(codes, _BYTES([7] * SHORTS))
     over_4, over_6 = (_over(b, m, least) for least in (4, 6))
@@ -39,19 +43,23 @@ def _counted(builder: Any, codes: Any) -> Any:
 
 
 def _over(builder: Any, numbers: Any, least: int) -> Any:
-    """By how much they are larger; 0 if they are not."""
+    """Return max(numbers - least, 0)."""
     b, limit = builder, _BYTES([least] * SHORTS)
     return b.select(b.icmp_unsigned(">", numbers, limit), b.sub(numbers, limit), _BYTES([0] * 32))
 
 
 def half_powers(builder: Any, address: Any) -> list[Any]:
-    """Half of PANEL scales, bytes e for 2^(e - 127), as two vectors of floats."""
+    """Return half the values of PANEL scales, as two vectors of floats.
+
+    A scale is a byte e that stands for 2^(e - 127).
+    """
     b, kind = builder, ir.VectorType(ir.IntType(8), LANES)
     found = []
     for v in range(PANEL // LANES):
         e = b.zext(load(b, b.add(address, ir.IntType(64)(LANES * v)), kind, 1), INTS)
         normal = b.shl(b.sub(e, INTS([1] * LANES)), INTS([23] * LANES))
-        small = b.shl(INTS([1 << 21] * LANES), e)  # below the exponents that a float has
+        # The bits of a subnormal float, for exponents below the smallest normal exponent.
+        small = b.shl(INTS([1 << 21] * LANES), e)
         bits = b.select(b.icmp_unsigned("<", e, INTS([2] * LANES)), small, normal)
         found.append(b.bitcast(bits, FLOATS))
     return found

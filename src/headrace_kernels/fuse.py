@@ -1,6 +1,6 @@
-"""Owns the fusing of many kernels into one: threads start once and meet after each kernel.
+"""Fuses many kernels into one call. Threads start once and wait for each other between kernels.
 
-Calling them anew for every kernel takes longer than many a kernel of a decode step.
+In a decode step, starting the threads often takes longer than the kernel itself.
 """
 
 import ctypes
@@ -35,12 +35,15 @@ def _emit_run(typing_context: Any, address: Any, arguments: Any) -> Any:
 
 
 _run: Any = intrinsic(_emit_run)
-"""Calls the function at one address with the arguments at another; it may ignore them."""
+"""Calls the function at an address with a pointer to arguments, which the function may ignore."""
 
 
 @Kernel
 def _in_turn(a: Any) -> None:
-    """Every thread runs all kernels; a counter is set back when all threads are done with it."""
+    """Run all kernels on every thread, one kernel after another.
+
+    A kernel's counter is reset when all threads have finished the kernel.
+    """
     g = carray(a, 4)
     kernels = carray(i64_at(g[1]), (g[2], 2))
     for i in range(g[2]):
@@ -53,18 +56,22 @@ IN_TURN: Kernel = _in_turn
 
 
 def _fused(parts: Sequence[tuple[Kernel, Arguments]], barrier: int) -> Call:
-    """Return one call that runs these kernels in turn."""
+    """Return one call that runs these kernels one after another."""
     pairs = [(body.address, ctypes.addressof(arguments)) for body, arguments in parts]
     table = np.array(pairs, dtype=np.int64)
     for _, arguments in parts:
         arguments[0] = 0
     call: Any = partial(parallel, IN_TURN, arguments_of(table.ctypes.data, len(pairs), barrier))
-    call.kept = table, parts  # the kernel only has their addresses
+    # The kernel has only the addresses of these objects, so the call keeps the objects alive.
+    call.kept = table, parts
     return call
 
 
 def fuse(calls: Sequence[Call]) -> list[Call]:
-    """The same calls, kernels in a row as one; just the calls where threads cannot meet."""
+    """Return the calls, with each series of adjacent kernels fused into one call.
+
+    The calls are returned unchanged if there is only one thread, or no barrier for threads.
+    """
     barrier = launch.barrier_address()
     if barrier is None or torch.get_num_threads() == 1:
         return list(calls)

@@ -1,6 +1,7 @@
-"""Owns the products of rows with a panel of weights in groups, by explicit vectors as in tiles.py.
+"""Emits the products of rows with a panel of grouped weights, in explicit vectors as in tiles.py.
 
-Within a group all is whole numbers; a group's sums are scaled and added to the totals at its end.
+Inside a group all arithmetic is on integers. At the end of a group, its sums are scaled and added
+to float32 totals.
 """
 
 from typing import Any, NamedTuple
@@ -30,11 +31,15 @@ from headrace_kernels.tiles import (
 )
 
 WIDE = 16
-"""Bits of weights that are laid out: no tile has to widen them."""
+"""The number of bits of a weight after `group_layout`, which widens weights once for many tiles."""
 
 
-class Form(NamedTuple):
-    """How a group's weights lie: their bits, whether there are minima, and whether it is MXFP4."""
+class GroupFormat(NamedTuple):
+    """The format of a group's weights.
+
+    bits: size of a weight. has_minimum: whether each output has a minimum. is_float: whether the
+    weights are MXFP4.
+    """
 
     bits: int
     has_minimum: bool
@@ -42,7 +47,7 @@ class Form(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a group's scales, and its minima if there are any."""
+        """Return the bytes of a group's scales and minima, which precede the weights."""
         return PANEL if self.is_float else PANEL * 2 * (1 + self.has_minimum)
 
     @property
@@ -56,22 +61,31 @@ class Form(NamedTuple):
 
 
 _I64 = ir.IntType(64)
-_WORDS = ir.VectorType(ir.IntType(32), SHORTS // 4)  # of a line of 4 bits
+# A vector for a line of 4-bit weights.
+_WORDS = ir.VectorType(ir.IntType(32), SHORTS // 4)
 
 
-def group_tile(num_rows: int, num_vectors: int, form: Form) -> Any:
-    """tile(w, (x, by, out), (first, count, num_lines, share, part, base)): adds groups' products.
+def group_tile(num_rows: int, num_vectors: int, form: GroupFormat) -> Any:
+    """Return an intrinsic tile(w, (x, by, out), (first, count, num_lines, share, part, base)).
 
-    w [groups, bytes] is a panel of PANEL outputs, its groups as `kernels/groups.py` lays them out:
-    scales, minima if there are any, and `num_lines` lines of two inputs, in 4 or 8 bits. x [rows,
-    inputs or more] is int16; by [rows, 2 * groups] float32: for each group of a row the scale of
-    its inputs, and their sum. out[j, n] += the sum over groups [first, first + count) of by's scale
-    times w's times the exact sum of products, plus by's sum times w's minimum. With group i `share`
-    bytes, at most a group's, are fetched from base + i * share on. Nothing depends on
-    num_rows: no sum is reordered.
+    The intrinsic multiplies x with `count` groups of a panel, from group `first` on, and adds the
+    products to out:
 
-    A tile of one vector takes half of the panel and of out, that of number `part`; else `part` is
-    0. With WIDE bits w is as `group_layout` leaves it, and nothing is fetched.
+        out[j, n] += sum over these groups of
+            by's scale * w's scale * (exact sum of the products of x[j] and w)
+            + by's sum * w's minimum
+
+    The weights w [groups, bytes] are a panel of PANEL outputs as groups.py packs it. A group is
+    its scales, its minima if any, and `num_lines` lines of two inputs in 4 or 8 bits. The inputs
+    x [rows, inputs or more] are int16. For each group of a row, `by` [rows, 2 * groups] holds in
+    float32 the scale and the sum of the row's inputs.
+
+    While group i is multiplied, `share` bytes are prefetched from base + i * share on. `share` is
+    at most the size of a group. The order of additions is the same for every `num_rows`, so the
+    number of rows changes no bit.
+
+    A tile of one vector computes one half of the panel, number `part`; otherwise `part` is 0.
+    If the format has WIDE bits, `group_layout` has written w, and nothing is prefetched.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -90,7 +104,8 @@ def group_tile(num_rows: int, num_vectors: int, form: Form) -> Any:
         def add_group(at: Any, totals: list[Any]) -> list[Any]:
             group = builder.add(first, at)
             exact = panel.exact_sums(at, group, rows, sums.int_zeros)
-            return panel.scaled(group, exact, factors, totals)  # totals wait in memory meanwhile
+            # The totals stay in memory while a group is summed in registers.
+            return panel.scaled(group, exact, factors, totals)
 
         sums.store(loop(builder, count, sums.load(), add_group))
         return context.get_dummy_value()
@@ -101,11 +116,13 @@ def group_tile(num_rows: int, num_vectors: int, form: Form) -> Any:
     return intrinsic(typed)
 
 
-def group_layout(form: Form) -> Any:
-    """layout(w, room, (group, place, num_lines, share, base)): lays a group of w out for halves.
+def group_layout(form: GroupFormat) -> Any:
+    """Return an intrinsic layout(w, room, (group, place, num_lines, share, base)).
 
-    room[place] gets both halves, one after the other: the scales in float32, any minima, and the
-    lines in int16, each of these a cache line. Fetches `share` bytes from base on, as group_tile.
+    The intrinsic widens a group of w once, so that many tiles can use the result. room[place]
+    receives the first half of the outputs and then the second half. A half is its scales in
+    float32, its minima if any, and its lines in int16. The scales, the minima and each line take
+    one cache line each. As in `group_tile`, `share` bytes from `base` on are prefetched.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -135,30 +152,31 @@ def group_layout(form: Form) -> Any:
 
 
 class _Panel:
-    """Weights of group_tile: of each group its scales, its minima if any, and its lines."""
+    """The weights of a panel as `group_tile` reads them: scales, minima if any, and lines."""
 
-    _at_once = 1  # lines; every group has an even number of them
+    # How many lines one round of the loop adds. Every group has an even number of lines.
+    _at_once = 1
 
-    def __init__(self, builder: Any, w: Matrix, form: Form, num_lines: Any) -> None:
+    def __init__(self, builder: Any, w: Matrix, form: GroupFormat, num_lines: Any) -> None:
         self._builder, self._w, self._num_lines = builder, w, num_lines
         self._form, self._num_numbers = form, 1 + form.has_minimum
 
     def numbers(self, group: Any) -> list[list[Any]]:
-        """Vectors of the scales, and of the minima if there are any."""
+        """Return vectors of the scales and, if there are minima, vectors of the minima."""
         raise NotImplementedError
 
     def weights(self, group: Any, line: Any) -> list[Any]:
-        """A line as vectors of int16."""
+        """Return a line as vectors of int16."""
         raise NotImplementedError
 
     def fetch_at(self, at: Any, line: Any) -> None:
-        """Asks for a line's part of share number `at`."""
+        """Prefetch the part of share number `at` that belongs to `line`."""
 
     def fetch_heads(self, at: Any) -> None:
-        """Asks for what no line asks for."""
+        """Prefetch the rest of share number `at`, which no line prefetches."""
 
     def exact_sums(self, at: Any, group: Any, rows: list[Any], zeros: list[Any]) -> list[Any]:
-        """A group's sums of products with each row, whole numbers; fetches share number `at`."""
+        """Return the integer sums of a group's products with each row; prefetch share `at`."""
         b, num_lines = self._builder, self._num_lines
         first = b.mul(group, num_lines)
         self.fetch_heads(at)
@@ -179,7 +197,10 @@ class _Panel:
     def scaled(
         self, group: Any, sums: list[Any], factors: list[Any], totals: list[Any]
     ) -> list[Any]:
-        """Totals with a group's sums; factors: where those of each row lie, two for each group."""
+        """Return the totals plus a group's scaled sums.
+
+        factors: addresses of each row's factors, two for each group.
+        """
         b, following = self._builder, []
         scales, *minima = self.numbers(group)
         for m, row in enumerate(factors):
@@ -195,12 +216,15 @@ class _Panel:
 
 
 class _Packed(_Panel):
-    """As packed. `half`: the number of the half that is meant; None: both are."""
+    """Reads weights in the layout in which groups.py packs them.
+
+    half: which half of the outputs to read; None reads both halves.
+    """
 
     _at_once = 1 if HAS_512 else 2
 
     def __init__(
-        self, builder: Any, w: Matrix, form: Form, places: tuple[Any, ...], half: Any
+        self, builder: Any, w: Matrix, form: GroupFormat, places: tuple[Any, ...], half: Any
     ) -> None:
         num_lines, self._share, self._base = places
         super().__init__(builder, w, form, num_lines)
@@ -218,7 +242,10 @@ class _Packed(_Panel):
         return [halves(b, b.add(place, b.mul(half, _I64(PANEL))))[:1] for place in places]
 
     def weights(self, group: Any, line: Any) -> list[Any]:
-        """A byte of 4 bits holds one of each half, the first lower."""
+        """Return a line as vectors of int16.
+
+        A byte of 4-bit weights holds one weight of each half; the first half is in the lower bits.
+        """
         b, half = self._builder, self._half
         lines = b.add(self._w.at(group, _I64(0)), _I64(self._form.head_bytes))
         place = b.add(lines, b.mul(line, _I64(self._form.line_bytes)))
@@ -234,7 +261,8 @@ class _Packed(_Panel):
         if half is None:
             both = b.zext(load(b, place, stored, 1), wide)
             return [b.and_(both, wide([15] * SHORTS)), b.lshr(both, wide([4] * SHORTS))]
-        words = load(b, place, _WORDS, 1)  # there is no shift of bytes
+        # There are no instructions to shift bytes, so words are shifted and masked.
+        words = load(b, place, _WORDS, 1)
         by = b.trunc(b.mul(half, _I64(4)), _WORDS.element)
         shifted = b.lshr(words, spread_over(b, by, _WORDS.count))
         lower = b.and_(shifted, _WORDS([0x0F0F0F0F] * _WORDS.count))
@@ -256,9 +284,11 @@ class _Packed(_Panel):
 
 
 class _Half(_Panel):
-    """Half of the outputs, as laid out."""
+    """Half of the outputs, in the layout that `group_layout` writes."""
 
-    def __init__(self, builder: Any, w: Matrix, form: Form, num_lines: Any, part: Any) -> None:
+    def __init__(
+        self, builder: Any, w: Matrix, form: GroupFormat, num_lines: Any, part: Any
+    ) -> None:
         super().__init__(builder, w, form, num_lines)
         own = builder.mul(num_lines, _I64(CACHE_LINE))
         self._column = builder.mul(part, builder.add(own, _I64(self._num_numbers * CACHE_LINE)))
@@ -286,7 +316,7 @@ def _store(builder: Any, vector: Any, address: Any) -> None:
 
 
 def _apart(builder: Any, share: Any, num_lines: Any) -> Any:
-    """Bytes that a line asks for, at most 64: none of the cache's lines may be left out."""
+    """Return the distance of two lines' prefetches in bytes: at most 64, to skip no cache line."""
     bytes_each = builder.sdiv(builder.add(share, builder.sub(num_lines, _I64(1))), num_lines)
     is_more = builder.icmp_signed(">", bytes_each, _I64(CACHE_LINE))
     return builder.select(is_more, _I64(CACHE_LINE), bytes_each)

@@ -1,13 +1,13 @@
-"""Owns weights in groups of inputs, each with a scale and maybe a minimum for each output.
+"""Packs weights in groups of inputs and multiplies with them.
 
-A weight is scale * q + minimum; in MXFP4 it is a scale times a number of four bits (fp4.py).
-Panels have 32 outputs, as all packed weights have. A group is its scales, its minima, and then the
-q's as lines of two inputs: what a product needs of a group lies in one stretch, and a panel streams
-from memory in one go.
+Each output has a scale, and possibly a minimum, for each group. A weight is scale * q + minimum.
+An MXFP4 weight is a scale times a 4-bit float (fp4.py). Like all packed weights, a panel has 32
+outputs. A group is stored as its scales, its minima and then the q's in lines of two inputs. So
+all data of a group is contiguous, and a panel is read from memory in one sequential pass.
 
-Rows meet them as int16, scaled by the same groups, which is finer than bfloat16 for all that is
-within a hundredth of a group's largest. Sums within a group are exact, and groups are added in
-order, so a row's result is the same whatever rows are with it.
+Rows are converted to int16 with a scale for each of the same groups. For all numbers down to a
+hundredth of a group's largest number, int16 is more precise than bfloat16. The sums inside a
+group are exact and groups are added in order, so a row's result does not depend on other rows.
 """
 
 from typing import Any, NamedTuple
@@ -21,12 +21,19 @@ from torch import Tensor
 
 from headrace_kernels.amx_groups import multiply_groups
 from headrace_kernels.amx_int8 import split
-from headrace_kernels.group_tile import WIDE, Form, group_layout, group_tile
+from headrace_kernels.group_tile import WIDE, GroupFormat, group_layout, group_tile
 from headrace_kernels.instruction_sets import InstructionSet, instruction_sets_here
 from headrace_kernels.launch import Kernel
 from headrace_kernels.numeric import compiled_as, f32_at, i8_at, largest_size, u16_at
-from headrace_kernels.product import Way, product_by, read_product, scale_and_bias, to_int16
-from headrace_kernels.registers import HAS_512, MANY
+from headrace_kernels.product import (
+    ProductMethod,
+    few_or_many,
+    num_panels,
+    product_by,
+    product_kernel,
+    to_int16,
+)
+from headrace_kernels.registers import HAS_512, MAX_TILE_ROWS
 from headrace_kernels.tiles import (
     CACHE_LINE,
     PANEL,
@@ -39,25 +46,26 @@ from headrace_kernels.tiles import (
 
 
 class Scheme(NamedTuple):
-    """How groups hold values: 4 bits a value, from 0 on and with minima, or 8, signed.
+    """How grouped values are stored: unsigned 4 bits with minima, or signed 8 bits.
 
-    Or as MXFP4 does: codes of numbers of 4 bits, and scales in a byte.
+    8-bit values may have minima. If `is_float` is true, the values are MXFP4: codes of 4-bit
+    floats, and a scale of one byte.
     """
 
     bits: int
-    size: int  # of a group: neighbours in a row
+    size: int  # number of neighbouring inputs in a group
     has_minimum: bool
     is_float: bool = False
 
     @property
-    def form(self) -> Form:
-        return Form(self.bits, self.has_minimum, self.is_float)
+    def form(self) -> GroupFormat:
+        return GroupFormat(self.bits, self.has_minimum, self.is_float)
 
 
 class GroupedWeights(NamedTuple):
-    """A matrix: q int8 [outputs, inputs]; scale and minimum float16 [outputs, groups].
+    """A matrix in groups: q int8 [outputs, inputs]; scale and minimum float16 [outputs, groups].
 
-    In MXFP4 scales are uint8, and there are no minima.
+    In MXFP4, the scales are uint8 and there are no minima.
     """
 
     scheme: Scheme
@@ -67,20 +75,23 @@ class GroupedWeights(NamedTuple):
 
 
 INT4 = Scheme(4, 32, True)
-"""The scheme of groups that plain weights are rounded to."""
+"""The scheme to which `--quantize int4` rounds weights."""
 MXFP4 = Scheme(4, 32, has_minimum=False, is_float=True)
 
-_PANELS_AT_ONCE = 32  # while packing
-_ROWS_AT_ONCE = 256  # of float32, while quantizing
-_SMALLEST = 2**-24  # above 0 of float16
+_PANELS_AT_ONCE = 32  # number of panels packed at a time
+_ROWS_AT_ONCE = 256  # number of rows widened to float32 at a time
+_SMALLEST = 2**-24  # smallest positive float16
 _INT16_MAX = np.float32(32767)
-_GROUPS = 8  # that stay in the first cache while all rows pass
-_FEW_TO_LAY_OUT = 4  # rows; so few that each panel is widened on the way
-_FEW_ROWS = 16  # up to which groups are not worth laying out for AMX
+# How many groups are widened at a time. The widened groups stay in the L1 cache while all rows
+# are multiplied.
+_GROUPS = 8
+# Up to this number of rows, each tile widens the weights itself, because a separate pass would
+# cost more.
+_FEW_TO_LAY_OUT = 4
 
 
 def group_bytes(scheme: Scheme) -> int:
-    """Bytes of one group of a panel."""
+    """Return the bytes of one group of a panel."""
     return scheme.form.head_bytes + PANEL * scheme.size * scheme.bits // 8
 
 
@@ -89,7 +100,10 @@ def packed_bytes(scheme: Scheme, outputs: int, inputs: int) -> int:
 
 
 def pack_groups(groups: GroupedWeights) -> Tensor:
-    """Packs into bytes [panels, groups, bytes of a group]; missing outputs and inputs are 0."""
+    """Return the weights as bytes [panels, groups, bytes of a group].
+
+    Missing outputs and inputs are filled with zeros.
+    """
     scheme, (outputs, inputs) = groups.scheme, groups.q.shape
     num_panels, num_groups = -(-outputs // PANEL), -(-inputs // scheme.size)
     packed = torch.empty(num_panels, num_groups, group_bytes(scheme), dtype=torch.int8)
@@ -114,7 +128,10 @@ def pack_groups(groups: GroupedWeights) -> Tensor:
 
 
 def quantize_groups(weight: Tensor, scheme: Scheme = INT4) -> GroupedWeights:
-    """Rounds to the nearest step between each group's smallest and largest value and 0."""
+    """Quantize weights to equal steps between each group's minimum and maximum.
+
+    A weight is rounded to the nearest step. The minimum is at most 0 and the maximum at least 0.
+    """
     outputs, inputs = weight.shape
     num_groups = -(-inputs // scheme.size)
     q = torch.empty((outputs, inputs), dtype=torch.int8)
@@ -139,9 +156,11 @@ def _scale_and_sum(panel: Any, num_inputs: int) -> Any:
 
 @njit
 def _quantize(x: Any, wide: Any, scales: Any) -> None:
-    """Rows as int16; for each of their groups its scale, and the scaled sum of what it holds."""
+    """Convert rows to int16. Store the scale and the scaled sum of each group in `scales`."""
     num_groups = scales.shape[1] // 2
-    size = 32 if x.shape[1] > 16 * num_groups else 16  # one group of 32 may be half empty
+    # Groups have 32 or 16 inputs. A single group of 32 with at most 16 inputs is treated as a
+    # group of 16, which gives the same result.
+    size = 32 if x.shape[1] > 16 * num_groups else 16
     for m in range(x.shape[0]):
         for group in range(num_groups):
             span = slice(group * size, (group + 1) * size)
@@ -165,28 +184,28 @@ def _quantize_bytes(x: Any, wide: Any, scales: Any) -> None:
 def _product_amx(bits: int, has_minimum: bool) -> Any:
     name = f"amx_groups_{bits}{'_and_minimum' if has_minimum else ''}"
     multiply = multiply_groups(name, bits, has_minimum)
-    return product_by(Way(name, _quantize_bytes, multiply, np.int16, _scale_and_sum))
+    return product_by(ProductMethod(name, _quantize_bytes, multiply, np.int16, _scale_and_sum))
 
 
-def _way_of(form: Form) -> Way:
+def _method_of(form: GroupFormat) -> ProductMethod:
     made = _multiply if HAS_512 else _multiply_laid_out
-    return Way(form.name, _quantize, made(form.name, form), np.int16, _scale_and_sum)
+    return ProductMethod(form.name, _quantize, made(form.name, form), np.int16, _scale_and_sum)
 
 
-def _tiles(form: Form) -> Any:
+def _tiles(form: GroupFormat) -> Any:
     def tile_of(num_rows: int, num_vectors: int) -> Any:
         return group_tile(num_rows, num_vectors, form)
 
     return tile_of
 
 
-def _multiply(name: str, form: Form) -> Any:
+def _multiply(name: str, form: GroupFormat) -> Any:
     take = over_panel(name, _tiles(form))
     head, line_bytes = form.head_bytes, form.line_bytes
 
     @compiled_as(name)
     def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
-        """out += x times w [groups, bytes]; as product.multiply."""
+        """Add the product of x and w [groups, bytes] to `out`, as `product.multiply` does."""
         num_groups, num_lines = w.shape[0], (w.shape[1] - head) // line_bytes
         all_tiles = num_groups * num_tiles(num_rows)
         share = (after.size + all_tiles - 1) // all_tiles
@@ -196,16 +215,20 @@ def _multiply(name: str, form: Form) -> Any:
     return multiply
 
 
-def _multiply_laid_out(name: str, form: Form) -> Any:
+def _multiply_laid_out(name: str, form: GroupFormat) -> Any:
     has_minimum = form.has_minimum
-    packed, wide = _tiles(form), _tiles(Form(WIDE, has_minimum))
+    packed, wide = _tiles(form), _tiles(GroupFormat(WIDE, has_minimum))
     take_pair, take_few = over_pair(name, packed), over_halves(name, packed, _FEW_TO_LAY_OUT)
-    take_many, lay_out = over_halves(f"{name}_wide", wide, MANY), group_layout(form)
+    take_many, lay_out = over_halves(f"{name}_wide", wide, MAX_TILE_ROWS), group_layout(form)
     head, line_bytes = form.head_bytes, form.line_bytes
 
     @compiled_as(name)
     def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
-        """The same; more than a few rows all meet some groups, laid out once, before the next."""
+        """Add the product of x and w to `out`, as `product.multiply` does.
+
+        With more than a few rows, weights are widened only once. In this case, _GROUPS groups at a
+        time are widened into `room` and multiplied with all rows.
+        """
         num_groups, num_lines = w.shape[0], (w.shape[1] - head) // line_bytes
         size, base = 2 * num_lines, np.int64(after.ctypes.data)
         all_tiles = num_groups * (num_tiles(num_rows) if num_rows <= _FEW_TO_LAY_OUT else 1)
@@ -230,116 +253,55 @@ def _multiply_laid_out(name: str, form: Form) -> Any:
     return multiply
 
 
-BY_4, BY_8, BY_8_AND_MINIMUM = map(_way_of, (Form(4, True), Form(8, False), Form(8, True)))
-BY_MXFP4 = _way_of(MXFP4.form)
+BY_4, BY_8, BY_8_AND_MINIMUM = map(
+    _method_of, (GroupFormat(4, True), GroupFormat(8, False), GroupFormat(8, True))
+)
+BY_MXFP4 = _method_of(MXFP4.form)
+
+
+@njit
+def panels_in_groups(g: Any, address: int) -> Any:
+    return carray(i8_at(address), (num_panels(g), g.groups, g.group_bytes))
+
+
+def _kernel(name: str, products: Any, at: Any = u16_at) -> Kernel:
+    return product_kernel(name, at, panels_in_groups, products)
+
+
 _by_4, _by_8, _by_8_and_minimum = map(product_by, (BY_4, BY_8, BY_8_AND_MINIMUM))
-_by_mxfp4 = product_by(BY_MXFP4)
-_by_4_amx, _by_8_amx = _product_amx(4, True), _product_amx(8, False)
-_by_8_and_minimum_amx = _product_amx(8, True)
-
-
-@njit
-def _panels(g: Any) -> Any:
-    shape = ((g.outputs + PANEL - 1) // PANEL, g.groups, g.group_bytes)
-    return carray(i8_at(g.weight), shape)
-
-
-@njit
-def _of_bf16(g: Any) -> Any:
-    return carray(u16_at(g.x), (g.rows, g.inputs)), carray(u16_at(g.y), (g.rows, g.outputs))
-
-
-@Kernel
-def _bf16_by_4(a: Any) -> None:
-    g = read_product(a)
-    x, y = _of_bf16(g)
-    _by_4(a, _panels(g), x, (y, *scale_and_bias(g)))
-
-
-@Kernel
-def _bf16_by_8(a: Any) -> None:
-    g = read_product(a)
-    x, y = _of_bf16(g)
-    _by_8(a, _panels(g), x, (y, *scale_and_bias(g)))
-
-
-@Kernel
-def _bf16_by_8_and_minimum(a: Any) -> None:
-    g = read_product(a)
-    x, y = _of_bf16(g)
-    _by_8_and_minimum(a, _panels(g), x, (y, *scale_and_bias(g)))
-
-
-@Kernel
-def _bf16_by_mxfp4(a: Any) -> None:
-    g = read_product(a)
-    x, y = _of_bf16(g)
-    _by_mxfp4(a, _panels(g), x, (y, *scale_and_bias(g)))
-
-
-@Kernel
-def _float_by_4(a: Any) -> None:
-    g = read_product(a)
-    x, y = carray(f32_at(g.x), (g.rows, g.inputs)), carray(f32_at(g.y), (g.rows, g.outputs))
-    _by_4(a, _panels(g), x, (y, *scale_and_bias(g)))
-
-
-@Kernel
-def _bf16_by_4_or_amx(a: Any) -> None:
-    g = read_product(a)
-    x, y = _of_bf16(g)
-    target = (y, *scale_and_bias(g))
-    if g.rows > _FEW_ROWS:
-        _by_4_amx(a, _panels(g), x, target)
-    else:
-        _by_4(a, _panels(g), x, target)
-
-
-@Kernel
-def _bf16_by_8_or_amx(a: Any) -> None:
-    g = read_product(a)
-    x, y = _of_bf16(g)
-    target = (y, *scale_and_bias(g))
-    if g.rows > _FEW_ROWS:
-        _by_8_amx(a, _panels(g), x, target)
-    else:
-        _by_8(a, _panels(g), x, target)
-
-
-@Kernel
-def _bf16_by_8_and_minimum_or_amx(a: Any) -> None:
-    g = read_product(a)
-    x, y = _of_bf16(g)
-    target = (y, *scale_and_bias(g))
-    if g.rows > _FEW_ROWS:
-        _by_8_and_minimum_amx(a, _panels(g), x, target)
-    else:
-        _by_8_and_minimum(a, _panels(g), x, target)
-
-
-BF16_BY_4, FLOAT_BY_4, BF16_BY_8 = _bf16_by_4, _float_by_4, _bf16_by_8
-BF16_BY_8_AND_MINIMUM, BF16_BY_MXFP4 = _bf16_by_8_and_minimum, _bf16_by_mxfp4
-# rows of float32 meet none but weights that `--quantize int4` has rounded
+BF16_BY_4, FLOAT_BY_4 = _kernel("bf16_by_4", _by_4), _kernel("float_by_4", _by_4, f32_at)
+BF16_BY_8 = _kernel("bf16_by_8", _by_8)
+BF16_BY_8_AND_MINIMUM = _kernel("bf16_by_8_and_minimum", _by_8_and_minimum)
+BF16_BY_MXFP4 = _kernel("bf16_by_mxfp4", product_by(BY_MXFP4))
+# Only weights that `--quantize int4` has rounded are multiplied with float32 rows.
 _KERNELS = {
-    Form(4, True): {torch.bfloat16: _bf16_by_4, torch.float32: _float_by_4},
-    Form(8, False): {torch.bfloat16: _bf16_by_8},
-    Form(8, True): {torch.bfloat16: _bf16_by_8_and_minimum},
-    MXFP4.form: {torch.bfloat16: _bf16_by_mxfp4},
+    GroupFormat(4, True): {torch.bfloat16: BF16_BY_4, torch.float32: FLOAT_BY_4},
+    GroupFormat(8, False): {torch.bfloat16: BF16_BY_8},
+    GroupFormat(8, True): {torch.bfloat16: BF16_BY_8_AND_MINIMUM},
+    MXFP4.form: {torch.bfloat16: BF16_BY_MXFP4},
 }
 
 
-# none for MXFP4: its rows meet vectors
+def _kernel_amx(form: GroupFormat, few: Any) -> Kernel:
+    many = _product_amx(form.bits, form.has_minimum)
+    return _kernel(f"bf16_by_{form.name}_or_amx", few_or_many(f"{form.name}_or_amx", few, many))
+
+
+# MXFP4 has no kernel for AMX and uses the kernels with vectors.
 _KERNELS_AMX = {
-    Form(4, True): _bf16_by_4_or_amx,
-    Form(8, False): _bf16_by_8_or_amx,
-    Form(8, True): _bf16_by_8_and_minimum_or_amx,
+    GroupFormat(4, True): _kernel_amx(GroupFormat(4, True), _by_4),
+    GroupFormat(8, False): _kernel_amx(GroupFormat(8, False), _by_8),
+    GroupFormat(8, True): _kernel_amx(GroupFormat(8, True), _by_8_and_minimum),
 }
 
 
 def kernels_of(
     scheme: Scheme, num_inputs: int, instructions: InstructionSet | None = None
 ) -> dict[torch.dtype, Kernel]:
-    """Kernels by the type of the rows; default `instructions`: the processor's best."""
+    """Return the kernels by the dtype of the rows.
+
+    By default, the kernels are those for the processor's best instruction set.
+    """
     kernels, by_amx = _KERNELS[scheme.form], _KERNELS_AMX.get(scheme.form)
     is_amx = (instructions or instruction_sets_here()[0]) == "amx"
     if by_amx and is_amx and num_inputs % scheme.size == 0:

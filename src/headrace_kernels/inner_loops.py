@@ -1,8 +1,9 @@
-"""Owns a look at the inner loops of the machine code, and at how often each uses its stack.
+"""Prints the inner loops of the kernels' machine code, and how often each loop accesses the stack.
 
-python -m headrace_kernels.inner_loops [KERNEL ...]; with NUMBA_CPU_NAME and
-NUMBA_CPU_FEATURES, those of another processor. A loop with no
-such access has room in registers for all that it needs.
+python -m headrace_kernels.inner_loops [KERNEL ...]
+
+NUMBA_CPU_NAME and NUMBA_CPU_FEATURES select another processor. A loop without stack accesses keeps
+all its values in registers.
 """
 
 import re
@@ -15,17 +16,18 @@ from numba.core.ccallback import CFunc
 from headrace_kernels import compiler, delta_net, groups, lean, paged_attention, product
 
 KERNELS = {
-    "bfloat16": product._bf16_by_bf16,
-    "8 bits": product._bf16_by_int8,
-    "4 bits in groups": groups._bf16_by_4,
-    "8 bits in groups": groups._bf16_by_8,
+    "bfloat16": product.BF16_BY_BF16,
+    "8 bits": product.BF16_BY_INT8,
+    "4 bits in groups": groups.BF16_BY_4,
+    "8 bits in groups": groups.BF16_BY_8,
     "attention": paged_attention._attend_bf16,
     "delta rule": delta_net._delta,
 }
 _PRODUCT = re.compile(r"\bv(?:fn?madd|pmaddw|pdp|dpbf)\w*\s.*%[yz]mm|\bfmla\b")
 _LABEL, _JUMP = re.compile(r"(\.\w+):"), re.compile(r"\s+(?:j|b\.)\w+\s+(\.\w+)")
 _STACK = re.compile(r"\(%r[sb]p|\[sp")
-_LEAST = 4  # products of a loop that is worth a line
+# Loops with fewer products are not printed.
+_LEAST = 4
 
 
 def assembly_of(kernel: Any) -> list[str]:
@@ -37,7 +39,7 @@ def assembly_of(kernel: Any) -> list[str]:
 
 
 def inner_loops(lines: list[str]) -> Iterator[list[str]]:
-    """Each stretch from a label to a jump back to it, if it has no other in it."""
+    """Yield the lines from each label to a jump back to the label, if no other loop is inside."""
     labels: dict[str, int] = {}
     loops = []
     for at, line in enumerate(lines):

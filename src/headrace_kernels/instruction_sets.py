@@ -1,4 +1,7 @@
-"""The instruction sets that kernels are made of, and those this processor has; not yet tried."""
+"""Lists all instruction sets of the kernels, and the sets that this processor has.
+
+choose.py checks whether the kernels give correct results.
+"""
 
 from functools import cache
 from typing import Literal, get_args
@@ -8,7 +11,7 @@ from headrace_kernels.registers import WIDE, features
 
 InstructionSet = Literal["amx", "bf16dot", "avx512", "avx2", "neon", "plain"]
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
-"""Best first. plain: torch's own products and attention, no kernel of ours."""
+"""The sets, best first. plain: torch's own products and attention, without these kernels."""
 
 NAMES = {
     "amx": "AMX",
@@ -21,14 +24,15 @@ NAMES = {
 
 @cache
 def instruction_sets_here() -> tuple[InstructionSet, ...]:
-    """The best comes first, plain last."""
+    """Return the sets that this processor has, the best first and plain last."""
     has = features()
     has_512 = has >= WIDE
     can_run: dict[InstructionSet, bool] = {
         "amx": has_512 and has_amx(),
         "bf16dot": has_512 and "avx512bf16" in has,
         "avx512": has_512,
-        # the same kernels, in shorter registers
+        # avx2 uses the same kernels as avx512, but compiled for shorter registers. So only one of
+        # the two sets can be used.
         "avx2": not has_512 and {"avx2", "fma", "f16c"} <= has,
         "neon": "neon" in has,
         "plain": True,

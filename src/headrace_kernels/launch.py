@@ -1,8 +1,8 @@
-"""Owns how a compiled kernel runs on all cores: always torch's own threads, no second pool.
+"""Runs a compiled kernel on all cores, using torch's own threads instead of a second pool.
 
-A kernel is a C function `void body(int64_t *args)`, made by Numba's cfunc. Every participant
-calls it with the same arguments and takes pieces of work from the counter in `args[0]` until none
-is left, so a slow or busy core takes fewer pieces.
+A kernel is a C function `void body(int64_t *args)` made by Numba's cfunc. Every thread calls the
+function with the same arguments, and takes pieces of work from the counter in `args[0]` until none
+is left. A slow or busy core therefore takes fewer pieces.
 """
 
 import contextlib
@@ -19,12 +19,14 @@ from headrace_kernels.arguments import Arguments
 from headrace_kernels.cache import kernel_folder
 from headrace_kernels.capture import note
 from headrace_kernels.compiler import compile_missing, compiled
+from headrace_kernels.numeric import f32_at, u16_at
 
 
 class Kernel:
-    """A kernel that is compiled, or found in the cache, when it is first run.
+    """A kernel that is compiled, or loaded from the cache, when it first runs.
 
-    A model needs those of its own number formats only; loading it runs each of them once.
+    A model needs only the kernels for its number formats. Each of these kernels runs once while the
+    model is loading.
     """
 
     def __init__(self, function: Callable[[Any], None]) -> None:
@@ -36,12 +38,33 @@ class Kernel:
         return address
 
 
+def kernel_named(name: str, function: Callable[[Any], None]) -> Kernel:
+    """Make a kernel from one of several functions with the same source.
+
+    The cache identifies kernels by module and name, so each kernel needs a separate name.
+    """
+    function.__qualname__ = function.__name__ = name
+    return Kernel(function)
+
+
+def for_each_type(make: Callable[[Any], Callable[[Any], None]]) -> dict[torch.dtype, Kernel]:
+    """Make a kernel for bfloat16 and a kernel for float32.
+
+    `make` receives the intrinsic that turns an address into a pointer to numbers of this type.
+    """
+    by_bf16, by_float = make(u16_at), make(f32_at)
+    return {
+        torch.bfloat16: kernel_named(f"{by_bf16.__name__}_bf16", by_bf16),
+        torch.float32: kernel_named(f"{by_float.__name__}_float", by_float),
+    }
+
+
 _listed: ContextVar[dict[Kernel, None] | None] = ContextVar("listed", default=None)
 
 
 @contextlib.contextmanager
 def listed() -> Iterator[dict[Kernel, None]]:
-    """Kernels that would be run in this context are not run, but listed."""
+    """List the kernels that are launched in this context, without running the kernels."""
     kernels: dict[Kernel, None] = {}
     before = _listed.set(kernels)
     try:
@@ -58,12 +81,12 @@ def _is_listed(body: Kernel) -> bool:
 
 
 def compile_all(kernels: Iterable[Kernel]) -> None:
-    """Has those that are not compiled yet compiled, several at once."""
+    """Compile the kernels that are not compiled yet, several at the same time."""
     compile_missing([it._function for it in kernels if "address" not in vars(it)], kernel_folder())
 
 
 def parallel(body: Kernel, arguments: Arguments) -> None:
-    """Run `body` on all threads; returns when the work is done."""
+    """Run `body` on all threads; return when the work is done."""
     if _is_listed(body):
         return
     note(parallel, body, arguments)
@@ -78,7 +101,7 @@ def parallel(body: Kernel, arguments: Arguments) -> None:
 
 
 def serial(body: Kernel, arguments: Arguments) -> None:
-    """Run `body` on the calling thread: for work that is smaller than waking another."""
+    """Run `body` on the calling thread, for work that takes less time than waking a thread."""
     if _is_listed(body):
         return
     note(serial, body, arguments)
@@ -93,8 +116,9 @@ def _callable(address: int) -> Any:
 
 @cache
 def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP library that torch itself runs on; None where it is not GNU's."""
-    torch.ones(1 << 16).sum()  # some builds load the library at the first parallel loop
+    """Return the OpenMP library that torch uses, or None if this is not GNU's library."""
+    # Some builds of torch load the library only at the first parallel loop.
+    torch.ones(1 << 16).sum()
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split()[-1] for line in maps if "libgomp" in line}
@@ -115,7 +139,10 @@ def _openmp_fork() -> Any | None:
 
 
 def barrier_address() -> int | None:
-    """The C function, without arguments, by which the threads of a kernel wait for each other."""
+    """Return the address of a C function that makes the threads of a kernel wait for each other.
+
+    The function takes no arguments. Returns None without GNU's OpenMP.
+    """
     library = _openmp()
     if library is None or _openmp_fork() is None:
         return None
@@ -128,7 +155,10 @@ def _python_threads(num_threads: int) -> ThreadPoolExecutor:
 
 
 def _parallel_by_python(call: Any, arguments: Arguments, num_threads: int) -> None:
-    """Slower to start (ctypes releases the lock while it runs), same results."""
+    """Run a kernel on Python threads, which start more slowly than torch's. Results are the same.
+
+    The threads run in parallel because ctypes releases the GIL during a call.
+    """
     others = [_python_threads(num_threads).submit(call, arguments) for _ in range(num_threads - 1)]
     call(arguments)
     for other in others:

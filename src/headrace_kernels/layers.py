@@ -1,4 +1,4 @@
-"""Gives a loaded CPU model its fast layers; the model's own file stays as it is written."""
+"""Replaces layers of a loaded CPU model with fast versions. The model's code does not change."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -27,18 +27,19 @@ from headrace_kernels.pointwise import (
 )
 from headrace_kernels.routing import combine, route
 
-_TOKENS_AT_ONCE = 1024  # of experts
+# How many tokens a layer of experts computes at a time.
+_TOKENS_AT_ONCE = 1024
 
 
 class CpuRotary(nn.Module):
-    """Gives the rotation of a step's positions, a function of x [tokens, heads, dim]."""
+    """Rotary embedding: makes a function that rotates x [tokens, heads, dim] by given positions."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
         self.angles, self.amplitude = plain.angles, plain.amplitude
 
     def forward(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
-        angles = self.angles(positions)  # float32 [tokens, turned/2]
+        angles = self.angles(positions)  # float32 [tokens, rotated / 2]
         cos, sin = angles.cos().mul_(self.amplitude), angles.sin().mul_(self.amplitude)
         return partial(rotate, cos=cos, sin=sin)
 
@@ -79,7 +80,7 @@ class CpuSigmoidGate(nn.Module):
 
 
 class CpuConvolution(nn.Module):
-    """Weights [width, channels]: a vector holds those of neighbours."""
+    """A convolution with weights [width, channels], so a vector holds neighbouring channels."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
@@ -91,14 +92,19 @@ class CpuConvolution(nn.Module):
 
 
 class CpuDeltaGates(nn.Module):
-    """float32 [2, heads]: the rate at which a head forgets, less than 0, and what is added."""
+    """The gates of a delta net, computed with a float32 table [2, heads].
+
+    Row 0 is the decay rate of each head, a negative number. Row 1 is the shift that is added to
+    the head's input.
+    """
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
         self.A_log, self.dt_bias = plain.A_log, plain.dt_bias
         rates = -plain.A_log.float().exp()
         table = torch.stack((rates, plain.dt_bias.float())).contiguous()
-        self.table = nn.Buffer(table, persistent=False)  # what it is made of is kept, too
+        # The parameters from which the table is made are also kept.
+        self.table = nn.Buffer(table, persistent=False)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return delta_gates(a, b, self.table)
@@ -114,7 +120,7 @@ class CpuGatedMLP(nn.Module):
 
     @staticmethod
     def activate(x: Tensor) -> Tensor:
-        """Gate and up [..., 2 * size] as what goes into `down`."""
+        """Apply the activation to gate and up [..., 2 * size]; return the input of `down`."""
         return gated(x)
 
 
@@ -130,8 +136,8 @@ class CpuClampedMLP(CpuGatedMLP):
         return gated(x, CLAMPED)
 
 
-class Bare:
-    """Linear layers as they are, in place of a step."""
+class PlainStep:
+    """Used in place of a step for linear layers that are computed without adapters."""
 
     @staticmethod
     def linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -139,7 +145,7 @@ class Bare:
 
 
 class CpuRoutedMLP(nn.Module):
-    """Experts that are packed, as two products for all of them."""
+    """A layer of packed experts, computed as two products over all experts."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
@@ -151,17 +157,22 @@ class CpuRoutedMLP(nn.Module):
         self._down = ExpertProduct([expert.down.operand for expert in plain.experts])
 
     def forward(self, x: Tensor, step: Any) -> Tensor:
-        if len(x) > _TOKENS_AT_ONCE:  # what lies between the products is some times as large as x
+        # The values between the two products take several times as much memory as x. So a long x is
+        # computed in several parts.
+        if len(x) > _TOKENS_AT_ONCE:
             return torch.cat([self(part, step) for part in x.split(_TOKENS_AT_ONCE)])
         routing = route(self.router(x), self.num_chosen, self.sums_to_one)
         y = self._down(self._activate(self._gate_up(x.contiguous(), routing)), routing)
         if self.shared is None:
             return combine(y, routing, None, None)
-        return combine(y, routing, self.shared(x, Bare), self.shared_gate(x))
+        return combine(y, routing, self.shared(x, PlainStep), self.shared_gate(x))
 
 
 def _routed(plain: Any) -> Any:
-    """As it is where no kernel is for its experts: they are computed one after another."""
+    """Return the fast layer of experts, or the plain layer if no kernel supports the weight format.
+
+    The plain layer computes one expert after another.
+    """
     layers = [plain.experts[0].gate_up, plain.experts[0].down]
     if all(isinstance(it, PackedLinear | GroupedLinear) and can_route(it.operand) for it in layers):
         return CpuRoutedMLP(plain)
@@ -170,18 +181,18 @@ def _routed(plain: Any) -> Any:
 
 _FAST: Mapping[str, Callable[[Any], nn.Module]] = {
     "norm": CpuNorm,  # weight, eps
-    "shifted-norm": CpuShiftedNorm,  # the same; weights are kept less 1
-    "gated-norm": CpuGatedNorm,  # the same; of x and a gate
+    "shifted-norm": CpuShiftedNorm,  # weight, eps; weights are stored minus 1
+    "gated-norm": CpuGatedNorm,  # weight, eps; takes x and a gate
     "sigmoid-gate": CpuSigmoidGate,
     "rotary": CpuRotary,  # angles(positions), amplitude
     "gated-mlp": CpuGatedMLP,  # gate_up, down
-    "gelu-mlp": CpuGeluMLP,  # the same
-    "clamped-mlp": CpuClampedMLP,  # the same, with gpt-oss's constants
+    "gelu-mlp": CpuGeluMLP,  # gate_up, down
+    "clamped-mlp": CpuClampedMLP,  # gate_up, down; with the constants of gpt-oss
     "routed-mlp": _routed,  # router, experts, num_chosen, sums_to_one, shared, shared_gate
     "convolution": CpuConvolution,  # layer, weight
     "delta-gates": CpuDeltaGates,  # A_log, dt_bias
 }
-"""The kinds of layers that have a fast version, and the attributes that it takes over."""
+"""The fast version of each kind of layer. The comments name the attributes that are read."""
 
 
 _KERNELS: Mapping[str, Mapping[torch.dtype, Kernel]] = {
@@ -194,18 +205,28 @@ _KERNELS: Mapping[str, Mapping[torch.dtype, Kernel]] = {
     "clamped-mlp": GATE,
     "delta-gates": GATES,
 }
-"""The kernels of these layers alone, by the type of their inputs; steps run the others."""
+"""The kernels that layers launch themselves, by the dtype of the inputs.
+
+A step launches all other kernels.
+"""
 
 
 def kernels_of(kinds: Iterable[str], dtype: torch.dtype) -> list[Kernel]:
-    """Kernels that layers of these kinds will run, and those of a captured step between them."""
+    """Return the kernels that layers of these kinds launch.
+
+    If these layers launch kernels, also return the two kernels that only a captured step needs.
+    """
     tables = [_KERNELS[kind] for kind in sorted(kinds) if kind in _KERNELS]
     return [table[dtype] for table in (*tables, ADD)] + [IN_TURN] if tables else []
 
 
 def prepare(model: nn.Module, kinds: Mapping[type, str]) -> None:
-    """Swaps layers of these classes for their fast versions; linear ones are packed at loading."""
-    for parent in reversed(list(model.modules())):  # the parts of a layer before it
+    """Replace layers of these classes by fast versions.
+
+    Linear layers are not replaced here, because they are packed during loading.
+    """
+    # A layer's parts are replaced before the layer itself.
+    for parent in reversed(list(model.modules())):
         for name, child in list(parent.named_children()):
             if kind := kinds.get(type(child)):
                 setattr(parent, name, _FAST[kind](child))

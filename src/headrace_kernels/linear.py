@@ -1,4 +1,4 @@
-"""Owns how weights lie in memory: packed once for our own product; models keep plain nn.Linear."""
+"""Replaces a model's nn.Linear layers with layers whose weights are packed once for the kernels."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,23 +19,30 @@ from headrace_kernels.instruction_sets import InstructionSet
 from headrace_kernels.product import Operand, kernels_for, num_packed, pack, product
 
 PlainScheme = tuple[int, int, bool, bool]
-"""How values in groups are stored: their bits, the size of a group, whether it has minima, and
-whether they are MXFP4."""
+"""How grouped weights are stored: (bits, inputs in a group, has minima, is MXFP4)."""
 PlainGroups = tuple[PlainScheme, Tensor, Tensor, Tensor]
-"""A scheme; q int8 [outputs, inputs]; scale and minimum float16 [outputs, groups]. MXFP4: codes,
-and scales uint8."""
+"""A scheme; q int8 [outputs, inputs]; scale and minimum float16 [outputs, groups].
+
+For MXFP4, q holds codes and the scales are uint8.
+"""
 
 Quantize = Literal["none", "int8", "int4", "own"]
-"""How weights of linear layers are kept: as they are, in 8 bits with a scale per output, in 4 bits
-with scales and minima per group, or as the model's file has them."""
+"""How the weights of linear layers are stored.
 
-HEAD = "head"  # the path of the output layer in every native family
-_EXACT = ("router", "shared_gate")  # layers that are never quantized: tokens would go elsewhere
-_OUTPUTS_AT_ONCE = 256  # of float32 while quantizing: a whole matrix may be a tenth of the model
+none: unchanged. int8: 8 bits, a scale for each output. int4: 4 bits, a scale and a minimum for
+each group. own: as in the model's file.
+"""
+
+# The path of the output layer in every native model family.
+HEAD = "head"
+# Layers that are never quantized: a rounding error could send tokens to other experts.
+_EXACT = ("router", "shared_gate")
+# How many outputs are widened to float32 at a time. A whole matrix may be a tenth of the model.
+_OUTPUTS_AT_ONCE = 256
 
 
-Place = Callable[[Tensor], Tensor]
-"""Puts packed weights where they are to stay, and returns them there."""
+StoreWeights = Callable[[Tensor], Tensor]
+"""Stores packed weights in their final place, and returns the stored tensor."""
 
 
 def in_memory(packed: Tensor) -> Tensor:
@@ -43,7 +50,10 @@ def in_memory(packed: Tensor) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """Weights [outputs, inputs] packed: bfloat16, or int8 with one scale per output."""
+    """A linear layer with packed weights: bfloat16, or int8 with one scale for each output.
+
+    weight: [outputs, inputs]
+    """
 
     def __init__(
         self,
@@ -51,7 +61,7 @@ class PackedLinear(nn.Module):
         scale: Tensor | None,
         bias: Tensor | None,
         instructions: InstructionSet | None = None,
-        place: Place = in_memory,
+        place: StoreWeights = in_memory,
     ) -> None:
         super().__init__()
         size, num_inputs = weight.shape
@@ -68,7 +78,10 @@ class PackedLinear(nn.Module):
 
 
 def quantize_outputs(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 weight and float32 scale per output: weight = int8 * scale, to the nearest."""
+    """Round weights to int8. Return the rounded weights and a float32 scale for each output.
+
+    weight = int8 * scale
+    """
     stored = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(len(weight))
     for first in range(0, len(weight), _OUTPUTS_AT_ONCE):
@@ -80,14 +93,14 @@ def quantize_outputs(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GroupedLinear(nn.Module):
-    """Weights [outputs, inputs] in groups, as they are in a file or rounded to 4 bits."""
+    """A linear layer with weights in groups, as in the model's file or rounded to 4 bits."""
 
     def __init__(
         self,
         groups: GroupedWeights,
         bias: Tensor | None,
         instructions: InstructionSet | None = None,
-        place: Place = in_memory,
+        place: StoreWeights = in_memory,
     ) -> None:
         super().__init__()
         size, num_inputs = groups.q.shape
@@ -110,12 +123,14 @@ def pack_linear(
     groups: PlainGroups | None = None,
     quantize: Quantize = "none",
     instructions: InstructionSet | None = None,
-    place: Place = in_memory,
+    place: StoreWeights = in_memory,
 ) -> None:
-    """Give the module at `path` of a CPU model the fastest kernels here, if it is a linear layer.
+    """Replace the linear layer at `path` of a CPU model with its fastest version.
 
-    `groups`, if there are any, are its weights. Float32 weights stay as they are, unless quantized.
-    `place` says where packed weights stay: in a file that is mapped, say.
+    Any other layer stays unchanged.
+    groups: the layer's weights, if they are stored in groups.
+    place: stores packed weights, for example in a mapped file.
+    Float32 weights stay unchanged unless they are quantized.
     """
     linear = model.get_submodule(path)
     if isinstance(linear, nn.Linear):
@@ -126,7 +141,10 @@ def pack_linear(
 
 
 def _quantize_of(path: str, quantize: Quantize) -> Quantize:
-    """The quantization of one linear layer; in int4 models the head is int8, as it costs most."""
+    """Return the quantization of one linear layer.
+
+    In int4 models the head is int8, because quantizing the head to 4 bits costs the most accuracy.
+    """
     if path.rpartition(".")[2] in _EXACT:
         return "none"
     return "int8" if quantize == "int4" and path == HEAD else quantize
@@ -137,7 +155,7 @@ def _packed(
     groups: PlainGroups | None,
     quantize: Quantize,
     instructions: InstructionSet | None,
-    place: Place,
+    place: StoreWeights,
 ) -> nn.Module:
     how: Any = linear.bias, instructions, place
     if quantize == "int4":
@@ -154,9 +172,10 @@ def _packed(
 def packing_bytes(
     model: nn.Module, path: str, scheme: PlainScheme | None = None, quantize: Quantize = "none"
 ) -> tuple[int, int] | None:
-    """Bytes of a layer once `pack_linear` is done, and meanwhile; None if it leaves the layer.
+    """Return a layer's bytes after `pack_linear`, and the extra bytes during packing.
 
-    `scheme`, if there is one, is that of its groups.
+    scheme: the scheme of the layer's weights if they are in groups. Returns None if `pack_linear`
+    leaves the layer unchanged.
     """
     layer, quantize = model.get_submodule(path), _quantize_of(path, quantize)
     if not isinstance(layer, nn.Linear):
@@ -172,4 +191,5 @@ def packing_bytes(
     kind = torch.int8 if is_int8 else torch.bfloat16
     packed = num_packed(outputs, inputs) * kind.itemsize
     beside = outputs * inputs if is_int8 else 0
-    return packed + scale_and_bias, packed + beside  # it is padded in one copy, laid in another
+    # Packing pads the matrix in one copy and reorders it in another copy.
+    return packed + scale_and_bias, packed + beside

@@ -1,7 +1,8 @@
-"""Owns low-rank additions to linear layers: y += up (down x), each row by the factors of its slot.
+"""Adds low-rank products to linear layers: y += up (down x), with different factors for each slot.
 
-Rows of one slot are taken together, up to _RUN of them, so that its factors are read once for all.
-Every sum is over one row's own numbers, in an order that no other row changes.
+A slot holds the factors of one adapter, and a row may belong to a slot. Rows of one slot are
+processed in runs of up to _RUN rows, so that the factors are read once for all rows of a run. Each
+sum uses the numbers of only one row, in an order that does not depend on other rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,24 +15,17 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from headrace_kernels.arguments import arguments_of, reader
-from headrace_kernels.launch import Kernel, compile_all, parallel
-from headrace_kernels.numeric import (
-    FAST,
-    compiled_as,
-    f32_at,
-    i32_at,
-    i64_at,
-    narrow,
-    take_next,
-    u16_at,
-    widen,
-)
+from headrace_kernels.launch import compile_all, for_each_type, parallel
+from headrace_kernels.numeric import FAST, f32_at, i32_at, i64_at, narrow, take_next, widen
 from headrace_kernels.step import Int32s
 
-MOST_PARTS = 8  # of a layer's outputs that have factors of their own
-_RUN = 32  # rows
-_DOWN_PIECES, _UP_PIECES = 4, 8  # into which a run's work is cut
-_HEAD, _PART = 3, 5  # words of a slot before its parts, and of each of these
+# The maximum number of parts of a layer's outputs that have separate factors.
+MOST_PARTS = 8
+_RUN = 32  # maximum number of rows in a run
+# How many pieces of work each of the two products of a run has.
+_DOWN_PIECES, _UP_PIECES = 4, 8
+# A slot starts with _HEAD words, and each part of the slot has _PART words.
+_HEAD, _PART = 3, 5
 _SLOT = _HEAD + _PART * MOST_PARTS
 
 
@@ -40,13 +34,13 @@ class LowRankPart(NamedTuple):
 
     first: int
     down: Tensor  # [rank, inputs]
-    up: Tensor  # [outputs, rank], scaled
+    up: Tensor  # [outputs, rank], already scaled
 
 
 class LowRankLayer:
-    """The additions to one linear layer, by slot; an empty slot adds nothing.
+    """The low-rank factors of one linear layer, by slot; an empty slot adds nothing.
 
-    A slot may be set while other slots are computed with.
+    A slot may be changed while a kernel computes with other slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -54,8 +48,8 @@ class LowRankLayer:
         self._held: dict[int, list[Tensor]] = {}
 
     def put(self, slot: int, parts: Sequence[LowRankPart], dtype: torch.dtype) -> None:
-        """The parts follow each other; they are copied, in the form in which kernels read them."""
-        assert len(parts) <= MOST_PARTS, "a layer is stacked of few parts"
+        """Store the factors of a slot as copies in the layout that kernels read."""
+        assert len(parts) <= MOST_PARTS, "a layer has too many parts"
         down = torch.cat([part.down for part in parts]).to(dtype).contiguous()
         ups = [part.up.T.to(dtype).contiguous() for part in parts]  # [rank, outputs]
         words = [len(down), down.data_ptr(), len(parts)]
@@ -67,7 +61,7 @@ class LowRankLayer:
         self.table[slot, : len(words)] = words
 
     def parts(self, slot: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The first output of each part, and its factors: [rank, inputs] and [rank, outputs]."""
+        """Yield each part's first output and two factors, [rank, inputs] and [rank, outputs]."""
         down, *ups = self._held.get(slot, [torch.empty(0)])
         ranks = down.split([len(up) for up in ups]) if ups else ()
         for number, (own, up) in enumerate(zip(ranks, ups, strict=True)):
@@ -79,15 +73,19 @@ class LowRankLayer:
 
 
 class SlotRows:
-    """Which rows of a step belong to which slot; refilled in place for other steps."""
+    """The rows of a step grouped by slot. The arrays are refilled in place for each step."""
 
     def __init__(self, most: int) -> None:
-        """`most` rows."""
+        """Allocate the arrays for up to `most` rows."""
         self.order: Int32s = np.zeros(most, dtype=np.int32)
-        self.runs: Int32s = np.zeros(1 + 3 * most, dtype=np.int32)  # their number; slot, rows
+        # The number of runs; then for each run its slot and its range in `order`.
+        self.runs: Int32s = np.zeros(1 + 3 * most, dtype=np.int32)
 
     def fill(self, slots: Int32s) -> None:
-        """The slot of each row; -1: it has none."""
+        """Group the rows by slot.
+
+        slots: the slot of each row; -1 means that the row has no slot.
+        """
         runs: list[int] = []
         first = 0
         for slot in np.unique(slots[slots >= 0]).tolist():
@@ -140,16 +138,16 @@ def _add_to(y: Any, sums: Any) -> None:
 
 
 @njit
-def _books(g: Any) -> Any:
+def _tables_of(g: Any) -> Any:
     runs = carray(i32_at(g.runs), 1 + 3 * g.most)
     return carray(i64_at(g.table), (g.slots, _SLOT)), carray(i32_at(g.order), g.most), runs
 
 
-def _down_by(name: str, at: Any) -> Any:
-    @compiled_as(name)
-    def down(g: Any, a: Any) -> None:
-        """sums[row] = down x[row], a share of the ranks of a run at a time."""
-        table, order, runs = _books(g)
+def _down_kernel(at: Any) -> Any:
+    def down(a: Any) -> None:
+        """Compute sums[row] = down x[row]. A piece of work is a part of the ranks for one run."""
+        g = _read(a)
+        table, order, runs = _tables_of(g)
         x, sums = carray(at(g.x), (g.rows, g.inputs)), carray(f32_at(g.sums), (g.rows, g.width))
         while True:
             piece = take_next(a)
@@ -166,11 +164,11 @@ def _down_by(name: str, at: Any) -> Any:
     return down
 
 
-def _up_by(name: str, at: Any) -> Any:
-    @compiled_as(name)
-    def up(g: Any, a: Any) -> None:
-        """y[row] += up sums[row], a share of the outputs of a run at a time."""
-        table, order, runs = _books(g)
+def _up_kernel(at: Any) -> Any:
+    def up(a: Any) -> None:
+        """Compute y[row] += up sums[row]. A piece of work is a part of the outputs for one run."""
+        g = _read(a)
+        table, order, runs = _tables_of(g)
         y, sums = carray(at(g.y), (g.rows, g.outputs)), carray(f32_at(g.sums), (g.rows, g.width))
         size = (g.outputs + _UP_PIECES - 1) // _UP_PIECES
         wide = np.empty(size, np.float32)
@@ -197,43 +195,19 @@ def _up_by(name: str, at: Any) -> Any:
     return up
 
 
-_down_in_bf16, _down_in_float = _down_by("bf16", u16_at), _down_by("float", f32_at)
-_up_in_bf16, _up_in_float = _up_by("bf16", u16_at), _up_by("float", f32_at)
-
-
-@Kernel
-def _down_bf16(a: Any) -> None:
-    _down_in_bf16(_read(a), a)
-
-
-@Kernel
-def _down_float(a: Any) -> None:
-    _down_in_float(_read(a), a)
-
-
-@Kernel
-def _up_bf16(a: Any) -> None:
-    _up_in_bf16(_read(a), a)
-
-
-@Kernel
-def _up_float(a: Any) -> None:
-    _up_in_float(_read(a), a)
-
-
-_KERNELS = {
-    torch.bfloat16: (_down_bf16, _up_bf16),
-    torch.float32: (_down_float, _up_float),
-}
+_DOWN, _UP = for_each_type(_down_kernel), for_each_type(_up_kernel)
 
 
 def compile_low_rank(dtype: torch.dtype) -> None:
-    """Has their kernels compiled, which takes seconds the first time; any thread may call it."""
-    compile_all(_KERNELS[dtype])
+    """Compile the kernels of `add_low_rank`. The first compilation takes seconds.
+
+    Any thread may call this function.
+    """
+    compile_all((_DOWN[dtype], _UP[dtype]))
 
 
 def add_low_rank_by_torch(x: Tensor, y: Tensor, by: LowRankLayer, rows: SlotRows) -> None:
-    """The same by its formula, on any device."""
+    """Compute the same as `add_low_rank` with torch, on any device."""
     for slot, start, end in rows.runs[1 : 1 + 3 * rows.runs[0]].reshape(-1, 3).tolist():
         own = torch.from_numpy(rows.order[start:end]).to(x.device)
         for first, down, up in by.parts(slot):
@@ -242,9 +216,10 @@ def add_low_rank_by_torch(x: Tensor, y: Tensor, by: LowRankLayer, rows: SlotRows
 
 
 def add_low_rank(x: Tensor, y: Tensor, by: LowRankLayer, rows: SlotRows, width: int) -> None:
-    """Adds to y [rows, outputs], contiguous, what the rows' slots add for x [rows, inputs].
+    """Add the low-rank products of the rows of x [rows, inputs] to y [rows, outputs].
 
-    `width`: at least the ranks of all parts of any slot together.
+    `rows` has the slots of the rows, and `by` has the slots' factors. y is contiguous. width: at
+    least the total rank of all parts of any slot.
     """
     x = x.contiguous()
     sums = torch.empty((len(x), width), dtype=torch.float32)
@@ -262,5 +237,5 @@ def add_low_rank(x: Tensor, y: Tensor, by: LowRankLayer, rows: SlotRows, width: 
         most=len(rows.order),
         runs=rows.runs.ctypes.data,
     )
-    for kernel in _KERNELS[x.dtype]:
+    for kernel in (_DOWN[x.dtype], _UP[x.dtype]):
         parallel(kernel, arguments_of(*words))

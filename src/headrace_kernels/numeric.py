@@ -1,4 +1,4 @@
-"""Owns the few things that Numba lacks: addresses, a shared counter, bfloat16, a vectorized exp."""
+"""Provides what Numba lacks: typed pointers, an atomic counter, bfloat16 and a vectorized exp."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +9,18 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 FAST = {"nsz", "arcp", "contract", "afn", "reassoc"}
-"""Sums may be reordered and fused; infinities keep their meaning, softmax needs them."""
+"""Fast-math flags. Sums may be reordered and fused.
+
+Infinities keep their meaning, because softmax needs infinities.
+"""
 
 
 def compiled_as(name: str, **options: Any) -> Callable[[Any], Any]:
-    """Compiles a function that is made more than once, each time under a name of its own.
+    """Return a decorator that compiles a function under a separate name.
 
-    Kernels come out of Numba's cache with the functions that they call, and two functions of one
-    name from two processes would be taken for the same.
+    Use the decorator for functions that are made more than once. A cached kernel contains the
+    functions that it calls. If two processes compiled different functions under the same name,
+    Numba would mistake one function for the other.
     """
 
     def compile_named(function: Any) -> Any:
@@ -52,7 +56,7 @@ def _emit_take_next(typing_context: Any, counter: Any) -> Any:
 
 
 take_next: Any = intrinsic(_emit_take_next)
-"""The counter's value, one added to it, atomically."""
+"""take_next(counter): returns the counter's value and increments it atomically."""
 
 
 def _emit_as_float(typing_context: Any, bits: Any) -> Any:
@@ -78,7 +82,10 @@ def _emit_widen(typing_context: Any, stored: Any) -> Any:
 
 
 widen: Any = intrinsic(_emit_widen)
-"""A stored number as float32: bfloat16 bits (uint16), int8, or float32 itself."""
+"""widen(stored): returns a stored number as float32.
+
+The stored number is bfloat16 bits (uint16), int8 or already float32.
+"""
 
 
 def _emit_narrow(typing_context: Any, value: Any, like: Any) -> Any:
@@ -94,14 +101,18 @@ def _emit_narrow(typing_context: Any, value: Any, like: Any) -> Any:
 
 
 narrow: Any = intrinsic(_emit_narrow)
-"""A float32 as what `like` is stored as: nearest bfloat16, ties to even, or itself."""
+"""narrow(value, like): converts a float32 to the format of `like`.
+
+The format is float32 or bfloat16 bits, rounded to the nearest, ties to even.
+"""
 
 
 @njit(inline="always", fastmath=FAST)
 def fast_exp(x: Any) -> Any:
-    """e to the x for x <= 0 with a relative error under 2e-7; 0 below -87; has no branch.
+    """Return e^x for x <= 0 with a relative error below 2e-7, without a branch; 0 for x below -87.
 
-    2^(n+f) with |f| <= 1/2: n into the exponent's bits, 2^f by its Taylor series.
+    Let x = (n + f) * ln 2 with |f| <= 1/2. The bits of the exponent are set to n, and 2^f is
+    computed by its Taylor series.
     """
     scaled = np.float32(max(x, np.float32(-87.0))) * np.float32(1.4426950408889634)
     whole = np.floor(scaled + np.float32(0.5))
@@ -130,7 +141,10 @@ _as_bits: Any = intrinsic(_emit_as_bits)
 
 @njit
 def largest_size(values: Any) -> Any:
-    """The largest absolute value, found among integers, which vectorizes; 0 of none."""
+    """Return the largest absolute value, or 0 if there are no values.
+
+    The bits are compared as integers, because the compiler vectorizes only a loop over integers.
+    """
     top = np.int32(0)
     for j in range(values.size):
         top = max(top, _as_bits(abs(widen(values[j]))))

@@ -1,6 +1,12 @@
-"""Owns attention over block tables in one kernel, and the writing of new keys and values.
+"""Computes attention over block tables in one kernel, and writes new keys and values to the cache.
 
-One pass over the cache for up to 128 queries: softmax is kept as a running maximum and sum.
+A piece of work is one kv head for up to 128 queries. As in FlashAttention, a piece reads the
+cache once, in spans of 256 positions. For each span, the piece computes all scores. Then it
+updates three numbers of each query: the largest score, the sum of weights and the weighted sum of
+values. If a span raises the largest score, the two sums are first scaled down to the new largest
+score. At the end, each weighted sum is divided by the sum of weights.
+
+Spans begin at fixed multiples of 256 positions, however a prompt was cut into chunks.
 """
 
 from typing import Any, NamedTuple
@@ -49,7 +55,7 @@ from headrace_kernels.blocks_amx import (
     score_amx,
 )
 from headrace_kernels.instruction_sets import InstructionSet
-from headrace_kernels.launch import Kernel
+from headrace_kernels.launch import Kernel, kernel_named
 from headrace_kernels.numeric import (
     FAST,
     compiled_as,
@@ -62,32 +68,39 @@ from headrace_kernels.numeric import (
 from headrace_kernels.softmax import LOG2_E, LOWEST, highest, shrink_row, soften_row, weigh
 from headrace_kernels.tiles import LANES, empty_rows
 
-_SPAN = 256  # positions whose scores are weighed together
-_MOST = 128  # queries at once: with their scores they stay in the second cache
+_SPAN = 256  # number of positions in a span
+# The maximum number of queries in a piece of work. The queries and their scores fit into the L2
+# cache.
+_MAX_QUERIES = 128
 
 
 class _Queries(NamedTuple):
     """Rows of q that share one kv head of one sequence."""
 
-    token: int  # the first
+    token: int  # row of the first token
     num_tokens: int
-    column: int  # where the heads begin
+    column: int  # first column in q of the kv head's query heads
 
 
 class _Sight(NamedTuple):
-    """The positions that those queries see, and the scale of their scores."""
+    """The positions that some queries can see, and the scale of the scores."""
 
-    position: int  # of the first
-    group: int  # query heads per kv head
-    window: int  # how far back; 0: all
+    position: int  # position of the first query
+    group: int  # number of query heads for each kv head
+    window: int  # number of positions; 0 means no window
     dim: int
-    scale: Any  # of scores, for powers of two
-    cap: Any  # of scores before they are scaled; 0: none
+    # The factor of scores. The factor includes log2(e), so that weights are powers of 2.
+    scale: Any
+    cap: Any  # limit of scores before scaling; 0 means no limit
 
 
 @njit(inline="always")
 def _visible(g: int, span: Any, sight: Any) -> Any:
-    """The columns that row g sees, from and to, and the number of vectors."""
+    """Return the columns that row g sees as (first, end, vectors).
+
+    first: the first visible column. end: the column after the last visible column. vectors: the
+    number of vectors in the span.
+    """
     first, stop, base = span
     own = sight.position + g // sight.group
     low, high = max(first, first_visible(own, sight.window)), min(stop, own + 1)
@@ -95,22 +108,28 @@ def _visible(g: int, span: Any, sight: Any) -> Any:
 
 
 class _Working(NamedTuple):
-    """The arrays of a piece of work: some are filled anew for each span, some add up."""
+    """The arrays of a piece of work.
+
+    Each span overwrites scores, weights and tops. values and running accumulate over all spans.
+    """
 
     scores: Any  # float32 [rows, positions of a span and some more]
-    weights: Any  # of those positions: the same array, or bfloat16 bits
-    values: Any  # float32 [rows, dim and a vector more]: weighed, so far
-    running: Any  # float32 [queries, 2]: the largest scaled score so far, the sum of weights
-    tops: Any  # float32 [queries]: the largest scaled score with this span
-    room: Any  # int64 arrays, as `blocks.score` takes them
+    # [rows, positions of a span and some more]: the same array as scores, or bfloat16 bits.
+    weights: Any
+    values: Any  # float32 [rows, dim and a vector more], the weighted sums so far
+    running: Any  # float32 [queries, 2], the largest scaled score and the sum of weights so far
+    tops: Any  # float32 [queries], the largest scaled score including the current span
+    room: Any  # int64 arrays for `blocks.score`
 
 
 @njit(fastmath=FAST)
 def _weigh(sums: Any, span: Any, sight: Any) -> None:
-    """Weights of scores against the largest so far; weighed values and sums shrink along.
+    """Turn a span's scores into weights relative to the largest score so far, and sum the weights.
 
-    span: first position, stop, and where column 0 lies. Powers of two instead of e, by `scale`. All
-    largest scores come first: rows of which each waits for its own take twice as long.
+    span: first position, stop, and the position of column 0. If a span has a new largest score,
+    the earlier sums are scaled down. Weights are powers of two, because `scale` includes log2(e).
+    The largest scores of all rows are computed before any weight. Otherwise each row would wait for
+    its own largest score, and the loop would take twice as long.
     """
     scores, weights, values, running, tops, _ = sums
     scale = sight.scale
@@ -134,8 +153,11 @@ def _weigh(sums: Any, span: Any, sight: Any) -> None:
 
 
 @njit
-def _begun(num_rows: int, sinks: Any, group: int) -> Any:
-    """The largest scores and sums of queries that have seen nothing but their heads' sinks."""
+def _initial_sums(num_rows: int, sinks: Any, group: int) -> Any:
+    """Return the initial largest score and sum of weights of each query.
+
+    With sinks, these are the score of the head's sink and 1. Without sinks, they are LOWEST and 0.
+    """
     running = np.zeros((num_rows, 2), np.float32)
     running[:, 0] = LOWEST
     if sinks.size:
@@ -145,12 +167,12 @@ def _begun(num_rows: int, sinks: Any, group: int) -> Any:
 
 
 @njit(fastmath=FAST)
-def _put(sums: Any, where: Any, sight: Any, out: Any) -> None:
-    """Weighed values by the sums of their weights, to the queries' places in `out`."""
+def _write_output(sums: Any, where: Any, sight: Any, out: Any) -> None:
+    """Divide the weighted values by the sums of weights; write the results to the queries' rows."""
     group, dim, values, running = sight.group, sight.dim, sums.values, sums.running
     for g in range(running.shape[0]):
-        # without a score that is a number there is no sum, and the error of a division by
-        # it would keep the rows after it from being computed
+        # If no score is a number, the sum of weights is 0. A division by 0 would raise an error,
+        # and the following rows would not be computed.
         has_scores = running[g, 0] > np.float32(LOWEST / 2) * sight.scale
         inverse = np.float32(1) / running[g, 1] if has_scores else np.float32(np.nan)
         begin = where.column + g % group * dim
@@ -160,11 +182,15 @@ def _put(sums: Any, where: Any, sight: Any, out: Any) -> None:
 
 
 def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any) -> Any:
-    """score, mix: products with keys and with values; new_rows: queries as `score` takes them."""
+    """Make a function `attend` from the products and formats of an instruction set.
+
+    score, mix: products with keys and with values. new_rows: copies queries into the format that
+    `score` takes. new_weights: makes the array of weights for an array of scores.
+    """
 
     @compiled_as(name)
     def take(q: Any, past: Any, span: Any, sums: Any, sight: Any) -> None:
-        """Adds positions [span) of one kv head's past: all their scores first, then all values."""
+        """Add the positions of a span: compute all scores first, then add all values."""
         (first, stop), dim = span, q.shape[1]
         size = past.keys.shape[2] // dim
         blocks = range(first // size, (stop + size - 1) // size)
@@ -175,9 +201,10 @@ def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any)
 
     @compiled_as(name)
     def attend(q: Any, out: Any, where: Any, past: Any, sight: Any, sinks: Any) -> None:
-        """Some queries of q [tokens, numbers] over their sequence's blocks, to the same of `out`.
+        """Let some queries of q [tokens, numbers] attend to the blocks of their sequence.
 
-        `sinks` of the heads are scores without a value, or empty.
+        The results are written to the same rows and columns of `out`. sinks: the score of each
+        head's sink, or an empty array.
         """
         dim, num_rows = sight.dim, where.num_tokens * sight.group
         rows, size = new_rows(q, where, sight.group, dim), past.keys.shape[2] // dim
@@ -186,7 +213,7 @@ def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any)
         values = empty_rows(rows.shape[0], dim + LANES, np.float32)
         values[:] = 0
         room = np.empty(width + dim, np.int64), np.empty(width // LANES + dim + WIDEST, np.int64)
-        running, tops = _begun(num_rows, sinks, sight.group), np.empty(num_rows, np.float32)
+        running, tops = _initial_sums(num_rows, sinks, sight.group), np.empty(num_rows, np.float32)
         sums = _Working(scores, new_weights(scores, num_rows), values, running, tops, room)
         first = first_visible(sight.position, sight.window)
         stop = sight.position + where.num_tokens
@@ -194,17 +221,17 @@ def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any)
             end = min(stop, (first // _SPAN + 1) * _SPAN)
             take(rows, past, (first, end), sums, sight)
             first = end
-        _put(sums, where, sight, out)
+        _write_output(sums, where, sight, out)
 
     return attend
 
 
 @njit
 def _fill_rows(q: Any, where: Any, group: int, rows: Any) -> Any:
-    """One kv head's queries to rows [queries * group, dim], float32 or as they are.
+    """Copy the queries of one kv head to rows [queries * group, dim], as float32 or unchanged.
 
-    Followed by zeros to the end of the last tile: what lay there before might be tiny numbers, with
-    which processors are slow.
+    The remaining rows up to the end of the last tile are set to 0. Stale memory could hold
+    subnormal numbers, which slow processors down.
     """
     token, num_tokens, column = where
     num_rows, dim = num_tokens * group, rows.shape[1]
@@ -236,7 +263,7 @@ def _same(scores: Any, num_rows: int) -> Any:
 
 @njit
 def _rows_amx(q: Any, where: Any, group: int, dim: int) -> Any:
-    """The rows as they are, with AMX configured for them."""
+    """Copy the queries unchanged, and configure AMX for the number of copied rows."""
     num_rows = padded_amx(where.num_tokens * group)
     configure(np.zeros(64, np.uint8), min(num_rows, TILE), TILE)
     return _fill_rows(q, where, group, empty_rows(num_rows, dim, np.uint16))
@@ -256,10 +283,11 @@ _attend_amx = _attention("amx", score_amx, mix_amx, _rows_amx, _weights_bf16)
 
 @njit
 def _find(piece: int, at: Any, lengths: Any, places: Any) -> Any:
-    """The chunk that a piece of work belongs to: its number, first piece and number of tiles.
+    """Return the number, the first piece and the number of tiles of the chunk with piece `piece`.
 
-    `at` is the answer for an earlier piece. `places`: kv heads and tokens of a tile. A number that
-    no chunk has: there is no such piece.
+    at: the result for an earlier piece, where the search starts. places: the number of kv heads
+    and the number of tokens in a tile. If the piece does not exist, the returned number is the
+    number of chunks.
     """
     number, first, tiles = at
     kv_heads, at_once = places
@@ -275,7 +303,7 @@ def _find(piece: int, at: Any, lengths: Any, places: Any) -> Any:
 def _writer(name: str, write: Any) -> Any:
     @compiled_as(name)
     def write_all(g: Any, a: Any, new: Any, memory: Any) -> None:
-        """A piece of work is one kv head of one chunk: its positions, to their blocks."""
+        """Write the new keys and values to their blocks. A piece is one kv head of a chunk."""
         _, k, v, _ = new
         keys, values = memory
         starts, lengths, first_rows, table = chunks_of(g)
@@ -299,17 +327,30 @@ def _writer(name: str, write: Any) -> Any:
 _write_pairs, _write_numbers = _writer("pairs", write_pairs), _writer("numbers", write_numbers)
 
 
-def _attend_by(name: str, attend: Any) -> Any:
-    @compiled_as(name)
-    def attend_all(g: Any, a: Any, new: Any, memory: Any) -> None:
-        """A piece of work is one kv head of up to _MOST queries of one chunk."""
-        q, out = new[0], new[3]
+@njit
+def _nothing() -> None:
+    pass
+
+
+def _attend_kernel(
+    name: str, attend: Any, new_of: Any, memory_of: Any, end: Any = _nothing
+) -> Kernel:
+    """Make the kernel for `attend`.
+
+    new_of, memory_of: read the new rows and the cache from the kernel's arguments. end: called
+    when no piece of work is left.
+    """
+
+    def attend_all(a: Any) -> None:
+        """Take pieces until none is left: a kv head of up to _MAX_QUERIES queries of a chunk."""
+        g = carray(a, SIZE)
+        (q, _, _, out), memory = new_of(g), memory_of(g)
         starts, lengths, first_rows, table = chunks_of(g)
         dim, group = g[DIM], g[GROUP]
         sinks = carray(f32_at(g[SINKS]), g[NUM_SINKS])
         root = np.sqrt(np.float32(dim))
         scale, cap = np.float32(LOG2_E) / root, np.float32(g[CAP] * 1e-6) * root
-        at_once = max(1, _MOST // group)
+        at_once = max(1, _MAX_QUERIES // group)
         at, places = (-1, 0, 0), (g[KV_HEADS], at_once)
         while True:
             piece: int = take_next(a)
@@ -327,13 +368,15 @@ def _attend_by(name: str, attend: Any) -> Any:
                 _Sight(starts[chunk] + token, group, g[WINDOW], dim, scale, cap),
                 sinks[kv * group : (kv + 1) * group] if sinks.size else sinks,
             )
+        end()
 
-    return attend_all
+    return kernel_named(f"attend_{name}", attend_all)
 
 
-_attend_all = _attend_by("numbers", _attend)
-_attend_all_dot = _attend_by("dot", _attend_dot)
-_attend_all_amx = _attend_by("amx", _attend_amx)
+_attend_bf16 = _attend_kernel("bf16", _attend, new_bf16, memory_bf16)
+_attend_bf16_dot = _attend_kernel("bf16_dot", _attend_dot, new_bf16, memory_bf16)
+_attend_bf16_amx = _attend_kernel("bf16_amx", _attend_amx, new_bf16, memory_bf16, release)
+_attend_float = _attend_kernel("float", _attend, new_float, memory_float)
 
 
 @Kernel
@@ -351,46 +394,26 @@ def _write_float(a: Any) -> None:
     _write_numbers(g, a, new_float(g), memory_float(g))
 
 
-@Kernel
-def _attend_bf16(a: Any) -> None:
-    g = carray(a, SIZE)
-    _attend_all(g, a, new_bf16(g), memory_bf16(g))
-
-
-@Kernel
-def _attend_bf16_dot(a: Any) -> None:
-    g = carray(a, SIZE)
-    _attend_all_dot(g, a, new_bf16(g), memory_bf16(g))
-
-
-@Kernel
-def _attend_bf16_amx(a: Any) -> None:
-    g = carray(a, SIZE)
-    _attend_all_amx(g, a, new_bf16(g), memory_bf16(g))
-    release()
-
-
-@Kernel
-def _attend_float(a: Any) -> None:
-    g = carray(a, SIZE)
-    _attend_all(g, a, new_float(g), memory_float(g))
-
-
 def kernels_for(
     keys: Tensor, values: Tensor, instructions: InstructionSet
 ) -> tuple[Kernel, Kernel]:
-    """The kernels that write to and attend over a cache [blocks, kv_heads, block_size, dim]."""
+    """Return two kernels for a cache [blocks, kv_heads, block_size, dim].
+
+    The first kernel writes new keys and values, and the second kernel computes attention. Raises
+    ValueError if keys and values differ in shape.
+    """
     if keys.shape != values.shape:
         raise ValueError(
-            f"The kernels take keys and values of one size, not {keys.shape[3]} and "
-            f"{values.shape[3]} numbers; fill up the shorter with zeros."
+            f"A key has {keys.shape[3]} numbers and a value has {values.shape[3]}, but the kernels "
+            "need keys and values of the same size. Pad the shorter of the two with zeros."
         )
     if keys.dtype == torch.float32:
         return _write_float, _attend_float
     size, dim = keys.shape[2:]
     if instructions == "amx" and fits_amx(size, dim):
         return _write_bf16, _attend_bf16_amx
-    # not compiled: as code for Python it would be anew in every process
+    # `py_func` calls the function as Python code. Every process would have to compile the compiled
+    # version again.
     if instructions == "bf16dot" and fits_vectors.py_func(size, dim):
         return _write_bf16, _attend_bf16_dot
     return _write_bf16, _attend_bf16

@@ -1,7 +1,7 @@
-"""Owns the kernels between the matrix products: norm, rotation and gate.
+"""Runs the kernels between the matrix products: norms, rotary embedding, gates and sums.
 
-Each is one pass and one launch where torch takes five to ten; results are float32 inside and
-rounded once.
+Each kernel is one pass and one launch, where torch needs five to ten launches. Kernels compute in
+float32 and round once.
 """
 
 from typing import Any, NamedTuple
@@ -13,22 +13,19 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from headrace_kernels.arguments import arguments_of, reader
-from headrace_kernels.launch import Kernel, parallel, serial
-from headrace_kernels.numeric import (
-    FAST,
-    f32_at,
-    fast_exp,
-    narrow,
-    take_next,
-    u16_at,
-    widen,
-)
+from headrace_kernels.launch import Kernel, for_each_type, parallel, serial
+from headrace_kernels.numeric import FAST, f32_at, fast_exp, narrow, take_next, widen
 from headrace_kernels.silu import LIMIT, clamped_row, gelu_row, row_for, silu_row
 
 SILU, GELU, CLAMPED = range(3)
-"""Curves of a gate. CLAMPED is gpt-oss's, which also clamps what it gates, and adds 1."""
+"""Activations of a gate.
 
-_ALONE = 1 << 13  # values up to which waking another thread costs more than it saves
+CLAMPED is the activation of gpt-oss, which also clamps the values to gate, and adds 1 to the
+clamped values.
+"""
+
+# Up to this number of values, waking another thread takes more time than it saves.
+_ALONE = 1 << 13
 
 
 class _Norm(NamedTuple):
@@ -37,8 +34,9 @@ class _Norm(NamedTuple):
     dim: int
     stride: int
     head_stride: int
-    eps: int  # in 1e-12
-    shift: int  # what the weights are kept less
+    eps: int  # unit 1e-12
+    # Added to the weights, which are stored minus this shift.
+    shift: int
     x: int
     weight: int
     out: int
@@ -48,7 +46,7 @@ class _Rotate(NamedTuple):
     tokens: int
     heads: int
     dim: int
-    half: int  # of the numbers that are turned
+    half: int  # half the count of the rotated numbers
     stride: int
     cos: int
     sin: int
@@ -58,9 +56,9 @@ class _Rotate(NamedTuple):
 
 class _Gate(NamedTuple):
     tokens: int
-    heads: int  # or experts
+    heads: int  # number of heads or experts of a token
     size: int
-    curve: int  # of those below
+    curve: int  # SILU, GELU or CLAMPED
     x: int
     out: int
 
@@ -99,35 +97,24 @@ def _norm_row(x: Any, weight: Any, shift: Any, eps: Any, out: Any) -> None:
         out[i] = narrow(widen(x[i]) * scale * (shift + widen(weight[i])), out[0])
 
 
-@njit
-def _norm(g: Any, a: Any, x: Any, weight: Any, out: Any) -> None:
-    """x: [tokens, row stride], out: [tokens, heads * dim]; each head is normed by itself."""
-    tokens, heads, dim, apart = g.tokens, g.heads, g.dim, g.head_stride
-    eps, shift = np.float32(np.float64(g.eps) * 1e-12), np.float32(g.shift)
-    while True:
-        token = take_next(a)
-        if token >= tokens:
-            break
-        for h in range(heads):
-            begin, into = h * apart, h * dim
-            row = x[token, begin : begin + dim]
-            _norm_row(row, weight, shift, eps, out[token, into : into + dim])
+def _norm_kernel(at: Any) -> Any:
+    def norm(a: Any) -> None:
+        """Normalize each head separately. x: [tokens, row stride], out: [tokens, heads * dim]."""
+        g = _read_norm(a)
+        tokens, heads, dim, apart = g.tokens, g.heads, g.dim, g.head_stride
+        x, out = carray(at(g.x), (tokens, g.stride)), carray(at(g.out), (tokens, heads * dim))
+        weight = carray(at(g.weight), dim)
+        eps, shift = np.float32(np.float64(g.eps) * 1e-12), np.float32(g.shift)
+        while True:
+            token = take_next(a)
+            if token >= tokens:
+                break
+            for h in range(heads):
+                begin, into = h * apart, h * dim
+                row = x[token, begin : begin + dim]
+                _norm_row(row, weight, shift, eps, out[token, into : into + dim])
 
-
-@Kernel
-def _norm_bf16(a: Any) -> None:
-    g = _read_norm(a)
-    x = carray(u16_at(g.x), (g.tokens, g.stride))
-    out = carray(u16_at(g.out), (g.tokens, g.heads * g.dim))
-    _norm(g, a, x, carray(u16_at(g.weight), g.dim), out)
-
-
-@Kernel
-def _norm_float(a: Any) -> None:
-    g = _read_norm(a)
-    x = carray(f32_at(g.x), (g.tokens, g.stride))
-    out = carray(f32_at(g.out), (g.tokens, g.heads * g.dim))
-    _norm(g, a, x, carray(f32_at(g.weight), g.dim), out)
+    return norm
 
 
 @njit(fastmath=FAST)
@@ -141,33 +128,21 @@ def _rotate_head(x: Any, cos: Any, sin: Any, out: Any) -> None:
         out[i] = x[i]
 
 
-@njit
-def _rotate(g: Any, a: Any, x: Any, out: Any) -> None:
-    tokens, heads, dim = g.tokens, g.heads, g.dim
-    cos, sin = carray(f32_at(g.cos), (tokens, g.half)), carray(f32_at(g.sin), (tokens, g.half))
-    while True:
-        token = take_next(a)
-        if token >= tokens:
-            break
-        for h in range(heads):
-            span = slice(h * dim, (h + 1) * dim)
-            _rotate_head(x[token, span], cos[token], sin[token], out[token, span])
+def _rotate_kernel(at: Any) -> Any:
+    def rotate(a: Any) -> None:
+        g = _read_rotate(a)
+        tokens, heads, dim = g.tokens, g.heads, g.dim
+        x, out = carray(at(g.x), (tokens, g.stride)), carray(at(g.out), (tokens, heads * dim))
+        cos, sin = carray(f32_at(g.cos), (tokens, g.half)), carray(f32_at(g.sin), (tokens, g.half))
+        while True:
+            token = take_next(a)
+            if token >= tokens:
+                break
+            for h in range(heads):
+                span = slice(h * dim, (h + 1) * dim)
+                _rotate_head(x[token, span], cos[token], sin[token], out[token, span])
 
-
-@Kernel
-def _rotate_bf16(a: Any) -> None:
-    g = _read_rotate(a)
-    x = carray(u16_at(g.x), (g.tokens, g.stride))
-    out = carray(u16_at(g.out), (g.tokens, g.heads * g.dim))
-    _rotate(g, a, x, out)
-
-
-@Kernel
-def _rotate_float(a: Any) -> None:
-    g = _read_rotate(a)
-    x = carray(f32_at(g.x), (g.tokens, g.stride))
-    out = carray(f32_at(g.out), (g.tokens, g.heads * g.dim))
-    _rotate(g, a, x, out)
+    return rotate
 
 
 @njit(fastmath=FAST)
@@ -188,37 +163,29 @@ def _gate_row(gate: Any, up: Any, curve: Any, wide: Any, out: Any) -> None:
         out[i] = narrow(wide[i] * widen(up[i]), out[0])
 
 
-@njit
-def _gate(g: Any, a: Any, x: Any, out: Any) -> None:
-    rows, size = g.tokens * g.heads, g.size
-    wide = row_for(size)
-    while True:
-        row = take_next(a)
-        if row >= rows:
-            break
-        _gate_row(x[row, :size], x[row, size:], g.curve, wide, out[row])
+def _gate_kernel(at: Any) -> Any:
+    def gate(a: Any) -> None:
+        g = _read_gate(a)
+        rows, size = g.tokens * g.heads, g.size
+        x, out = carray(at(g.x), (rows, 2 * size)), carray(at(g.out), (rows, size))
+        wide = row_for(size)
+        while True:
+            row = take_next(a)
+            if row >= rows:
+                break
+            _gate_row(x[row, :size], x[row, size:], g.curve, wide, out[row])
 
-
-@Kernel
-def _gate_bf16(a: Any) -> None:
-    g = _read_gate(a)
-    x = carray(u16_at(g.x), (g.tokens * g.heads, 2 * g.size))
-    _gate(g, a, x, carray(u16_at(g.out), (g.tokens * g.heads, g.size)))
-
-
-@Kernel
-def _gate_float(a: Any) -> None:
-    g = _read_gate(a)
-    x = carray(f32_at(g.x), (g.tokens * g.heads, 2 * g.size))
-    _gate(g, a, x, carray(f32_at(g.out), (g.tokens * g.heads, g.size)))
+    return gate
 
 
 @njit(fastmath=FAST, error_model="numpy")
 def _gate_head(x: Any, gate: Any, wide: Any, out: Any) -> None:
-    """x * sigmoid(gate); the exponential is taken of the negative side, where it cannot overflow.
+    """Write x * sigmoid(gate) to `out`.
 
-    Three loops over float32 `wide`: the compiler finds vectors in each, in none that does it all,
-    nor where a division is watched for zeros as in Python.
+    The exponential is computed for -|gate|, which cannot overflow. The compiler vectorizes three
+    separate loops over the float32 buffer `wide`, but not a single loop with all the work. The
+    compiler also does not vectorize a division with Python's check for zero; error_model="numpy"
+    turns the check off.
     """
     for i in range(x.size):
         wide[i] = fast_exp(-abs(widen(gate[i])))
@@ -230,71 +197,57 @@ def _gate_head(x: Any, gate: Any, wide: Any, out: Any) -> None:
         out[i] = narrow(wide[i], out[0])
 
 
-@njit
-def _gate_by(g: Any, a: Any, x: Any, gate: Any, out: Any) -> None:
-    """x and out: [tokens, heads * dim], gate: [tokens, row stride]."""
-    dim, wide = g.dim, np.empty(g.dim, np.float32)
-    while True:
-        token = take_next(a)
-        if token >= g.tokens:
-            break
-        for h in range(g.heads):
-            span, begin = slice(h * dim, (h + 1) * dim), h * g.head_stride
-            _gate_head(x[token, span], gate[token, begin : begin + dim], wide, out[token, span])
+def _gate_by_kernel(at: Any) -> Any:
+    def gate_by(a: Any) -> None:
+        """Multiply x with the sigmoid of its gate.
 
+        x, out: [tokens, heads * dim]; gate: [tokens, row stride].
+        """
+        g = _read_gate_by(a)
+        dim, shape = g.dim, (g.tokens, g.heads * g.dim)
+        x, out = carray(at(g.x), shape), carray(at(g.out), shape)
+        gate, wide = carray(at(g.gate), (g.tokens, g.stride)), np.empty(dim, np.float32)
+        while True:
+            token = take_next(a)
+            if token >= g.tokens:
+                break
+            for h in range(g.heads):
+                span, begin = slice(h * dim, (h + 1) * dim), h * g.head_stride
+                _gate_head(x[token, span], gate[token, begin : begin + dim], wide, out[token, span])
 
-@Kernel
-def _gate_by_bf16(a: Any) -> None:
-    g = _read_gate_by(a)
-    shape = (g.tokens, g.heads * g.dim)
-    gate = carray(u16_at(g.gate), (g.tokens, g.stride))
-    _gate_by(g, a, carray(u16_at(g.x), shape), gate, carray(u16_at(g.out), shape))
-
-
-@Kernel
-def _gate_by_float(a: Any) -> None:
-    g = _read_gate_by(a)
-    shape = (g.tokens, g.heads * g.dim)
-    gate = carray(f32_at(g.gate), (g.tokens, g.stride))
-    _gate_by(g, a, carray(f32_at(g.x), shape), gate, carray(f32_at(g.out), shape))
+    return gate_by
 
 
 @njit(fastmath=FAST)
-def _add(g: Any, a: Any, x: Any, y: Any, out: Any) -> None:
-    while True:
-        row = take_next(a)
-        if row >= g.rows:
-            break
-        left, right, into = x[row], y[row], out[row]
-        for i in range(g.size):
-            into[i] = narrow(widen(left[i]) + widen(right[i]), into[0])
+def _add_row(x: Any, y: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = narrow(widen(x[i]) + widen(y[i]), out[0])
 
 
-@Kernel
-def _add_bf16(a: Any) -> None:
-    g = _read_add(a)
-    shape = (g.rows, g.size)
-    x, y = carray(u16_at(g.x), shape), carray(u16_at(g.y), shape)
-    _add(g, a, x, y, carray(u16_at(g.out), shape))
+def _add_kernel(at: Any) -> Any:
+    def add(a: Any) -> None:
+        g = _read_add(a)
+        shape = (g.rows, g.size)
+        x, y, out = carray(at(g.x), shape), carray(at(g.y), shape), carray(at(g.out), shape)
+        while True:
+            row = take_next(a)
+            if row >= g.rows:
+                break
+            _add_row(x[row], y[row], out[row])
+
+    return add
 
 
-@Kernel
-def _add_float(a: Any) -> None:
-    g = _read_add(a)
-    shape = (g.rows, g.size)
-    x, y = carray(f32_at(g.x), shape), carray(f32_at(g.y), shape)
-    _add(g, a, x, y, carray(f32_at(g.out), shape))
-
-
-NORM = {torch.bfloat16: _norm_bf16, torch.float32: _norm_float}
-ROTATE = {torch.bfloat16: _rotate_bf16, torch.float32: _rotate_float}
-GATE = {torch.bfloat16: _gate_bf16, torch.float32: _gate_float}
-GATE_BY = {torch.bfloat16: _gate_by_bf16, torch.float32: _gate_by_float}
-ADD = {torch.bfloat16: _add_bf16, torch.float32: _add_float}
+NORM, ROTATE = for_each_type(_norm_kernel), for_each_type(_rotate_kernel)
+GATE, GATE_BY = for_each_type(_gate_kernel), for_each_type(_gate_by_kernel)
+ADD = for_each_type(_add_kernel)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, shift: int = 0) -> Tensor:
-    """x over the root of its mean square, times shift + weight, along the last dimension."""
+    """Return x divided by its root mean square and multiplied with shift + weight.
+
+    The mean is taken over the last dimension.
+    """
     heads = x.view(-1, 1, x.shape[-1]) if x.ndim == 2 else x
     heads = heads if heads.stride(2) == 1 else heads.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -306,7 +259,10 @@ def norm(x: Tensor, weight: Tensor, eps: float, shift: int = 0) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns pairs (j, j + half) of x [tokens, heads, dim]; cos, sin: float32 [tokens, half]."""
+    """Rotate the pairs (j, j + half) of x [tokens, heads, dim].
+
+    cos, sin: float32 [tokens, half].
+    """
     heads = _by_heads(x)
     out = torch.empty(x.shape, dtype=x.dtype)
     pointers = cos.data_ptr(), sin.data_ptr(), heads.data_ptr(), out.data_ptr()
@@ -317,7 +273,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, curve: int = SILU) -> Tensor:
-    """The curve of the left half * the right half of x [tokens, ..., 2 * size], contiguous."""
+    """Return the activated left half times the right half of x [tokens, ..., 2 * size].
+
+    The result is contiguous.
+    """
     out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype)
     heads = x.shape[1] if x.ndim == 3 else 1
     pointers = x.data_ptr(), out.data_ptr()
@@ -327,7 +286,10 @@ def gated(x: Tensor, curve: int = SILU) -> Tensor:
 
 
 def gated_by(x: Tensor, gate: Tensor) -> Tensor:
-    """x [tokens, heads, dim], contiguous, times the sigmoid of a gate whose numbers lie in rows."""
+    """Return x [tokens, heads, dim] times the sigmoid of `gate`.
+
+    x is contiguous. In `gate`, only the numbers of each head must be contiguous.
+    """
     out = torch.empty(x.shape, dtype=x.dtype)
     pointers = x.data_ptr(), gate.data_ptr(), out.data_ptr()
     _launch(GATE_BY[x.dtype], out, _GateBy._make((*x.shape, *gate.stride()[:2], *pointers)))
@@ -335,7 +297,7 @@ def gated_by(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def add(x: Tensor, y: Tensor, out: Tensor) -> None:
-    """out = x + y; all [tokens, ...], contiguous, bfloat16 or float32."""
+    """Write x + y to `out`. All three are [tokens, ...], contiguous, bfloat16 or float32."""
     pointers = x.data_ptr(), y.data_ptr(), out.data_ptr()
     _launch(ADD[x.dtype], out, _Add(len(out), out.numel() // len(out), *pointers))
 
@@ -345,6 +307,6 @@ def _launch(body: Kernel, out: Tensor, words: NamedTuple) -> None:
 
 
 def _by_heads(x: Tensor) -> Tensor:
-    """x as [tokens, heads, dim] whose heads lie in a row; copied only if they do not."""
+    """Return x as [tokens, heads, dim]; copy only if the heads of a token are not contiguous."""
     heads = x.view(-1, 1, x.shape[-1]) if x.ndim == 2 else x
     return heads if heads.stride()[1:] == (heads.shape[2], 1) else heads.contiguous()

@@ -1,10 +1,10 @@
-"""Owns every use of torch's private names; nothing else may have one."""
+"""Contains all uses of torch's private names. No other module may use a private name."""
 
 import torch
 
 
 def allow_amx() -> bool:
-    """Asks the system to let this process use AMX; False if there is none."""
+    """Ask the system to let this process use AMX; return whether the system allows it."""
     try:
         return bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
     except AttributeError:

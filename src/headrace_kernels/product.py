@@ -1,12 +1,13 @@
-"""Owns the product of rows with a packed matrix, for one row as for thousands.
+"""Multiplies rows with a packed matrix, for one row as well as for thousands of rows.
 
-Weights are packed once, in panels of 32 outputs: what belongs to one input lies side by side, so a
-panel streams from memory in one go, and a vector holds 16 outputs. Each vector of weights widens in
-registers and meets one number each of up to 12 rows, spread over a vector. AMX takes bfloat16 as
-it lies. The sums of a row are the same whatever rows are with it.
+Weights are packed once, in panels of 32 outputs. The weights of one input are side by side, so a
+panel is read from memory in one sequential pass, and a vector holds 16 outputs. Each vector of
+weights is widened in registers and multiplied with one number of each of up to 12 rows. AMX takes
+bfloat16 panels unchanged. The sums of a row do not depend on the other rows.
 
-int8 weights meet integers too: groups of 128 inputs are scaled to int16, which is finer than
-bfloat16 for all that is within a hundredth of the group's largest, and summed exactly.
+int8 weights are multiplied with integers: the inputs of a row are scaled to int16 in groups of
+128, and each group is summed exactly. For all numbers down to a hundredth of a group's largest
+number, int16 is more precise than bfloat16.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from headrace_kernels.amx import (
 from headrace_kernels.amx_int8 import GROUP, multiply_bytes, split
 from headrace_kernels.arguments import arguments_of, reader
 from headrace_kernels.instruction_sets import InstructionSet, instruction_sets_here
-from headrace_kernels.launch import Kernel, parallel
+from headrace_kernels.launch import Kernel, kernel_named, parallel
 from headrace_kernels.numeric import (
     compiled_as,
     f32_at,
@@ -40,7 +41,7 @@ from headrace_kernels.numeric import (
     u16_at,
     widen,
 )
-from headrace_kernels.registers import HAS_512, MANY, reached
+from headrace_kernels.registers import HAS_512, MAX_TILE_ROWS, padded_rows
 from headrace_kernels.tiles import (
     CACHE_LINE,
     PANEL,
@@ -50,15 +51,20 @@ from headrace_kernels.tiles import (
     panel_tile,
 )
 
-_LINES = 128  # that stay in the first cache while all rows pass, where a tile has few of these
-BLOCK_BYTES = (600 if HAS_512 else 300) << 10  # of widened rows: they stay in the second cache
+# On processors whose tiles have few rows, this number of lines is multiplied with all rows before
+# the next lines. So the lines stay in the L1 cache.
+_LINES = 128
+# The size of a block of widened rows, in bytes. The block stays in the L2 cache.
+BLOCK_BYTES = (600 if HAS_512 else 300) << 10
 Kernels = Mapping[torch.dtype, Kernel]
 _INT16_MAX = np.float32(32767)
 _amx_2, _amx_1 = amx_tile(2, False), amx_tile(1, False)
-_LINE_BYTES = 4 * PANEL  # of a panel's line, two bfloat16 numbers for each output
+# The bytes of a panel's line, which has two bfloat16 numbers for each output.
+_LINE_BYTES = 4 * PANEL
 _STEP_BYTES = TILE * _LINE_BYTES
-_AMX_ROWS = 2 * TILE  # at once
-_FEW_ROWS = 16  # up to which int8 is not worth laying out for AMX
+_AMX_ROWS = 2 * TILE  # number of rows at a time
+# Up to this number of rows, reordering the weights for AMX costs more than it saves.
+_FEW_ROWS = 16
 
 
 _take = over_panel("product", panel_tile)
@@ -66,9 +72,10 @@ _take = over_panel("product", panel_tile)
 
 @njit
 def multiply(w: Any, x: Any, scales: Any, num_rows: int, out: Any, after: Any) -> None:
-    """out += x times w [lines, numbers], for num_rows rows and what is left of their last tile.
+    """Add the product of x and w [lines, numbers] to `out`.
 
-    Each tile asks for its share of `after`, which is as long as w, or empty.
+    The rows from num_rows to the end of the last tile are also computed. `after` is as long as w,
+    or empty. Each tile prefetches a part of `after`.
     """
     num_lines, is_grouped = w.shape[0], scales.shape[1] > 1
     apart = after.size * after.itemsize // (num_tiles(num_rows) * num_lines)
@@ -90,7 +97,7 @@ def _widen(x: Any, wide: Any, scales: Any) -> None:
 
 @njit
 def _to_bf16(x: Any, target: Any, scales: Any) -> None:
-    """Copies bfloat16 bits, or int8 numbers, which are exact in bfloat16."""
+    """Copy rows as bfloat16 bits. int8 numbers are exact in bfloat16."""
     for m in range(x.shape[0]):
         source, row = x[m], target[m]
         for k in range(source.size):
@@ -105,7 +112,7 @@ def to_int16(x: Any, by: Any, target: Any) -> None:
 
 @njit
 def _quantize(x: Any, wide: Any, scales: Any) -> None:
-    """Rows as int16 and a scale for each of their groups."""
+    """Convert rows to int16, with a scale for each group of inputs."""
     for m in range(x.shape[0]):
         for group in range(scales.shape[1]):
             span = slice(group * GROUP, (group + 1) * GROUP)
@@ -124,9 +131,11 @@ def _quantize_bytes(x: Any, wide: Any, scales: Any) -> None:
 
 @njit
 def put(out: Any, num_rows: int, target: Any, row: int, first: int) -> None:
-    """Sums of a panel to y [rows, outputs] from `row` on and output `first` on, as far as it goes.
+    """Scale the sums of a panel, add the bias and write the results to y [rows, outputs].
 
-    Whole rows of y are known to be contiguous; of a part of it the compiler would not know.
+    row, first: the first row and the first output to write in y. Outputs past the end of y are
+    dropped. All of y is passed, because the compiler could not know that a slice of y is
+    contiguous.
     """
     y, scale, bias = target
     stop = min(first + PANEL, y.shape[1])
@@ -147,10 +156,12 @@ def _one_by_group(panel: Any, num_inputs: int) -> Any:
     return (num_inputs + GROUP - 1) // GROUP
 
 
-class Way(NamedTuple):
-    """How rows meet panels: `take_in` brings them to `dtype`, with numbers of their own.
+class ProductMethod(NamedTuple):
+    """A method to multiply rows with panels of one weight format.
 
-    There are `num_scales` of these a row. `name` is its own.
+    take_in: converts rows to `dtype` and stores `num_scales` scales for each row.
+    multiply: adds the product with one panel.
+    name: a unique name, because the functions made from the method are named after it.
     """
 
     name: str
@@ -160,21 +171,31 @@ class Way(NamedTuple):
     num_scales: Any
 
 
-def product_by(way: Way) -> Any:
-    name, take_in, multiply, dtype, num_scales = way
+def product_by(method: ProductMethod) -> Any:
+    name, take_in, multiply, dtype, num_scales = method
     num_bytes = np.dtype(dtype).itemsize
-    apart = CACHE_LINE // num_bytes  # rows a power of two apart would meet in the first cache
+    # If the distance of two rows were a power of two, the rows would compete for the same lines of
+    # the L1 cache. So a gap of one cache line follows each row.
+    apart = CACHE_LINE // num_bytes
 
     @compiled_as(name)
     def product_rows(counter: Any, w: Any, x: Any, target: Any) -> None:
-        """Pieces, a panel for a block of rows each, until none is left.
+        """Take pieces until none is left; each piece is a panel for a block of rows.
 
-        w [panels, lines, numbers]; target: y [rows, outputs], scale and bias by output.
+        Reading the weights takes most of the time, so the computation should never wait for
+        weights. Each thread takes its next piece before it computes the current piece. The tiles
+        of the current piece prefetch the panel of the next piece. A block of rows is widened once
+        and stays in the L2 cache while panel after panel is multiplied with it.
+
+        w: [panels, lines, numbers]. target: y [rows, outputs], scale and bias by output.
         """
         num_panels, (num_rows, num_inputs) = w.shape[0], x.shape
-        size = min(num_rows, max(BLOCK_BYTES // (num_bytes * num_inputs) // MANY, 1) * MANY)
+        size = min(
+            num_rows,
+            max(BLOCK_BYTES // (num_bytes * num_inputs) // MAX_TILE_ROWS, 1) * MAX_TILE_ROWS,
+        )
         num_pieces = (num_rows + size - 1) // size * num_panels
-        padded = reached(size)
+        padded = padded_rows(size)
         wide = empty_rows(padded, num_inputs + apart, dtype)
         wide[size:], wide[:, num_inputs:] = 0, 0
         scales = np.ones((padded, num_scales(w[0], num_inputs)), np.float32)
@@ -196,17 +217,15 @@ def product_by(way: Way) -> Any:
     return product_rows
 
 
-BF16 = Way("bf16", _widen, multiply, np.float32, _no_scales)
-BF16_DOT = Way("bf16_dot", _to_bf16, multiply, np.uint16, _no_scales)
-INT8 = Way("int8", _quantize, multiply, np.int16, _one_by_group)
-_INT8_AMX = Way("int8_amx", _quantize_bytes, multiply_bytes, np.int16, _one_by_group)
-_by_bf16, _by_bf16_dot = product_by(BF16), product_by(BF16_DOT)
-_by_int8, _by_int8_amx = product_by(INT8), product_by(_INT8_AMX)
+BF16 = ProductMethod("bf16", _widen, multiply, np.float32, _no_scales)
+BF16_DOT = ProductMethod("bf16_dot", _to_bf16, multiply, np.uint16, _no_scales)
+INT8 = ProductMethod("int8", _quantize, multiply, np.int16, _one_by_group)
+_INT8_AMX = ProductMethod("int8_amx", _quantize_bytes, multiply_bytes, np.int16, _one_by_group)
 
 
 @njit
 def _multiply_amx(panel: Any, x: Any, state: Any, fetching: Any, target: Any) -> None:
-    """Two tiles of rows after another, each put to y, scaled, as soon as it is summed."""
+    """Multiply with two tiles of rows at a time; scale and write the tiles' sums immediately."""
     table, steps, out = state
     there, num_lines = fetching
     y, first_row, output = target
@@ -225,7 +244,7 @@ def _multiply_amx(panel: Any, x: Any, state: Any, fetching: Any, target: Any) ->
 
 @njit
 def _rows_by_bf16_amx(counter: Any, w: Any, x: Any, target: Any) -> None:
-    """The same as without AMX; rows are multiplied as they are, only further apart.
+    """Compute the same as without AMX. Rows keep the bfloat16 format and are only moved apart.
 
     The number of inputs must be a multiple of DEEP.
     """
@@ -264,7 +283,8 @@ class _Product(NamedTuple):
     y: int
     scale: int
     bias: int
-    groups: int  # or lines
+    # The number of groups of a panel; in formats without groups, the number of lines of a panel.
+    groups: int
     group_bytes: int
 
 
@@ -272,79 +292,81 @@ read_product = reader(_Product)
 
 
 @njit
-def scale_and_bias(g: Any) -> Any:
-    return carray(f32_at(g.scale), g.outputs), carray(f32_at(g.bias), g.outputs)
+def num_panels(g: Any) -> int:
+    return (g.outputs + PANEL - 1) // PANEL
 
 
 @njit
-def _panels(bits: Any, num_outputs: int, num_inputs: int) -> Any:
-    return carray(bits, ((num_outputs + PANEL - 1) // PANEL, (num_inputs + 1) // 2, 2 * PANEL))
+def panels_bf16(g: Any, address: int) -> Any:
+    return carray(u16_at(address), (num_panels(g), (g.inputs + 1) // 2, 2 * PANEL))
 
 
-@Kernel
-def _bf16_by_bf16(a: Any) -> None:
-    g = read_product(a)
-    w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    _by_bf16(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
+@njit
+def panels_int8(g: Any, address: int) -> Any:
+    return carray(i8_at(address), (num_panels(g), (g.inputs + 1) // 2, 2 * PANEL))
 
 
-@Kernel
-def _bf16_dot(a: Any) -> None:
-    g = read_product(a)
-    w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    _by_bf16_dot(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
+def product_kernel(name: str, at: Any, panels_of: Any, products: Any) -> Kernel:
+    """Make the kernel of one matrix.
+
+    at: turns an address into a pointer to numbers of x and y.
+    panels_of: turns the address of the weights into a matrix [panels, lines, numbers].
+    products: made by `product_by`.
+    """
+
+    def product(a: Any) -> None:
+        g = read_product(a)
+        x, y = carray(at(g.x), (g.rows, g.inputs)), carray(at(g.y), (g.rows, g.outputs))
+        target = y, carray(f32_at(g.scale), g.outputs), carray(f32_at(g.bias), g.outputs)
+        products(a, panels_of(g, g.weight), x, target)
+
+    return kernel_named(name, product)
 
 
-@Kernel
-def _bf16_amx(a: Any) -> None:
-    g = read_product(a)
-    w, y = _panels(u16_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    _rows_by_bf16_amx(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
+def few_or_many(name: str, few: Any, many: Any) -> Any:
+    """Return a product that calls `few` for up to _FEW_ROWS rows, and `many` for more rows.
+
+    `many` uses AMX.
+    """
+
+    @compiled_as(name)
+    def products(counter: Any, w: Any, x: Any, target: Any) -> None:
+        if x.shape[0] > _FEW_ROWS:
+            many(counter, w, x, target)
+        else:
+            few(counter, w, x, target)
+
+    return products
 
 
-@Kernel
-def _bf16_by_int8(a: Any) -> None:
-    g = read_product(a)
-    w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    _by_int8(a, w, carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
-
-
-@Kernel
-def _bf16_by_int8_or_amx(a: Any) -> None:
-    g = read_product(a)
-    w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(u16_at(g.y), (g.rows, g.outputs))
-    x, target = carray(u16_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g))
-    if g.rows > _FEW_ROWS:
-        _by_int8_amx(a, w, x, target)
-    else:
-        _by_int8(a, w, x, target)
-
-
-@Kernel
-def _float_by_int8(a: Any) -> None:
-    g = read_product(a)
-    w, y = _panels(i8_at(g.weight), g.outputs, g.inputs), carray(f32_at(g.y), (g.rows, g.outputs))
-    _by_int8(a, w, carray(f32_at(g.x), (g.rows, g.inputs)), (y, *scale_and_bias(g)))
-
-
-BF16_BY_BF16, BF16_DOT_KERNEL, BF16_BY_INT8 = _bf16_by_bf16, _bf16_dot, _bf16_by_int8
-FLOAT_BY_INT8 = _float_by_int8
+_by_int8 = product_by(INT8)
+_by_int8_or_amx = few_or_many("int8_or_amx", _by_int8, product_by(_INT8_AMX))
+BF16_BY_BF16 = product_kernel("bf16_by_bf16", u16_at, panels_bf16, product_by(BF16))
+BF16_BY_BF16_DOT = product_kernel("bf16_dot", u16_at, panels_bf16, product_by(BF16_DOT))
+BF16_BY_BF16_AMX = product_kernel("bf16_amx", u16_at, panels_bf16, _rows_by_bf16_amx)
+BF16_BY_INT8 = product_kernel("bf16_by_int8", u16_at, panels_int8, _by_int8)
+FLOAT_BY_INT8 = product_kernel("float_by_int8", f32_at, panels_int8, _by_int8)
 _BODIES = {
-    (torch.bfloat16, torch.bfloat16): _bf16_by_bf16,
-    (torch.bfloat16, torch.int8): _bf16_by_int8,
-    (torch.float32, torch.int8): _float_by_int8,
+    (torch.bfloat16, torch.bfloat16): BF16_BY_BF16,
+    (torch.bfloat16, torch.int8): BF16_BY_INT8,
+    (torch.float32, torch.int8): FLOAT_BY_INT8,
 }
-_BODIES_DOT = _BODIES | {(torch.bfloat16, torch.bfloat16): _bf16_dot}
+_BODIES_DOT = _BODIES | {(torch.bfloat16, torch.bfloat16): BF16_BY_BF16_DOT}
 _BODIES_AMX = _BODIES | {
-    (torch.bfloat16, torch.bfloat16): _bf16_amx,
-    (torch.bfloat16, torch.int8): _bf16_by_int8_or_amx,
+    (torch.bfloat16, torch.bfloat16): BF16_BY_BF16_AMX,
+    (torch.bfloat16, torch.int8): product_kernel(
+        "bf16_by_int8_or_amx", u16_at, panels_int8, _by_int8_or_amx
+    ),
 }
 
 
 def kernels_for(
     instructions: InstructionSet | None, num_inputs: int, weight: torch.dtype
 ) -> Kernels:
-    """Kernels by the type of the rows; default `instructions`: the processor's best."""
+    """Return the kernels by the dtype of the rows.
+
+    By default, the kernels are those for the processor's best instruction set.
+    """
     instructions, bodies = instructions or instruction_sets_here()[0], _BODIES
     if instructions == "amx" and num_inputs % (GROUP if weight == torch.int8 else DEEP) == 0:
         bodies = _BODIES_AMX
@@ -354,9 +376,9 @@ def kernels_for(
 
 
 def pack(weight: Tensor) -> Tensor:
-    """weight [outputs, inputs], bfloat16 or int8, as [panels, pairs of inputs, PANEL, 2].
+    """Pack weight [outputs, inputs], bfloat16 or int8, as [panels, pairs of inputs, PANEL, 2].
 
-    Outputs and inputs that are not there are zero.
+    Missing outputs and inputs are filled with zeros.
     """
     outputs, inputs = weight.shape
     whole = F.pad(weight, (0, inputs % 2, 0, -outputs % PANEL))
@@ -364,14 +386,14 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def num_packed(num_outputs: int, num_inputs: int) -> int:
-    """Numbers of a packed matrix, with the zeros."""
+    """Return how many numbers a packed matrix has, including the zeros that `pack` adds."""
     return (num_outputs + -num_outputs % PANEL) * (num_inputs + num_inputs % 2)
 
 
 class Operand:
-    """A packed matrix with a float32 scale and bias per output, as addresses.
+    """A packed matrix with a float32 scale and bias for each output, as addresses.
 
-    Looking them up anew at every call would cost more than a small product.
+    Reading the addresses from the tensors at every call would take longer than a small product.
     """
 
     def __init__(
@@ -385,9 +407,9 @@ class Operand:
 
 
 def product(x: Tensor, by: Operand) -> Tensor:
-    """x [rows, inputs] times the transpose of `by`.
+    """Return x [rows, inputs] times the transpose of `by`.
 
-    Sums are float32, rounded once to x's dtype.
+    Sums are float32 and are rounded once to the dtype of x.
     """
     x = x.contiguous()
     rows = x.shape[0]

@@ -1,4 +1,4 @@
-"""Owns the replay of small steps: one is captured, and each step replays its first rows."""
+"""Replays small steps. One step is captured; later steps replay the first rows of this step."""
 
 import logging
 from collections.abc import Callable
@@ -19,34 +19,43 @@ logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch", bound=PackedStep)
 _OWN = {torch.ops.aten.add.Tensor: add}
-_MAX_TOKENS = 256  # beyond, the work outweighs the calls
+# Above this number of tokens, the calls take little time compared with the computation.
+_MAX_TOKENS = 256
 _ARRAYS = ("starts", "lengths", "first_rows", "slots")
 
 
 class CapturedForward(Generic[Batch]):
-    """A forward pass over a batch, captured at the first small one.
+    """A forward pass over a batch that is captured at the first small batch and then replayed.
 
-    `forward` may pass on the batch's tensors and arrays, but must not branch on what they hold.
-    block_table_width: blocks of the longest sequence.
+    forward: may pass the batch's tensors and arrays to kernels, but must not branch on the numbers
+    in them.
+    block_table_width: the number of blocks of the longest sequence.
     """
 
     def __init__(self, forward: Callable[[Batch], Tensor], block_table_width: int) -> None:
         self._forward = forward
         self._width = block_table_width
         self._captured: tuple[Batch, Graph, Tensor] | None = None
-        self._calls: dict[int, list[Call]] = {}  # by number of tokens
+        # The calls by number of tokens.
+        self._calls: dict[int, list[Call]] = {}
         self._is_off = False
-        launch.barrier_address()  # looks for OpenMP, by operations that must not be captured
+        # Searching for OpenMP runs torch operations, which must not be captured.
+        launch.barrier_address()
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Returns at least as many rows as the batch has tokens; the next step overwrites them."""
+        """Return at least as many rows as the batch has tokens.
+
+        The next step overwrites the returned rows.
+        """
         num_tokens = len(batch.token_ids)
         if self._is_off or num_tokens > _MAX_TOKENS:
             return self._forward(batch)
         try:
             steady, graph, result = self._captured or self._capture(batch)
         except CannotCapture as error:
-            logger.info("Small steps are not replayed, since this cannot be captured: %s", error)
+            logger.info(
+                "Small steps run without replay, because this call cannot be captured: %s", error
+            )
             self._is_off = True
             return self._forward(batch)
         fill(steady, batch)
@@ -57,7 +66,11 @@ class CapturedForward(Generic[Batch]):
         return result
 
     def _capture(self, batch: Batch) -> tuple[Batch, Graph, Tensor]:
-        """The memory in which a step's batch must lie, what it replays and where the result is."""
+        """Capture a step of the largest size.
+
+        Returns the batch whose memory all steps share, the captured graph, and the tensor with the
+        result.
+        """
         steady = _steady(batch, self._width)
         inputs = steady.token_ids, steady.positions
         graph, result = capture(lambda: self._forward(steady), inputs, _OWN)
@@ -66,7 +79,7 @@ class CapturedForward(Generic[Batch]):
 
 
 def _steady(batch: Batch, table_width: int) -> Batch:
-    """Room for the largest step; all chunks are empty."""
+    """Return a batch with room for the largest step. All chunks of the batch are empty."""
     arrays: dict[str, Any] = {name: np.zeros(_MAX_TOKENS, dtype=np.int32) for name in _ARRAYS}
     return replace(
         batch,
@@ -78,7 +91,7 @@ def _steady(batch: Batch, table_width: int) -> Batch:
 
 
 def fill(steady: Batch, batch: Batch) -> None:
-    """Another step in the same memory; its chunks come first, those after them are empty."""
+    """Copy a step into the shared batch: first the chunks of the step, then empty chunks."""
     chunks, tokens = len(batch.lengths), len(batch.token_ids)
     steady.token_ids[:tokens] = batch.token_ids
     steady.positions[:tokens] = batch.positions

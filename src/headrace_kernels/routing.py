@@ -1,7 +1,7 @@
-"""Owns which experts each token takes: their choice, the order of a step's rows, and their sum.
+"""Chooses the experts of each token, sorts the rows of a step by expert, and sums the results.
 
-Each token is a row of its own for every expert that it takes. Rows lie expert by expert, tokens in
-order, so that an expert's are one stretch.
+Each token has one row for each of its experts. Rows are sorted by expert and then by token, so
+the rows of an expert are contiguous.
 """
 
 from typing import Any, NamedTuple
@@ -13,27 +13,22 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from headrace_kernels.arguments import arguments_of, reader
-from headrace_kernels.launch import Kernel, parallel, serial
-from headrace_kernels.numeric import (
-    FAST,
-    f32_at,
-    fast_exp,
-    i32_at,
-    narrow,
-    take_next,
-    u16_at,
-    widen,
-)
+from headrace_kernels.launch import Kernel, for_each_type, parallel, serial
+from headrace_kernels.numeric import FAST, f32_at, fast_exp, i32_at, narrow, take_next, widen
 
-_FEW_TOKENS = 4  # whose choice is sooner made than another thread woken
+# Up to this number of tokens, choosing takes less time than waking another thread.
+_FEW_TOKENS = 4
 
 
 class Routing(NamedTuple):
-    """Where a step's tokens go; a place is a row's number in the order of experts."""
+    """The experts of a step's tokens.
+
+    Rows are sorted by expert. A row's place is its index in the sorted order.
+    """
 
     weights: Tensor  # float32 [tokens, chosen]
     places: Tensor  # int32 [tokens, chosen]
-    sources: Tensor  # int32 [tokens, chosen]: the token of each place
+    sources: Tensor  # int32 [tokens, chosen]: the token of the row at each place
     firsts: Tensor  # int32 [experts + 1]: the first place of each expert
 
 
@@ -64,7 +59,8 @@ class _Combine(NamedTuple):
     y: int
     weights: int
     places: int
-    shared: int  # 0: there is none
+    # The address of the shared expert's results; 0 if the layer has no shared expert.
+    shared: int
     gate: int
     out: int
 
@@ -74,10 +70,11 @@ _read_choose, _read_sort, _read_combine = reader(_Choose), reader(_Sort), reader
 
 @njit(error_model="numpy")
 def _choose_row(scores: Any, sums_to_one: Any, left: Any, weights: Any, ids: Any) -> None:
-    """The best scores, the first of equal ones; their weights among all, or among themselves.
+    """Choose the experts with the best scores, and compute their softmax weights.
 
-    Whatever the scores are, ids are those of experts; a sum of 0, where they are no numbers, raises
-    nothing.
+    If several experts have equal scores, the first expert is chosen. The weights are relative to
+    all experts or, if `sums_to_one` is true, only to the chosen experts. If scores are NaN, the ids
+    are still valid, and a sum of 0 raises no error.
     """
     for e in range(scores.size):
         left[e] = widen(scores[e])
@@ -100,33 +97,25 @@ def _choose_row(scores: Any, sums_to_one: Any, left: Any, weights: Any, ids: Any
         weights[j] /= total
 
 
-@njit
-def _choose(g: Any, a: Any, scores: Any) -> None:
-    weights = carray(f32_at(g.weights), (g.tokens, g.chosen))
-    ids = carray(i32_at(g.ids), (g.tokens, g.chosen))
-    left = np.empty(g.experts, np.float32)
-    while True:
-        token = take_next(a)
-        if token >= g.tokens:
-            break
-        _choose_row(scores[token], g.sums_to_one, left, weights[token], ids[token])
+def _choose_kernel(at: Any) -> Any:
+    def choose(a: Any) -> None:
+        g = _read_choose(a)
+        scores = carray(at(g.scores), (g.tokens, g.experts))
+        weights = carray(f32_at(g.weights), (g.tokens, g.chosen))
+        ids = carray(i32_at(g.ids), (g.tokens, g.chosen))
+        left = np.empty(g.experts, np.float32)
+        while True:
+            token = take_next(a)
+            if token >= g.tokens:
+                break
+            _choose_row(scores[token], g.sums_to_one, left, weights[token], ids[token])
 
-
-@Kernel
-def _choose_bf16(a: Any) -> None:
-    g = _read_choose(a)
-    _choose(g, a, carray(u16_at(g.scores), (g.tokens, g.experts)))
-
-
-@Kernel
-def _choose_float(a: Any) -> None:
-    g = _read_choose(a)
-    _choose(g, a, carray(f32_at(g.scores), (g.tokens, g.experts)))
+    return choose
 
 
 @Kernel
 def _sort(a: Any) -> None:
-    """One thread counts, and deals the places."""
+    """Count the rows of each expert and assign the places. One thread does all the work."""
     g = _read_sort(a)
     if take_next(a) == 0:
         num_rows = g.tokens * g.chosen
@@ -151,50 +140,42 @@ def _add_row(row: Any, weight: Any, total: Any) -> None:
         total[i] += weight * widen(row[i])
 
 
-@njit
-def _combine(g: Any, a: Any, y: Any, shared: Any, gate: Any, out: Any) -> None:
-    weights = carray(f32_at(g.weights), (g.tokens, g.chosen))
-    places = carray(i32_at(g.places), (g.tokens, g.chosen))
-    total = np.empty(g.size, np.float32)
-    while True:
-        token = take_next(a)
-        if token >= g.tokens:
-            break
-        total[:] = 0
-        for j in range(g.chosen):
-            _add_row(y[places[token, j]], weights[token, j], total)
-        if g.shared:
-            score = widen(gate[token])
-            e = fast_exp(-abs(score))
-            share = max(e, np.float32(score >= 0)) / (np.float32(1) + e)
-            _add_row(shared[token], share, total)
-        row = out[token]
-        for i in range(row.size):
-            row[i] = narrow(total[i], row[0])
+def _combine_kernel(at: Any) -> Any:
+    def combine(a: Any) -> None:
+        g = _read_combine(a)
+        shape = (g.tokens, g.size)
+        y, out = carray(at(g.y), (g.tokens * g.chosen, g.size)), carray(at(g.out), shape)
+        shared, gate = carray(at(g.shared), shape), carray(at(g.gate), g.tokens)
+        weights = carray(f32_at(g.weights), (g.tokens, g.chosen))
+        places = carray(i32_at(g.places), (g.tokens, g.chosen))
+        total = np.empty(g.size, np.float32)
+        while True:
+            token = take_next(a)
+            if token >= g.tokens:
+                break
+            total[:] = 0
+            for j in range(g.chosen):
+                _add_row(y[places[token, j]], weights[token, j], total)
+            if g.shared:
+                score = widen(gate[token])
+                e = fast_exp(-abs(score))
+                share = max(e, np.float32(score >= 0)) / (np.float32(1) + e)
+                _add_row(shared[token], share, total)
+            row = out[token]
+            for i in range(row.size):
+                row[i] = narrow(total[i], row[0])
+
+    return combine
 
 
-@Kernel
-def _combine_bf16(a: Any) -> None:
-    g = _read_combine(a)
-    shape = (g.tokens, g.size)
-    y, out = carray(u16_at(g.y), (g.tokens * g.chosen, g.size)), carray(u16_at(g.out), shape)
-    _combine(g, a, y, carray(u16_at(g.shared), shape), carray(u16_at(g.gate), g.tokens), out)
-
-
-@Kernel
-def _combine_float(a: Any) -> None:
-    g = _read_combine(a)
-    shape = (g.tokens, g.size)
-    y, out = carray(f32_at(g.y), (g.tokens * g.chosen, g.size)), carray(f32_at(g.out), shape)
-    _combine(g, a, y, carray(f32_at(g.shared), shape), carray(f32_at(g.gate), g.tokens), out)
-
-
-_CHOOSE = {torch.bfloat16: _choose_bf16, torch.float32: _choose_float}
-_COMBINE = {torch.bfloat16: _combine_bf16, torch.float32: _combine_float}
+_CHOOSE, _COMBINE = for_each_type(_choose_kernel), for_each_type(_combine_kernel)
 
 
 def route(scores: Tensor, num_chosen: int, sums_to_one: bool) -> Routing:
-    """The experts with the best scores [tokens, experts], weighed by their softmax."""
+    """Choose the experts with the best scores for each token, weighted by softmax.
+
+    scores: [tokens, experts].
+    """
     tokens, experts = scores.shape
     weights = torch.empty((tokens, num_chosen), dtype=torch.float32)
     ids, places, sources = (torch.empty((tokens, num_chosen), dtype=torch.int32) for _ in range(3))
@@ -209,9 +190,10 @@ def route(scores: Tensor, num_chosen: int, sums_to_one: bool) -> Routing:
 
 
 def combine(y: Tensor, routing: Routing, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Sums each token's rows of y [tokens, chosen, size], which lie in their places, by weight.
+    """Return the weighted sum of each token's rows of y [tokens, chosen, size].
 
-    And adds `shared` [tokens, size] times the sigmoid of `gate` [tokens, 1].
+    `routing` has the places of the rows in y. If `shared` [tokens, size] is given, `shared` times
+    the sigmoid of `gate` [tokens, 1] is added.
     """
     tokens, chosen, size = y.shape
     out = torch.empty((tokens, size), dtype=y.dtype)

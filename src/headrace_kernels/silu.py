@@ -1,7 +1,7 @@
-"""Owns silu, gelu and convolutions before silu, by explicit vectors as in tiles.py.
+"""Emits silu, gelu and the convolution before silu, in explicit vectors as in tiles.py.
 
-Both are x / (1 + e^-y): silu with y = x, gelu by its tanh with y = 2 sqrt(2/pi) (x + 0.044715 x^3).
-So is gpt-oss's, with y = 1.702 x of x up to 7.
+Each activation is x / (1 + e^-y). For silu, y = x. For gelu in its tanh approximation, y = 2
+sqrt(2/pi) (x + 0.044715 x^3). For the activation of gpt-oss, y = 1.702 x, and x is at most 7.
 """
 
 import math
@@ -43,7 +43,7 @@ def _clamped(builder: Any, x: Any) -> Any:
 
 
 def _times_sigmoid(builder: Any, x: Any, y: Any) -> Any:
-    """The power is taken of the negative side, where it cannot overflow."""
+    """Return x times the sigmoid of y. The exponential is of -|y|, which cannot overflow."""
     b = builder
     is_negative = b.fcmp_ordered("<", y, _all(0.0))
     down = b.select(is_negative, y, b.fneg(y))
@@ -72,7 +72,10 @@ def _in_place(function: Callable[[Any, Any], Any]) -> Any:
 
 
 silu_row, gelu_row, clamped_row = _in_place(_silu), _in_place(_gelu), _in_place(_clamped)
-"""silu_row(x): in place; x is contiguous float32, of at least one vector and whole ones only."""
+"""silu_row(x), gelu_row(x), clamped_row(x): apply the named activation to x in place.
+
+x is contiguous float32. The length of x is a positive multiple of the vector size.
+"""
 
 
 def _emit_convolve_row(
@@ -107,20 +110,21 @@ def _emit_convolve_row(
 
 
 convolve_row: Any = intrinsic(_emit_convolve_row)
-"""convolve_row(weight, inputs, first, out, (row, column)).
+"""convolve_row(weight, inputs, first, out, (row, column)): writes silu of a convolution.
 
-weight, inputs: float32 [width, whole vectors], contiguous. out [.., ..], float32, gets in that row,
-from the column on, silu of the sum over j of weight[j] times inputs[(first + j) % width].
+From `column` on, out[row] receives silu of the sum over j of weight[j] * inputs[(first + j) %
+width]. weight, inputs: float32 [width, whole vectors], contiguous. out: float32 with two
+dimensions.
 """
 
 
 @njit
 def whole(size: Any) -> Any:
-    """The size, rounded up to whole vectors."""
+    """Round the size up to whole vectors."""
     return (size + LANES - 1) // LANES * LANES
 
 
 @njit
 def row_for(size: int) -> Any:
-    """Room for `size` numbers, zeros, that silu_row takes."""
+    """Return zeros for `size` numbers, with a length that `silu_row` accepts."""
     return np.zeros(whole(size), np.float32)

@@ -1,4 +1,4 @@
-"""Owns the softmax of attention's scores, by explicit vectors as in tiles.py."""
+"""Emits the softmax of attention's scores, in explicit vectors as in tiles.py."""
 
 import math
 from collections.abc import Callable
@@ -20,10 +20,13 @@ from headrace_kernels.tiles import (
     spread_over,
 )
 
-LOWEST = -1e30  # below every score, and far from overflow
+# A number below every score, and far from overflow.
+LOWEST = -1e30
 LOG2_E = 1.4426950408889634
-_LEAST = -125.0  # two to the power of it, and of half less, is a normal number
-_POWERS = [math.log(2) ** k / math.factorial(k) for k in range(6, -1, -1)]  # Taylor's, of 2^x
+# 2^_LEAST and 2^(_LEAST - 1/2) are normal floats.
+_LEAST = -125.0
+# The Taylor series of 2^x, from the sixth power down.
+_POWERS = [math.log(2) ** k / math.factorial(k) for k in range(6, -1, -1)]
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 
@@ -37,7 +40,7 @@ def _ints(number: int) -> Any:
 
 
 class _Row:
-    """Vectors of a row of scores in which only those from `low` up to `high` are visible."""
+    """The vectors of a row of scores in which only the columns [low, high) are visible."""
 
     def __init__(self, builder: Any, begin: Any, low: Any, high: Any) -> None:
         self._builder, self._begin = builder, begin
@@ -45,7 +48,10 @@ class _Row:
         self._low, self._high = (spread_over(builder, edge) for edge in edges)
 
     def vector(self, at: Any) -> tuple[Any, Any]:
-        """Scores, hidden ones LOWEST, and where they lie in the row."""
+        """Return a vector of scores, and the vector's first column in the row.
+
+        Hidden scores are replaced by LOWEST.
+        """
         b = self._builder
         first = b.mul(at, _I64(LANES))
         place = b.inttoptr(b.add(self._begin, b.mul(first, _I64(4))), FLOATS.as_pointer())
@@ -62,9 +68,10 @@ def _call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
 
 
 def power_of_two(builder: Any, x: Any) -> Any:
-    """Two to the x for x <= 0 with a relative error under 2e-7; 0 where that is below 2^-125.
+    """Return 2^x for x <= 0 with a relative error below 2e-7; 0 if 2^x is below 2^-125.
 
-    2^(n + f) with |f| <= 1/2: 2^f by its Taylor series, n added to the bits of its exponent.
+    Let x = n + f with |f| <= 1/2. 2^f is computed by its Taylor series, and n is added to the bits
+    of the exponent of 2^f.
     """
     b = builder
     is_normal = b.fcmp_ordered(">", x, _all(_LEAST))
@@ -80,14 +87,17 @@ def power_of_two(builder: Any, x: Any) -> Any:
 
 
 def _narrowed(builder: Any, vector: Any) -> Any:
-    """bfloat16 bits of numbers >= 0, to the nearest."""
+    """Return numbers >= 0 as bfloat16 bits, rounded to the nearest."""
     b = builder
     rounded = b.add(b.bitcast(vector, INTS), _ints(0x8000))
     return b.trunc(b.lshr(rounded, _ints(16)), _SHORTS)
 
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """The lanes of a vector, always in the same order: halves, then halves of these."""
+    """Combine the lanes of a vector in a fixed order.
+
+    First the two halves of the vector are combined, then the two halves of the result, and so on.
+    """
     while (size := vector.type.count) > 1:
         halves = (range(0, size // 2), range(size // 2, size))
         vector = combine(*(picked(builder, vector, vector, half) for half in halves))
@@ -114,9 +124,10 @@ def _emit_highest(typing_context: Any, scores: Any, number: Any, visible: Any) -
 
 
 highest: Any = intrinsic(_emit_highest)
-"""highest(scores, row, (low, high, count)): the largest of its scores [low, high), or LOWEST.
+"""highest(scores, row, (low, high, count)): returns the largest score in columns [low, high).
 
-scores: float32 [rows, at least `count` vectors], whose rows are contiguous.
+scores: float32 [rows, at least `count` vectors], whose rows are contiguous. Returns LOWEST if no
+column is visible.
 """
 
 
@@ -147,9 +158,9 @@ def _emit_soften(typing_context: Any, scores: Any, number: Any, count: Any, cap:
 
 
 soften_row: Any = intrinsic(_emit_soften)
-"""soften_row(scores, row, count, cap): `count` vectors x become cap * tanh(x / cap).
+"""soften_row(scores, row, count, cap): replaces x in `count` vectors by cap * tanh(x / cap).
 
-By tanh(y) = (1 - e^-2y) / (1 + e^-2y) for y >= 0.
+For y >= 0, tanh(y) = (1 - e^-2y) / (1 + e^-2y); negative scores take the opposite sign.
 """
 
 
@@ -180,10 +191,10 @@ def _emit_weigh(
 
 
 weigh: Any = intrinsic(_emit_weigh)
-"""weigh(scores, row, (low, high, count), (scale, top), weights): two to the scores * scale - top.
+"""weigh(scores, row, (low, high, count), (scale, top), weights): stores 2^(score * scale - top).
 
-They are stored in that row of `weights`, float32 or bfloat16 bits, hidden ones as 0; returned is
-their sum before they are rounded.
+The weights are stored in the same row of `weights`, as float32 or bfloat16 bits, with 0 for
+hidden scores. Returns the sum of the weights before rounding.
 """
 
 
@@ -205,4 +216,4 @@ def _emit_shrink(typing_context: Any, sums: Any, number: Any, count: Any, by: An
 
 
 shrink_row: Any = intrinsic(_emit_shrink)
-"""shrink_row(sums, row, count, by): multiplies `count` vectors of a float32 row."""
+"""shrink_row(sums, row, count, by): multiplies `count` vectors of a float32 row with `by`."""

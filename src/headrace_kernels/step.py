@@ -1,4 +1,4 @@
-"""The step as kernels see it: its tokens, the chunks that they make, and the memory behind them."""
+"""Defines a step as kernels see it: the tokens, the chunks of tokens, and the cache."""
 
 from collections.abc import Sequence
 from dataclasses import Field
@@ -12,34 +12,38 @@ Int32s = NDArray[np.int32]
 
 
 class PackedStep(Protocol):
-    """A dataclass: tokens in a row, chunk by chunk. A chunk is a run of one sequence's tokens."""
+    """A dataclass of a step's tokens. A chunk is a series of successive tokens of one sequence."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def token_ids(self) -> Tensor: ...  # int64 [tokens]
     @property
-    def positions(self) -> Tensor: ...  # int64 [tokens]; [3, tokens] is passed on as it is
+    def positions(self) -> Tensor: ...  # int64 [tokens], or [3, tokens] with time, row and column
     @property
-    def starts(self) -> Int32s: ...  # [chunks]: position of each chunk's first token
+    def starts(self) -> Int32s: ...  # [chunks], position of each chunk's first token
     @property
     def lengths(self) -> Int32s: ...  # [chunks]
     @property
-    def first_rows(self) -> Int32s: ...  # [chunks]: where its first token lies in the step
+    def first_rows(self) -> Int32s: ...  # [chunks], row of each chunk's first token in the step
     @property
-    def slots(self) -> Int32s: ...  # [chunks]: where its sequence's state lies, if it has one
+    def slots(self) -> Int32s: ...  # [chunks], slot of each sequence's recurrent state, if any
     @property
-    def block_table(self) -> Int32s: ...  # [chunks, blocks]: covers start + length positions
+    def block_table(self) -> Int32s: ...  # [chunks, blocks] for start + length positions
 
 
 class CacheMemory(Protocol):
-    """Per layer; empty where it keeps no such thing. Kernels order the numbers of a head."""
+    """The cache tensors of each layer; a tensor is empty if its layer stores nothing of the kind.
+
+    Kernels choose the order of the numbers inside a head. `inputs` are the last inputs of
+    convolutions.
+    """
 
     @property
     def keys(self) -> Sequence[Tensor]: ...  # [blocks, kv_heads, block_size, dim]
     @property
-    def values(self) -> Sequence[Tensor]: ...  # as keys
+    def values(self) -> Sequence[Tensor]: ...  # the same shape as keys
     @property
     def states(self) -> Sequence[Tensor]: ...  # float32 [slots, heads, key_dim, value_dim]
     @property
-    def inputs(self) -> Sequence[Tensor]: ...  # [slots, width - 1, channels], of convolutions
+    def inputs(self) -> Sequence[Tensor]: ...  # [slots, width - 1, channels]

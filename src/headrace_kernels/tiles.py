@@ -1,10 +1,11 @@
-"""Owns the inner loops that need explicit vectors: products of rows with what lies in words.
+"""Emits the inner loops that need explicit vectors: products of rows with numbers stored in words.
 
-Left alone, the compiler uses half of a wide register and never fetches ahead, which costs a third
-of the memory's speed. A vector holds 16 words of 4 bytes: one register with AVX-512;
-elsewhere the compiler splits it. Where rows are float32, two bfloat16 numbers of a word widen to
-two vectors of floats, by a shift and by a mask. Where rows are bfloat16 too, one instruction
-(AVX512-BF16) multiplies both numbers of each word and adds them to the sums.
+Without explicit vectors, the compiler uses half of a wide register and never prefetches, which
+costs a third of the memory bandwidth. A vector holds 16 words of 4 bytes. With AVX-512, a vector
+is one register; otherwise the compiler splits the vector. If rows are float32, the two bfloat16
+numbers of a word are widened to two vectors of floats, by a shift and by a mask. If rows are
+bfloat16 too, one instruction (AVX512-BF16) multiplies both numbers of each word and adds the
+products to the sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +18,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headrace_kernels.numeric import compiled_as
-from headrace_kernels.registers import HAS_512, MANY
+from headrace_kernels.registers import HAS_512, MAX_TILE_ROWS
 
-SHORTS = 32  # int16 numbers of a vector
-PANEL = 32  # outputs whose weights lie side by side
+SHORTS = 32  # number of int16 numbers in a vector
+PANEL = 32  # number of outputs whose weights are stored side by side
 LANES = 16
 CACHE_LINE = 64  # bytes
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -36,7 +37,7 @@ _KINDS = {
 
 
 class _BFloat(ir.Type):
-    """bfloat16, which llvmlite has no name for."""
+    """The type bfloat16, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -53,7 +54,10 @@ _PAIRS = ir.VectorType(_BFloat(), SHORTS)
 
 @njit
 def empty_rows(num_rows: int, num_columns: int, dtype: Any) -> Any:
-    """A new array that begins at a cache line: to read across two of them takes twice as long."""
+    """Return a new array that starts at a cache line.
+
+    A load across two cache lines takes twice as long.
+    """
     room = np.empty(num_rows * num_columns + CACHE_LINE // 2, dtype)
     first = -np.int64(room.ctypes.data) % CACHE_LINE // room.itemsize
     return room[first : first + num_rows * num_columns].reshape((num_rows, num_columns))
@@ -64,7 +68,10 @@ def load(builder: Any, address: Any, kind: Any, align: int) -> Any:
 
 
 def _widened(builder: Any, address: Any, kind: str, by: str = "float") -> list[Any]:
-    """The floats of 16 words: a vector for each number of a word; for rows of pairs, the words."""
+    """Load 16 words as vectors of floats, one vector for each number of a word.
+
+    If the rows are bfloat16 pairs too, the words are returned unchanged.
+    """
     if kind == "float":
         return [load(builder, address, FLOATS, 4)]
     words = load(builder, address, INTS, 2)
@@ -80,7 +87,7 @@ def add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
 
 def _add_pairs(builder: Any, total: Any, words: Any, by: Any) -> Any:
-    """total + a b for both numbers of each word."""
+    """Return total + a * b, summed over both numbers of each word."""
     kind = ir.FunctionType(FLOATS, [FLOATS, _PAIRS, _PAIRS])
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -89,13 +96,16 @@ def _add_pairs(builder: Any, total: Any, words: Any, by: Any) -> Any:
 
 
 def picked(builder: Any, left: Any, right: Any, lanes: Sequence[int]) -> Any:
-    """A vector of numbers of left (from 0) and right (from 16)."""
+    """Return a vector of the chosen lanes.
+
+    The lanes of `left` are numbered from 0. The numbers of the lanes of `right` follow.
+    """
     kind = ir.VectorType(_I32, len(lanes))
     return builder.shuffle_vector(left, right, ir.Constant(kind, list(lanes)))
 
 
 def fetch(builder: Any, address: Any) -> None:
-    """Asks for a cache line that will be read soon."""
+    """Prefetch a cache line that will be read soon."""
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -105,7 +115,10 @@ def fetch(builder: Any, address: Any) -> None:
 def loop(
     builder: Any, count: Any, begin: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """`body` of a counter and the values so far gives the next values; count is at least 1."""
+    """Emit a loop and return the values after the loop. `count` must be at least 1.
+
+    body: receives a counter and the current values, and returns the next values.
+    """
     before = builder.block
     inside, after = builder.append_basic_block("step"), builder.append_basic_block("done")
     builder.branch(inside)
@@ -122,7 +135,7 @@ def loop(
 
 
 class Matrix:
-    """An array argument: addresses of its rows, of its elements, and how its numbers are stored."""
+    """An array argument: the addresses of rows and elements, and the format of the numbers."""
 
     def __init__(self, context: Any, builder: Any, kind: Any, value: Any) -> None:
         array = context.make_array(kind)(context, builder, value)
@@ -132,7 +145,8 @@ class Matrix:
         self.row_bytes = self._strides[0]
         self.shape = cgutils.unpack_tuple(builder, array.shape)
         self.kind = _KINDS[kind.dtype]
-        self.unit = _F32 if self.kind == "float" else _I32  # what one load of a row's numbers takes
+        # The type of one load from a row: a float, or a word of two smaller numbers.
+        self.unit = _F32 if self.kind == "float" else _I32
 
     def row(self, first: Any, number: int) -> Any:
         return self.at(self._builder.add(first, _I64(number)), _I64(0))
@@ -142,22 +156,24 @@ class Matrix:
         return b.add(self.base, b.add(b.mul(row, down), b.mul(column, right)))
 
     def item(self, number: Any) -> Any:
-        """A number of a contiguous row of int64."""
+        """Return a number of a contiguous int64 array."""
         address = self._builder.add(self.base, self._builder.mul(number, _I64(8)))
         return load(self._builder, address, _I64, 8)
 
 
 class Sums:
-    """The sums of a tile, rows x vectors of `out`; each stays in a register for all of a loop.
+    """The sums of a tile, rows x vectors of `out`. Each sum stays in a register during a loop.
 
-    Of 32 registers (of 16 half as large: see registers.py) the largest tiles take, where bfloat16
-    pairs widen to two weights by a mask:
+    A tile should be as large as the registers allow. Each loaded weight then serves many rows, and
+    each number of a row serves many weights. With 32 registers, and bfloat16 pairs that a mask
+    widens to two weights, the largest tiles need:
 
         12 rows x 2 vectors = 24 sums +  4 weights + 1 mask + 1 input = 30
          4 rows x 4 vectors = 16 sums +  8 weights + 1 mask + 1 input = 26
-         2 rows x 8 vectors = 16 sums + 16 weights + 1 mask + 1 input = 34: a few wait in memory
+         2 rows x 8 vectors = 16 sums + 16 weights + 1 mask + 1 input = 34, so a few are in memory
 
-    and where whole numbers meet: 12 rows x 2 vectors = 24 sums + 2 weights + 1 input = 27.
+    Integers need fewer registers: 12 rows x 2 vectors = 24 sums + 2 weights + 1 input = 27. For
+    processors with fewer or shorter registers, see registers.py.
     """
 
     def __init__(self, builder: Any, out: Matrix, rows: list[Any], columns: list[Any]) -> None:
@@ -176,7 +192,7 @@ class Sums:
 
 
 def panel_sums(builder: Any, out: Matrix, num_rows: int, num_vectors: int, part: Any) -> Sums:
-    """The first rows by the outputs of a panel, or of one of its halves."""
+    """Return the sums of the first rows for the outputs of a panel, or of half a panel."""
     first = builder.mul(part, _I64(LANES))
     columns = [builder.add(first, _I64(LANES * v)) for v in range(num_vectors)]
     return Sums(builder, out, [_I64(m) for m in range(num_rows)], columns)
@@ -185,10 +201,11 @@ def panel_sums(builder: Any, out: Matrix, num_rows: int, num_vectors: int, part:
 def add_products(
     builder: Any, sums: list[Any], terms: Sequence[Sequence[Any]], places: list[Any], unit: Any
 ) -> list[Any]:
-    """The sums of all rows, row by row, plus the products with the next numbers of each row.
+    """Return the sums of all rows plus the products with the next numbers of each row.
 
-    terms: for each of these numbers the weights that it meets, a vector for each sum of a row.
-    places: where the numbers of each row lie, `unit` after `unit`.
+    sums: the sums, row by row.
+    terms: the weights of each of the next numbers, one vector for each sum of a row.
+    places: the address of each row's numbers, which are loaded as `unit`.
     """
     following, width = [], len(sums) // len(places)
     for m, place in enumerate(places):
@@ -202,13 +219,20 @@ def add_products(
 
 
 def block_tile(num_rows: int, num_vectors: int) -> Any:
-    """tile(memory, (lines, columns), x, out, (row, column, more_lines, more_columns, adds)).
+    """Return an intrinsic tile(memory, (lines, columns), x, out, (row, column, more_lines,
+    more_columns, adds)).
 
-    out[row + m, 16 * (column + v) + n] = the sum over lines i, and numbers k of a word, of
-    x[row + m, 2 * i + k] times word n at byte lines[i] + columns[column + v] of the memory, stored
-    as bfloat16 bits; with float32 a word is one number, of x[row + m, i]. With `adds` the sum is
-    added. What lies `more_lines` and `more_columns` further, at least 0, is fetched. x is float32,
-    or bfloat16 bits as the memory is; out is float32; rows of both are contiguous.
+    The intrinsic multiplies rows of x with words of the memory. A word is stored at the sum of its
+    line's offset and its column's offset:
+
+        out[row + m, 16 * (column + v) + n] = sum over lines i and numbers k of a word of
+            x[row + m, 2 * i + k]
+            times number k of word n at byte lines[i] + columns[column + v] of the memory
+
+    A word is two bfloat16 numbers. In a float32 memory a word is one number, multiplied with
+    x[row + m, i]. If `adds` is true, the sum is added to out. The words that are `more_lines` and
+    `more_columns` further on (at least 0) are prefetched. x is float32, or bfloat16 bits like the
+    memory. out is float32. The rows of x and out are contiguous.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -253,15 +277,19 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
 
 
 def panel_tile(num_rows: int, num_vectors: int) -> Any:
-    """tile(w, (x, scales, out), (first, count, group, apart, part, base)): adds lines' products.
+    """Return an intrinsic tile(w, (x, scales, out), (first, count, group, apart, part, base)).
 
-    w [lines, 2 * PANEL] is a panel of PANEL outputs; a line is two inputs, side by side for each
-    output. x [rows, inputs or more]; out [num_rows, PANEL] is float32 and contiguous.
+    The intrinsic adds to out the products of x with `count` lines of a panel, from line `first`
+    on. w [lines, 2 * PANEL] is a panel of PANEL outputs. A line is two inputs, side by side for
+    each output. x is [rows, inputs or more]; out [num_rows, PANEL] is float32 and contiguous.
 
-    Of bfloat16 bits and float32 or bfloat16 bits: out[j, n] += the sum over inputs k of lines
-    [first, first + count) of w's [k, n] times x[j, k]. Of int8 and int16: that sum, less than 2^31,
-    times scales[j, group]. With line i as much is fetched from base + i * apart bytes on. A tile of
-    one vector takes a half of the panel and of out, that of number `part`; else `part` is 0.
+    If w is bfloat16 bits, x is float32 or bfloat16 bits, and out[j, n] += the sum over the inputs
+    k of these lines of w[k, n] * x[j, k]. If w is int8, x is int16. The sum is then an integer
+    below 2^31, which is multiplied with scales[j, group] before the addition.
+
+    While line i is multiplied, the cache lines from base + i * apart on are prefetched, as many
+    as a line has. A tile of one vector computes one half of the panel, number `part`; otherwise
+    `part` is 0.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -282,9 +310,10 @@ def panel_tile(num_rows: int, num_vectors: int) -> Any:
             places = [b.add(row, b.mul(number, _I64(4 * len(terms)))) for row in rows]
             if HAS_512 or len(terms) == 1:
                 return add_products(b, totals, terms, places, x.unit)
-            # there is no register for the second number's weights until all rows met the first's
+            # No register is free for the weights of the second number until all rows are
+            # multiplied with the weights of the first number.
             totals = add_products(b, totals, terms[:1], places, x.unit)
-            terms = _terms_of(b, _anew(b, line), w.kind, x.kind, num_vectors)
+            terms = _terms_of(b, _reloaded(b, line), w.kind, x.kind, num_vectors)
             places = [b.add(place, _I64(4)) for place in places]
             return add_products(b, totals, terms[1:], places, x.unit)
 
@@ -305,16 +334,21 @@ def panel_tile(num_rows: int, num_vectors: int) -> Any:
     return intrinsic(typed)
 
 
-def _anew(builder: Any, address: Any) -> Any:
-    """The same address; what is loaded from it is loaded again, and not kept in a register."""
+def _reloaded(builder: Any, address: Any) -> Any:
+    """Return the same address, but make the compiler load from it again.
+
+    Otherwise the compiler would keep the loaded values in registers.
+    """
     return builder.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [address], False)
 
 
 def over_panel(name: str, tile_of: Callable[[int, int], Any]) -> Any:
-    """take(w, (x, by, out), num_rows, span, (base, share)): a panel's tiles, `share` bytes each.
+    """Return a function take(w, (x, by, out), num_rows, span, (base, share)) for a panel's tiles.
 
-    Returns the base after them. `tile_of` makes tiles of rows and vectors, called as panel_tile's;
-    `span` is the first of their numbers.
+    `take` runs one tile after another. Each tile prefetches `share` bytes, starting at `base`.
+    `take` returns the address after all prefetched bytes. tile_of: makes a tile for a number of
+    rows and of vectors, called like the tile of `panel_tile`. span: the arguments of a tile that
+    precede `part` and `base`.
     """
     return _over_panel_512(name, tile_of) if HAS_512 else _over_panel_256(name, tile_of)
 
@@ -326,7 +360,7 @@ def _over_panel_512(name: str, tile_of: Callable[[int, int], Any]) -> Any:
     @compiled_as(name, inline="always")
     def take_512(w: Any, rows: Any, num_rows: int, span: Any, after: Any) -> Any:
         (x, by, out), (base, share) = rows, after
-        for row in range(0, num_rows, MANY):
+        for row in range(0, num_rows, MAX_TILE_ROWS):
             left, own, at = num_rows - row, (x[row:], by[row:], out[row:]), (*span, 0, base)
             if left > 8:
                 tile_12(w, own, at)
@@ -345,7 +379,7 @@ def _over_panel_512(name: str, tile_of: Callable[[int, int], Any]) -> Any:
 
 
 def _over_panel_256(name: str, tile_of: Callable[[int, int], Any]) -> Any:
-    take_pair, take_halves = over_pair(name, tile_of), over_halves(name, tile_of, MANY)
+    take_pair, take_halves = over_pair(name, tile_of), over_halves(name, tile_of, MAX_TILE_ROWS)
 
     @compiled_as(name, inline="always")
     def take_256(w: Any, rows: Any, num_rows: int, span: Any, after: Any) -> Any:
@@ -357,7 +391,7 @@ def _over_panel_256(name: str, tile_of: Callable[[int, int], Any]) -> Any:
 
 
 def over_pair(name: str, tile_of: Callable[[int, int], Any]) -> Any:
-    """As over_panel where registers are short, for one row or two."""
+    """Make `take` as in `over_panel` for processors with short registers, for one or two rows."""
     tile_2, tile_1 = tile_of(2, 2), tile_of(1, 2)
 
     @compiled_as(name, inline="always")
@@ -373,9 +407,9 @@ def over_pair(name: str, tile_of: Callable[[int, int], Any]) -> Any:
 
 
 def over_halves(name: str, tile_of: Callable[[int, int], Any], most: int) -> Any:
-    """As over_panel where registers are short, for more rows: half a panel after the other.
+    """Make `take` as in `over_panel` for processors with short registers, for more than two rows.
 
-    A tile has 4 rows or `most`.
+    `take` computes one half of the panel, then the other half, in tiles of `most` rows or 4.
     """
     tile_most, tile_4 = tile_of(most, 1), tile_of(4, 1)
 
@@ -397,21 +431,23 @@ def over_halves(name: str, tile_of: Callable[[int, int], Any], most: int) -> Any
 
 @njit(inline="always")
 def num_tiles(num_rows: int) -> int:
-    """The tiles that a panel takes by `over_panel`."""
+    """Return how many tiles `over_panel` runs for a panel."""
     if HAS_512:
-        return (num_rows + MANY - 1) // MANY
-    return 1 if num_rows <= 2 else PANEL // LANES * ((num_rows + MANY - 1) // MANY)
+        return (num_rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
+    return (
+        1 if num_rows <= 2 else PANEL // LANES * ((num_rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS)
+    )
 
 
 def fused(builder: Any, a: Any, b: Any, total: Any) -> Any:
-    """total + a b, rounded once whatever stands around it."""
+    """Return total + a * b with a single rounding, however the compiler optimizes the code."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
     return builder.call(function, [a, b, total])
 
 
 def halves(builder: Any, address: Any) -> list[Any]:
-    """PANEL float16 numbers as two vectors of floats."""
+    """Load PANEL float16 numbers as two vectors of floats."""
     kind = ir.VectorType(ir.HalfType(), LANES)
     parts = [load(builder, builder.add(address, _I64(2 * LANES * v)), kind, 2) for v in range(2)]
     return [builder.fpext(part, FLOATS) for part in parts]
@@ -420,9 +456,11 @@ def halves(builder: Any, address: Any) -> list[Any]:
 def _terms_of(
     builder: Any, address: Any, kind: str, by: str, num_vectors: int
 ) -> list[tuple[Any, ...]]:
-    """The line's weights, each tuple of vectors those of all outputs for one load of x's.
+    """Load the weights of a line. For each load from x, return a vector for each vector of outputs.
 
-    bfloat16: floats, input by input, or words for pairs. int8: int16, both inputs at once.
+    bfloat16 weights become floats, with separate vectors for the two inputs of the line. If the
+    rows are bfloat16, the weights stay words of two inputs. int8 weights become int16, with both
+    inputs in one vector.
     """
     if kind == "bf16":
         places = [builder.add(address, _I64(CACHE_LINE * v)) for v in range(num_vectors)]
@@ -433,7 +471,7 @@ def _terms_of(
 
 
 def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """Floats: total + a b. Two numbers in each word: total + a[2i] b[2i] + a[2i + 1] b[2i + 1]."""
+    """Return total + a * b; for words, total + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]."""
     if total.type == FLOATS:
         return (add_product if a.type == FLOATS else _add_pairs)(builder, total, a, b)
     wide = ir.VectorType(_I32, SHORTS)
@@ -444,7 +482,7 @@ def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
 
 def spread_over(builder: Any, number: Any, size: int = LANES) -> Any:
-    """A vector of the same number everywhere."""
+    """Return a vector with the same number in all lanes."""
     vector = ir.VectorType(number.type, size)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _I32(0))
     return picked(builder, first, first, [0] * size)

@@ -1,4 +1,4 @@
-"""Attacks a server of its own beside honest clients, and says what they and it had to bear."""
+"""Attacks a real server while honest clients use it, and reports how well both coped."""
 
 import argparse
 import asyncio
@@ -15,16 +15,34 @@ _LONG_S = 120.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="stress.attack", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=_LONG_S, help="begin no attack after")
-    parser.add_argument("--seed", type=int, default=0, help="of bodies, cuts and the order")
-    parser.add_argument("--only", default="", help="attacks, or how their names begin, with commas")
-    parser.add_argument("--round", type=int, default=0, help="begin with the dice of this round")
-    parser.add_argument("--rounds", type=int, default=1000, help="how often all of them at most")
-    parser.add_argument("--in-turn", action="store_true", help="in the order of --list")
     parser.add_argument(
-        "--hostile", action="store_true", help="hostile inputs of all kinds at once"
+        "--seconds", type=float, default=_LONG_S, help="start no attack after so many seconds"
     )
-    parser.add_argument("--list", action="store_true", help="name the attacks and do nothing")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of bodies, cuts and the order of attacks"
+    )
+    parser.add_argument(
+        "--only", default="", help="names of attacks or their beginnings, separated by commas"
+    )
+    parser.add_argument(
+        "--round",
+        type=int,
+        default=0,
+        help="number of the first round; rounds draw different inputs",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1000,
+        help="maximum number of rounds; a round runs all attacks",
+    )
+    parser.add_argument(
+        "--in-turn", action="store_true", help="run the attacks in the order of --list"
+    )
+    parser.add_argument(
+        "--hostile", action="store_true", help="send hostile inputs of all kinds at the same time"
+    )
+    parser.add_argument("--list", action="store_true", help="list the attacks and exit")
     options = parser.parse_args()
     if options.list:
         print("\n".join(ATTACKS))
@@ -35,7 +53,9 @@ def main() -> int:
         return 1 if problems else 0
     names = choose(options.only, options.seconds >= _LONG_S)
     if not names:
-        parser.error(f"no attack begins with {options.only}; --list names them")
+        parser.error(
+            f"no attack has a name that starts with {options.only}; --list shows all names"
+        )
     with tempfile.TemporaryDirectory(prefix="headrace-attack-") as name:
         plan = Plan(
             Path(name),

@@ -1,4 +1,4 @@
-"""Accidents of a server besides its clients: no descriptors, no disk, no engine, bad bytes."""
+"""Accidents not caused by clients: no descriptors, a full disk, no engine, damaged data."""
 
 import asyncio
 import contextlib
@@ -21,26 +21,29 @@ from stress.site import Site
 NUM_DESCRIPTORS = 256
 DISK_BYTES = 8 << 20
 DRAIN_S = 1.0
-_STOP_S = DRAIN_S + 6.0  # within which a server that has requests to serve has to have ended
-_NEXT_S = 60.0  # until there is an engine again, with pauses between its starts
-_LENIENT = Manner("rude", within_s=12.0)  # a refused connection is no wonder now
+# After SIGTERM, a server with unfinished requests must exit within this time.
+_STOP_S = DRAIN_S + 6.0
+# Within this time a new engine must be running. The server pauses between starts of engines.
+_NEXT_S = 60.0
+# During an accident, a server may also refuse connections.
+_LENIENT = Manner("rude", within_s=12.0)
 
 
 async def kill_engine(target: Target) -> None:
     before = target.site.engine_pid()
     target.site.kill_engine()
     if not await until(_has_new_engine(target.site, before), _NEXT_S):
-        target.fail(f"no new engine {_NEXT_S:g} s after the last was killed")
+        target.fail(f"no new engine {_NEXT_S:g} s after the last kill")
 
 
 async def kill_loading(target: Target) -> None:
-    """As a killer of whatever takes memory would: each new engine, before it is ready."""
+    """Kills each new engine before it is ready, as Linux does to a process when memory runs out."""
     rng = target.rng()
     for _ in range(4):
         before = target.site.engine_pid()
         target.site.kill_engine()
         if not await until(_has_new_engine(target.site, before), _NEXT_S):
-            target.fail(f"no new engine {_NEXT_S:g} s after the last was killed")
+            target.fail(f"no new engine {_NEXT_S:g} s after the last kill")
             return
         await asyncio.sleep(rng.uniform(0.0, 0.5))
 
@@ -50,7 +53,7 @@ def _has_new_engine(site: Site, before: int | None) -> Callable[[], bool]:
 
 
 async def freeze(target: Target) -> None:
-    """Short enough to be borne."""
+    """Freezes the engine for less than ten seconds; the same engine must go on afterwards."""
     before = target.site.engine_pid()
     await target.site.freeze_engine(target.rng().uniform(0.5, 5.0))
     if target.site.engine_pid() != before:
@@ -58,7 +61,7 @@ async def freeze(target: Target) -> None:
 
 
 async def freeze_long(target: Target) -> None:
-    """Longer than ten seconds is a death, and another engine takes over."""
+    """Freezes the engine for more than ten seconds; the server must replace it."""
     before = target.site.engine_pid()
     await target.site.freeze_engine(13.0)
     if not await until(_has_new_engine(target.site, before), _NEXT_S):
@@ -66,7 +69,7 @@ async def freeze_long(target: Target) -> None:
 
 
 async def descriptors(target: Target) -> None:
-    """Idle sockets take every descriptor; then the engine dies."""
+    """Opens idle sockets until no file descriptor is left, and then kills the engine."""
     sockets = []
     with contextlib.suppress(OSError, TimeoutError):
         for _ in range(NUM_DESCRIPTORS + 50):
@@ -79,7 +82,7 @@ async def descriptors(target: Target) -> None:
 
 
 async def disk_full(target: Target) -> None:
-    """While nothing can be written, streams are stopped, forgotten and asked for."""
+    """Cancels, deletes and reads streams while the disk is full."""
     ended = await _stream(target, "ended", b'{"prompt":"one","max_tokens":4}')
     live = await _stream(target, "live", b'{"prompt":"a","max_tokens":3000,"ignore_eos":true}', 1)
     with _full(target.site):
@@ -100,7 +103,7 @@ async def disk_full(target: Target) -> None:
 
 
 async def _stream(target: Target, name: str, body: bytes, cut_after: int | None = None) -> str:
-    """The id of a durable stream, whole unless it is cut."""
+    """Starts a durable stream, reads `cut_after` bytes or all of it, and returns its id."""
     if cut_after:
         body = body[:-1] + b',"stream":true}'
     names = (("Idempotency-Key", name), ("X-Conversation-Id", name))
@@ -110,7 +113,7 @@ async def _stream(target: Target, name: str, body: bytes, cut_after: int | None 
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A disk of its own for the folder, where this may be mounted; else it stays as it is."""
+    """Mounts a small disk on the folder. If mounting is not permitted, nothing is mounted."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
     is_mounted = subprocess.run(mount, capture_output=True).returncode == 0
@@ -123,7 +126,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _full(site: Site) -> Iterator[None]:
-    """Not a byte is left; where the disk is not ours to fill, no file of the server may grow."""
+    """Fills the small disk. If no small disk is mounted, keeps the server's files from growing."""
     disk, filler, before = os.statvfs(site.state_dir), site.state_dir / "filler", None
     try:
         if disk.f_blocks * disk.f_frsize == DISK_BYTES:
@@ -141,7 +144,7 @@ def _full(site: Site) -> Iterator[None]:
 
 
 async def corrupt_rows(target: Target) -> None:
-    """Rows of events and records are spoiled or gone; the streams alone may suffer."""
+    """Damages or deletes rows of events and records; only the streams of these rows may suffer."""
 
     def spoil(path: Path, rng: random.Random) -> None:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as base:
@@ -163,7 +166,7 @@ async def corrupt_rows(target: Target) -> None:
 
 
 async def corrupt_bytes(target: Target) -> None:
-    """Bytes of the file itself are others."""
+    """Changes bytes of the database file."""
 
     def spoil(path: Path, rng: random.Random) -> None:
         raw = path.read_bytes()
@@ -207,9 +210,10 @@ async def _corrupt(target: Target, spoil: Callable[[Path, random.Random], None])
 
 
 async def terminate(target: Target) -> None:
-    """SIGTERM while the worst that clients can send is being worked on."""
+    """Sends SIGTERM while the server processes the most expensive requests."""
     site = target.site
-    deaf = Target(site, "", target.folder, 0, lambda problem: None)  # the clients lose, of course
+    # These clients are expected to lose their connections, so their failures are not reported.
+    deaf = Target(site, "", target.folder, 0, lambda problem: None)
     asking = asyncio.gather(
         *(deaf.talk([post(CHAT, overrun()).raw()]) for _ in range(2)), WORST["worst-ids-5m"](deaf)
     )
@@ -219,9 +223,9 @@ async def terminate(target: Target) -> None:
         code = await site.bring_down(signal.SIGTERM, within_s=20.0)
         took = time.monotonic() - began
         if code or took > _STOP_S:
-            target.fail(f"after SIGTERM it ended with {code} in {took:.1f} s of {_STOP_S:g}")
+            target.fail(f"exit code {code}, {took:.1f} s after SIGTERM; limit {_STOP_S:g} s")
     except subprocess.TimeoutExpired:
-        target.fail("SIGTERM is not obeyed in 20 s")
+        target.fail("the server did not exit within 20 s after SIGTERM")
         await site.stop(signal.SIGKILL)
     asking.cancel()
     site.start()

@@ -1,10 +1,10 @@
-"""Bodies: drawn from a grammar and spoiled, or each the worst of its kind at its largest."""
+"""Makes request bodies: random and damaged bodies, and the largest bodies of costly kinds."""
 
 import asyncio
 import random
 from collections.abc import Callable
 
-from stress.attack.target import MAX_BODY, Manner, Target, post
+from stress.attack.target import MAX_BODY, Attack, Manner, Target, by_clients, post
 
 TRIGGER = "overrun-the-template"
 TEMPLATE_HEAD = (
@@ -13,7 +13,11 @@ TEMPLATE_HEAD = (
     "{{ ((letter * 30000000) | list | map('upper') | sort | join('')) }}"
     "{%- endif -%}\n"
 )
-"""Built-in filters alone, which look at no clock; before a template that does its work."""
+"""The costly head of a template, to be followed by a valid template.
+
+The head is costly if the last message contains TRIGGER. It uses only built-in filters, because
+these filters do not check a time limit.
+"""
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE, APPLY = "/tokenize", "/detokenize", "/apply-template"
@@ -53,11 +57,11 @@ _LEAVES = (
     *(b'"<|im_start|>system"', b'"<|im_end|>"', b'"{{ 7 * 7 }}"', b'"../../etc/passwd"'),
 )
 _SPOILED = (b'"\\ud800"', b'"\\udc00\\ud800"', b'"\xff"', b'"\xc0\x80"', b'"\xed\xa0\x80"', b"NaN")
-"""Each makes any body that holds it invalid."""
+"""JSON values. A body that contains any of these values is invalid."""
 
 
 def drawn_body(rng: random.Random, route: str, longest: int = 1 << 22) -> tuple[bytes, bool]:
-    """A body, and whether it cannot be valid."""
+    """Return a body, and whether the server must refuse it."""
     parts = [_NEEDED[route]] if rng.random() < 0.8 else []
     for _ in range(rng.choice((0, 1, 1, 2, 3, 8))):
         parts.append(b'"%s":%s' % (rng.choice(_FIELDS[route]), _value(rng, 3, longest)))
@@ -73,7 +77,8 @@ def _value(rng: random.Random, depth: int, longest: int) -> bytes:
     below = [_value(rng, depth - 1, longest) for _ in range(rng.choice((0, 1, 2, 5)))]
     if kind == "list":
         return b"[" + b",".join(below) + b"]"
-    if kind == "object":  # with a key twice now and then
+    # Keys are drawn with replacement, so an object may have the same key twice.
+    if kind == "object":
         keys = [rng.choice((b"a", b"1", b"text", b"type", b"")) for _ in below]
         pairs = zip(keys, below, strict=True)
         return b"{" + b",".join(b'"%s":%s' % pair for pair in pairs) + b"}"
@@ -83,7 +88,7 @@ def _value(rng: random.Random, depth: int, longest: int) -> bytes:
 
 
 def _message(rng: random.Random, below: list[bytes], depth: int) -> bytes:
-    """Messages whose last one has tool calls with arguments of all kinds."""
+    """Return a list of messages; the last one has tool calls with arguments of all kinds."""
     arguments = rng.choice((*below, b'"' + b"[" * depth + b'"'))
     call = b'{"type":"function","function":{"name":"f","arguments":%s}}' % arguments
     return (
@@ -118,38 +123,38 @@ def _spoiled(rng: random.Random, body: bytes) -> tuple[bytes, bool]:
         return body[:-1] + b',"y":' + rng.choice(_SPOILED) + b"}", True
     if kind == 3:
         return body + rng.choice((b"}", b"x", b"{}", b"\x00")), True
-    if kind == 4:  # a byte is another now; it may still be valid
+    # One byte is replaced; the body may still be valid.
+    if kind == 4:
         return body[:at] + bytes([rng.randrange(256)]) + body[at + 1 :], False
-    if kind == 5:  # a piece stands twice
+    # A piece of the body is repeated.
+    if kind == 5:
         return body[:at] + body[max(0, at - 9) :], False
     return b" " * rng.randrange(100_000) + body + b"\r\n\t ", False
 
 
-def _fuzz(route: str) -> Callable[[Target], object]:
-    async def live(target: Target, rng: random.Random) -> None:
+def _fuzz(route: str) -> Attack:
+    @by_clients(3)
+    async def fuzz(target: Target, rng: random.Random) -> None:
         for _ in range(target.num_each):
             longest = MAX_BODY - 100_000 if rng.random() < 0.03 else 100_000
             body, is_invalid = drawn_body(rng, route, longest)
             expects = "refusal" if is_invalid else "any"
             await target.ask(post(route, body), Manner(expects, within_s=30.0, cut_after=1 << 16))
 
-    return lambda target: target.side_by_side(3, live)
+    return fuzz
 
 
-async def _fields(target: Target) -> None:
-    """Every field of every route by itself, with values of every kind."""
-
-    async def live(target: Target, rng: random.Random) -> None:
-        for route, names in _FIELDS.items():
-            for name in names:
-                values = rng.sample(_LEAVES, min(len(_LEAVES), target.num_each // 2))
-                if name == b"messages":
-                    values += [_message(rng, [], 200_000), _message(rng, values, 900)]
-                for value in values:
-                    body = b'{%s,"%s":%s}' % (_NEEDED[route], name, value)
-                    await target.ask(post(route, body), Manner(within_s=5.0, cut_after=1 << 14))
-
-    await target.side_by_side(4, live)
+@by_clients(4)
+async def _fields(target: Target, rng: random.Random) -> None:
+    """Sends each field of each route with values of every kind, with only the required fields."""
+    for route, names in _FIELDS.items():
+        for name in names:
+            values = rng.sample(_LEAVES, min(len(_LEAVES), target.num_each // 2))
+            if name == b"messages":
+                values += [_message(rng, [], 200_000), _message(rng, values, 900)]
+            for value in values:
+                body = b'{%s,"%s":%s}' % (_NEEDED[route], name, value)
+                await target.ask(post(route, body), Manner(within_s=5.0, cut_after=1 << 14))
 
 
 BODIES = {
@@ -162,7 +167,7 @@ BODIES = {
 
 
 def _filled(head: bytes, item: bytes, tail: bytes, number: int | None = None) -> bytes:
-    """As many items as there may be."""
+    """Return a body with `number` items, or with as many items as an allowed body can hold."""
     room = (MAX_BODY - len(head) - len(tail)) // len(item)
     return head + (item * min(room, number or room))[:-1] + tail
 
@@ -170,7 +175,10 @@ def _filled(head: bytes, item: bytes, tail: bytes, number: int | None = None) ->
 def _two(
     *bodies: tuple[str, Callable[[], bytes]], expects: str = "any"
 ) -> Callable[[Target], object]:
-    """The same, or two of a kind, at once; each is answered before the bout is over."""
+    """Return an attack that sends two large bodies at the same time and waits for both answers.
+
+    If only one body is given, the attack sends this body twice.
+    """
 
     async def volley(target: Target) -> None:
         calls = [post(route, make()) for route, make in (*bodies, *bodies)[:2]]
@@ -222,4 +230,4 @@ WORST = {
     "worst-messages": _two((CHAT, _messages), (APPLY, _messages)),
     "worst-template": _two((CHAT, overrun), (APPLY, overrun)),
 }
-"""Each at its largest, two at a time."""
+"""Attacks that each send two of the largest bodies of a costly kind at the same time."""

@@ -1,4 +1,7 @@
-"""The same with real servers: streams of headrace-mini, a state directory altered in between."""
+"""Starts real servers on damaged state directories, and checks the streams that they serve.
+
+Headrace-mini generates the streams. Each directory is damaged before a server is started on it.
+"""
 
 import contextlib
 import random
@@ -20,7 +23,7 @@ LIMIT_S = 20.0
 
 
 class Answer(msgspec.Struct):
-    """A stream of the undisturbed server, on both faces."""
+    """A stream that an undamaged server returned, both as bytes and as events."""
 
     n: int
     conversation: str
@@ -31,14 +34,14 @@ class Answer(msgspec.Struct):
 
 
 class Party:
-    """Who asks a server for its streams, and knows what they were."""
+    """A client that compares the streams of a damaged server with the original ones."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.answers: list[Answer] = []
 
     def write(self) -> None:
-        """Fills the folders `closed` and `killed`; the second has a stream that had not ended."""
+        """Fills the folders `closed` and `killed`. In `killed`, one stream has not ended."""
         server = _start(self.directory / "closed")
         for n in range(NUM_STREAMS):
             _post(server.url, f"chat {n}", 20 + n, n % 2 == 0)
@@ -58,7 +61,10 @@ class Party:
             answer_of.n = rows.get(answer_of.conversation, NUM_STREAMS + 1)
 
     def visit(self, seed: int) -> tuple[str, list[str]]:
-        """One corruption, one server; what was done, and what was wrong with how it was met."""
+        """Damages one copy of a folder and starts a server on it.
+
+        Returns a description of the damage, and the faults that the server then showed.
+        """
         rng = random.Random(seed)
         master = rng.choice(["closed", "killed"])
         directory = self.directory / f"visit-{seed}"
@@ -76,7 +82,7 @@ class Party:
         except (httpx.HTTPError, AssertionError) as error:
             wrong = [f"{type(error).__name__}: {error}"]
         if code := server.stop():
-            wrong.append(f"it ended with {code}")
+            wrong.append(f"the server exited with code {code}")
         if any("Traceback" in line for line in server.lines):
             wrong.append("a traceback: " + " | ".join(server.lines[-5:]))
         shutil.rmtree(directory)
@@ -85,14 +91,14 @@ class Party:
 
 
 def run_servers(num: int, seed: int, directory: Path) -> list[str]:
-    """So many corruptions, each met by a server of its own."""
+    """Runs `num` corruptions, each with its own server, and returns the faults."""
     directory.mkdir(parents=True)
     party = Party(directory)
     party.write()
     found = []
     for number in range(num):
         what, wrong = party.visit(seed * 1_000_000 + number)
-        print(f"server {number}: {what}: {'; '.join(wrong) or 'as it should be'}", flush=True)
+        print(f"server {number}: {what}: {'; '.join(wrong) or 'as expected'}", flush=True)
         found += wrong
     return found
 
@@ -118,7 +124,7 @@ def _post(url: str, conversation: str, num: int, is_streamed: bool) -> httpx.Res
 
 
 def _asked(url: str, n: int, conversation: str) -> Answer:
-    """The stream as it stands, without waiting for what is to come."""
+    """Return the part of the stream that exists now, without waiting for the rest."""
     wanted = {"conversation_ids": [conversation]}
     (entry,) = httpx.post(f"{url}/v1/streams/lookup", json=wanted, timeout=LIMIT_S).json()
     events = f"{url}/v1/streams/{entry['stream_id']}/events"
@@ -132,7 +138,7 @@ def _asked(url: str, n: int, conversation: str) -> Answer:
 
 
 def _judge(server: ServerProcess, answer: Answer, damage: Damage) -> str:
-    """Faults in how a stream is served; empty if there are none."""
+    """Return what is wrong with a stream that the server returns, or an empty string."""
     url = f"{server.url}/v1/streams/{answer.stream_id}"
     by_name = {"params": {"conv_id": answer.conversation}, "timeout": LIMIT_S}
     state = httpx.get(url, timeout=LIMIT_S)
@@ -142,13 +148,14 @@ def _judge(server: ServerProcess, answer: Answer, damage: Damage) -> str:
             return "" if again.events.startswith(answer.events) or damage.is_wal else "ALTERED"
         return "" if (again.body, again.events) == (answer.body, answer.events) else "ALTERED"
     if damage.rows is not None and answer.n not in damage.rows:
-        return f"is harmed by another's damage: {state.status_code} {state.text}"
+        return f"was affected by the damage to another stream: {state.status_code} {state.text}"
     if state.status_code == 404:
         was_moved = any("is kept as" in line for line in server.lines)
         is_told = damage.rows is not None or damage.is_wal or was_moved
-        return "" if is_told else "is gone, and nothing says why"
+        return "" if is_told else "is gone, and no log line says why"
     by_byte = httpx.get(f"{server.url}/v1/stream", **by_name)  # type: ignore[arg-type]
-    with contextlib.suppress(AssertionError):  # what the server has said is read beside us
+    # Another thread reads the server's log, so the line may arrive a little later.
+    with contextlib.suppress(AssertionError):
         eventually(lambda: any("is set aside" in line for line in server.lines), within_s=5)
     named = [line for line in server.lines if "is set aside" in line]
     deleted = httpx.delete(url, timeout=LIMIT_S).status_code
@@ -157,5 +164,5 @@ def _judge(server: ServerProcess, answer: Answer, damage: Damage) -> str:
     if (state.status_code, code, deleted, gone) != (500, "stream_unsound", 204, 404) or not named:
         return f"{state.status_code} {code}, DELETE {deleted}, then {gone}, named {named}"
     if by_byte.status_code not in (404, 500) or b"data: " in by_byte.content:
-        return f"by byte it is {by_byte.status_code} {by_byte.text}"
+        return f"/v1/stream answers {by_byte.status_code} {by_byte.text}"
     return ""

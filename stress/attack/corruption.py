@@ -1,6 +1,7 @@
-"""Alters what a store has on disk, opens it again, and compares all that is served with what was.
+"""Damages a stream store on disk, opens it again, and compares the streams with the originals.
 
-`python -m stress.attack.corruption -n 1000 --servers 30 --seed 0`; exits 1 on any violation.
+`python -m stress.attack.corruption -n 1000 --servers 30 --seed 0`; exits with 1 if there is a
+violation.
 """
 
 import argparse
@@ -43,18 +44,22 @@ class Original(msgspec.Struct):
 
 
 class Damage(msgspec.Struct):
-    """Damage that was done; `rows` are the streams it may concern, None: any of them."""
+    """The damage that was done to a copy.
+
+    `rows` holds the numbers of the affected streams; None if any stream may be affected.
+    """
 
     what: str
     rows: set[int] | None
     is_wal: bool = False
 
 
-# what is written, and left behind whole (closed) or with its write-ahead log (killed)
+# The originals are written to two directories. One was closed properly; in the other, the
+# write-ahead log was left behind.
 
 
 async def write(directory: Path, rng: random.Random) -> list[Original]:
-    """Fills `directory`/closed and `directory`/killed."""
+    """Writes streams into `directory`/closed and `directory`/killed, and returns the streams."""
     store = SqliteStore.open(directory / "open")
     originals = []
     for n in range(1, NUM_STREAMS + 1):
@@ -76,11 +81,11 @@ async def write(directory: Path, rng: random.Random) -> list[Original]:
     return originals
 
 
-# wrong rows
+# Damaged rows.
 
 
 def _changed(rng: random.Random, data: Any) -> bytes:
-    """A byte flipped, some cut off or put on, all of it replaced."""
+    """Flip a bit, cut off or append bytes, or replace all of them."""
     blob = bytearray(data if isinstance(data, bytes) else b"")
     kind = rng.randrange(4) if blob else 2
     if kind == 0:
@@ -109,7 +114,7 @@ _NUMBERS["streams"] += ["read_at", "ended_at"]
 
 
 def _pick(db: sqlite3.Connection, rng: random.Random, table: str) -> tuple[int, str]:
-    """The stream of a row, and where that row is."""
+    """Draw a row, and return the number of its stream and an SQL condition that finds the row."""
     key = "n, first_seq" if table == "batches" else "n, 0"
     n, first_seq = rng.choice(db.execute(f"SELECT {key} FROM {table}").fetchall())
     return n, f"n = {n}" + (f" AND first_seq = {first_seq}" if table == "batches" else "")
@@ -135,7 +140,7 @@ def _change_number(db: sqlite3.Connection, rng: random.Random) -> set[int]:
 
 
 def _swap(db: sqlite3.Connection, rng: random.Random) -> set[int]:
-    """The same columns of two rows."""
+    """Swap the same columns of two rows."""
     table, column = rng.choice([*_BLOBS, ("streams", "id"), ("streams", "owner, conversation")])
     (n, where), (m, other) = _pick(db, rng, table), _pick(db, rng, table)
     columns = f"{column}, checksum" if rng.random() < 0.3 and column != "checksum" else column
@@ -159,7 +164,7 @@ def _delete(db: sqlite3.Connection, rng: random.Random) -> set[int]:
 
 
 def _duplicate(db: sqlite3.Connection, rng: random.Random) -> set[int]:
-    """A row again, under another stream or another number."""
+    """Insert a copy of a row under another stream or another number."""
     table = rng.choice(["streams", "records", "batches", "batches"])
     (n, where), (m, _) = _pick(db, rng, table), _pick(db, rng, "streams")
     row = list(db.execute(f"SELECT * FROM {table} WHERE {where}").fetchone())
@@ -186,15 +191,16 @@ def wrong_rows(directory: Path, rng: random.Random) -> Damage:
     with contextlib.closing(sqlite3.connect(directory / NAME)) as db, db:
         try:
             return Damage(kind.__name__.strip("_"), kind(db, rng))
-        except sqlite3.IntegrityError:  # the tables themselves forbid it
+        # The constraints of the tables rejected the change.
+        except sqlite3.IntegrityError:
             return Damage("forbidden", set())
 
 
-# damaged pages
+# Damaged pages.
 
 
 def damaged_pages(directory: Path, rng: random.Random) -> Damage:
-    """Bytes of the database, or of its write-ahead log, overwritten, cut off or moved."""
+    """Overwrite, cut off or move bytes of the database or of its write-ahead log."""
     files = [file for file in (directory / NAME, directory / f"{NAME}-wal") if file.exists()]
     path = rng.choice(files)
     data = bytearray(path.read_bytes())
@@ -216,11 +222,11 @@ def damaged_pages(directory: Path, rng: random.Random) -> Damage:
     return Damage(f"{kind} in {path.suffix}", None, "wal" in path.name)
 
 
-# what is served
+# The damaged store is read.
 
 
 class Said(logging.Handler):
-    """The text of the server's log."""
+    """Collects the messages of the server's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -245,7 +251,7 @@ def listening() -> Iterator[Said]:
 
 
 async def _outcome(store: SqliteStore, original: Original, name: Any) -> str:
-    """whole, shorter (a beginning of it), unsound, gone; anything else is a violation."""
+    """Return "whole", "shorter" (a prefix), "unsound" or "gone"; other results name a violation."""
     try:
         found = await store.find(name)
         if found is None:
@@ -263,7 +269,7 @@ async def _outcome(store: SqliteStore, original: Original, name: Any) -> str:
 
 
 async def _serve(directory: Path, originals: list[Original], said: Said) -> dict[int, str]:
-    """Opens the store as a server does, and reads every stream by each of its names."""
+    """Opens the store as a server does, and reads each stream by id, conversation and key."""
     store = SqliteStore.open(directory)
     try:
         await store.unfinished()
@@ -300,7 +306,7 @@ def violations(damage: Damage, outcomes: dict[int, str], said: Said) -> list[str
         if outcome == "whole" or (was_moved and damage.rows is None and outcome == "gone"):
             continue
         if outcome == "unsound" and named[f"The stream in row {n}"] == 0 and damage.rows is None:
-            found.append(f"{n} is unsound and not named")
+            found.append(f"stream {n} is unsound, and no log line names it")
         may = {"unsound", "gone"} if damage.rows is None or n in damage.rows else set()
         if damage.rows is None and not damage.is_wal:
             may.discard("gone")
@@ -308,14 +314,18 @@ def violations(damage: Damage, outcomes: dict[int, str], said: Said) -> list[str
             may |= {"shorter", "gone"}
         if outcome not in may:
             found.append(f"{n} is {outcome}")
-    found += [f"{row} is named {times} times" for row, times in named.items() if times > 1]
+    found += [
+        f"{times} log lines name {row}; expected at most 1"
+        for row, times in named.items()
+        if times > 1
+    ]
     if any(word in line for line in said.lines for word in ("stream-0", "chat ", "key ")):
-        found.append("a name stands in the log")
+        found.append("the log contains a stream's name")
     return found + (["a traceback"] if said.has_traceback else [])
 
 
 def corrupt(master: Path, directory: Path, originals: list[Original], seed: int) -> list[str]:
-    """One corruption; what was wrong with how it was met."""
+    """Damages one copy of the originals, opens the copy, and returns the faults of the store."""
     rng = random.Random(seed)
     shutil.copytree(master / rng.choice(["closed", "killed"]), directory)
     damage = (wrong_rows if seed % 2 else damaged_pages)(directory, rng)
@@ -335,7 +345,7 @@ tally: Counter[str] = Counter()
 
 
 def run(num: int, seed: int, directory: Path) -> list[str]:
-    """So many corruptions of one state directory, opened in this process."""
+    """Damages `num` copies of one state directory, and opens each copy in this process."""
     originals = asyncio.run(write(directory, random.Random(seed)))
     found = []
     for number in range(num):
@@ -345,8 +355,15 @@ def run(num: int, seed: int, directory: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-n", type=int, default=1000, help="corruptions opened in process")
-    parser.add_argument("--servers", type=int, default=30, help="and by starting a real server")
+    parser.add_argument(
+        "-n", type=int, default=1000, help="number of damaged stores to open in this process"
+    )
+    parser.add_argument(
+        "--servers",
+        type=int,
+        default=30,
+        help="number of damaged stores to open with a real server",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     began = time.monotonic()
@@ -354,7 +371,8 @@ def main() -> int:
         found = run(options.n, options.seed, Path(name) / "rows")
         print(f"{options.n} in process: {dict(tally)}, {time.monotonic() - began:.0f} s")
         if options.servers:
-            from stress.attack.corrupted_servers import run_servers  # it imports this file
+            # corrupted_servers imports this module, so its import cannot be at the top.
+            from stress.attack.corrupted_servers import run_servers
 
             found += run_servers(options.servers, options.seed, Path(name) / "servers")
     print("\n".join(found) or "no violation")

@@ -1,4 +1,4 @@
-"""Hostile model folders: a valid small model, changed in one to three ways that a seed decides."""
+"""Hostile model folders: a valid small model with one to three changes drawn from a seed."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from stress.attack.hostile_texts import raw_documents, spoil_template, spoil_tok
 from stress.attack.hostile_weights import spoil_gguf, spoil_index, spoil_safetensors
 
 GOOD = "good"
-"""The name of a folder that is left as it is."""
+"""The name of the model that is left unchanged."""
 
 _GGUF = Path(__file__).parents[2] / "tests" / "checkpoints" / "data" / "llama-Q4_K_M.gguf"
 _SPARSE = 1 << 36
@@ -53,18 +53,19 @@ _ODD_SIZES: tuple[dict[str, Any], ...] = (
 
 
 def make_hostile_folder(folder: Path, base: Path, label: str) -> str:
-    """A folder that differs from the valid `base` in ways drawn from `label`; returns which.
+    """Copies the valid model `base`, and changes the copy in ways drawn from `label`.
 
-    What is not changed shares its bytes with `base` on the disk.
+    Returns the changes. Unchanged files are hard links to those of `base`.
     """
     rng = random.Random(label)
     shutil.copytree(base, folder, copy_function=os.link)
     kinds = list(_OF_GGUF if any(folder.glob("*.gguf")) else _OF_FOLDER)
     done = []
     places = rng.sample(range(len(kinds)), rng.choice((1, 1, 1, 2, 3)))
-    # in their order: what makes a file unreadable for us comes last
+    # The changes are made in the order of the list. Changes that make a file unreadable come last.
     for kind in [kinds[place] for place in sorted(places)]:
-        with contextlib.suppress(*CANNOT):  # an earlier change has left nothing to change
+        # An earlier change may have made this change impossible.
+        with contextlib.suppress(*CANNOT):
             done.append(kind(folder, rng))
     return "; ".join(done)
 
@@ -82,12 +83,12 @@ CANNOT = (
 
 
 def copy_of_mini(folder: Path) -> Path:
-    """headrace-mini's folder, to be changed."""
+    """Copies the folder of headrace-mini, so that the caller can change the copy."""
     return Path(shutil.copytree(find_model(MINI), folder))
 
 
 def copy_of_gguf(folder: Path) -> Path:
-    """A folder that holds only a small GGUF file, to be changed."""
+    """Make a folder that contains only a small GGUF file."""
     folder.mkdir()
     return Path(shutil.copy(_GGUF, folder / "model.gguf")).parent
 
@@ -119,7 +120,7 @@ def _spoil_defaults(folder: Path, rng: random.Random) -> str:
 
 
 def _add_sentences(folder: Path, rng: random.Random) -> str:
-    """Files of sentence-transformers, one of them hostile."""
+    """Adds the files of a sentence-transformers model; one of these files is hostile."""
     parts = ("Transformer", "Pooling", "Dense", "Normalize")
     modules: list[Any] = [
         {"idx": n, "name": str(n), "path": f"{n}_{part}", "type": f"sentence_transformers.{part}"}
@@ -139,7 +140,7 @@ def _add_sentences(folder: Path, rng: random.Random) -> str:
 
 
 def _spoil_bytes(folder: Path, rng: random.Random) -> str:
-    """Flips or cuts bytes of a text file, or writes another document in its place."""
+    """Flips or cuts off bytes of a text file, or replaces the file with another document."""
     files = sorted([*folder.glob("*.json"), *folder.glob("*.jinja")])
     file = rng.choice(files)
     content = bytearray(file.read_bytes())
@@ -164,7 +165,7 @@ def _spoil_gguf(folder: Path, rng: random.Random) -> str:
 
 
 def _odd_file(folder: Path, rng: random.Random) -> str:
-    """Another kind of file in the place of one, or beside them."""
+    """Replaces a file with something that is not a usable file, or adds files with odd names."""
     files = sorted(it for it in folder.iterdir() if it.is_file())
     file = rng.choice(files)
     kind = rng.choice(tuple(ODD_FILES))
@@ -208,9 +209,9 @@ ODD_FILES: dict[str, Callable[[Path], None]] = {
     "empty": _remade(Path.touch),
     "unreadable": _remade(_make_unreadable),
     "missing": Path.unlink,
-    "beside files with odd names": _add_odd_names,
+    "next to files with odd names": _add_odd_names,
 }
-"""Kinds of files that may stand where a file is expected, each made in the place of a file."""
+"""Functions that damage or replace a file, by the state in which they leave the file."""
 
 _OF_FOLDER: tuple[Callable[[Path, random.Random], str], ...] = (
     spoil_tokenizer,

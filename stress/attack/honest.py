@@ -1,4 +1,4 @@
-"""Two honest clients beside every attack, and scales: what the others cost them, in figures."""
+"""Measures how attacks affect two honest clients and the memory of the server."""
 
 import asyncio
 import time
@@ -20,11 +20,12 @@ from tools.harness.processes import children, is_engine, proportional_bytes
 HEARTBEAT_S = 1.0
 PROBE_S = 0.1
 _CUT_SHARE = 0.2
-_PAUSE_S = 0.5  # after a refusal
+# How long the client waits after a refusal, in seconds.
+_PAUSE_S = 0.5
 _PATIENCE_S = 300.0
 
 Samples = list[tuple[float, float]]
-"""When, and how many seconds (or bytes)."""
+"""Pairs of a time and a value in seconds or bytes."""
 
 
 class Quantiles(NamedTuple):
@@ -43,12 +44,14 @@ def within(samples: Samples, began: float, ended: float) -> list[float]:
 
 
 class Prober:
-    """Asks /health ten times a second, whether or not the last answer has come."""
+    """Requests /health ten times a second, even if an earlier request is still waiting."""
 
     def __init__(self, site: Site) -> None:
-        self.samples: Samples = []  # by the time at which it was asked
+        # Pairs of the time at which a request was sent and the seconds until its answer.
+        self.samples: Samples = []
         self.problems: list[tuple[float, str]] = []
-        self.lags: Samples = []  # how late this program itself was
+        # Pairs: the time at which a request was sent, and how many seconds too late this was.
+        self.lags: Samples = []
         self._site = site
         self._pending: dict[asyncio.Task[None], float] = {}
 
@@ -65,7 +68,7 @@ class Prober:
             due = max(due, now - PROBE_S)
 
     def pending(self) -> Samples:
-        """Requests that have no answer yet, by how long they have waited."""
+        """Return the time and the age of each request that is still unanswered."""
         now = time.monotonic()
         return [(at, now - at) for at in self._pending.values()]
 
@@ -82,14 +85,17 @@ class Prober:
 
 
 class Chatter:
-    """Asks for the same long answer again and again, and is owed every token of it once."""
+    """Requests the same long answer again and again, and checks that every token arrives once."""
 
     def __init__(self, site: Site, seed: int, say: Callable[[float, Violation], None]) -> None:
-        self.gaps: Samples = []  # between data frames, by the time of the later one
+        # Silences between data frames. A sample's time is the end of the silence.
+        self.gaps: Samples = []
         self.num_tokens = self.num_answers = 0
         self.is_over = False
-        self.excused_at = 0.0  # an accident: connections may break
-        self.forgiven_at = 0.0  # an accident that damages streams themselves
+        # When the last accident ended that could break connections.
+        self.excused_at = 0.0
+        # When the last accident ended that could damage streams.
+        self.forgiven_at = 0.0
         self._site = site
         self._seed = seed
         self._say = say
@@ -101,7 +107,7 @@ class Chatter:
         self._num_cuts = 0
 
     async def prepare(self, num_tokens: int) -> None:
-        """Hears the answer of the server while it is left in peace."""
+        """Fetches the answer once from the idle server; later answers must equal it."""
         await self._proxy.open()
         await self._calm.open()
         body = {
@@ -138,21 +144,27 @@ class Chatter:
         return self._last is not None and self._has_token
 
     def pending(self) -> Samples:
-        """The silence that lasts now."""
+        """Return the silence that has not ended yet."""
         return [] if self._last is None else [self._gap(time.monotonic())]
 
     def _hear(self, piece: bytes) -> None:
         if b"data: " not in piece or self._last is None:
             return
         now = time.monotonic()
-        if self._num_cuts == self._proxy.num_cuts:  # else it is the silence of a cut line
+        # A gap during which the proxy cut a connection is not the server's fault, so it is not
+        # counted.
+        if self._num_cuts == self._proxy.num_cuts:
             self.gaps.append(self._gap(now))
         self._num_cuts = self._proxy.num_cuts
         self._last = now
         self._has_token |= b'"token_ids":[' in piece
 
     def _gap(self, now: float) -> tuple[float, float]:
-        """Until its first token a stream waits its turn, and hears no more than heartbeats."""
+        """Return the current time and the seconds since the last data frame.
+
+        Until its first token arrives, a stream may be queued and receive only heartbeats. The
+        interval of one heartbeat is therefore subtracted.
+        """
         assert self._last is not None
         allowed = 0.0 if self._has_token else HEARTBEAT_S
         return now, max(0.0, now - self._last - allowed)
@@ -165,12 +177,12 @@ class Chatter:
 
 
 def as_seen(gaps: Iterable[float]) -> list[float]:
-    """A silence as often as somebody who looks in ten times a second would meet it."""
+    """Repeat each gap as often as a client that checks ten times a second would observe it."""
     return [gap - n * PROBE_S for gap in gaps for n in range(max(1, int(gap / PROBE_S)))]
 
 
 class Scales:
-    """Memory of the server and all its children but the engine, ten times a second."""
+    """Measures the memory of the server and its children without engines, ten times a second."""
 
     def __init__(self, site: Site) -> None:
         self.samples: Samples = []
@@ -187,14 +199,14 @@ class Scales:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and those below it, without engines."""
+    """Return a process and all its descendants, without engines."""
     if is_engine(pid):
         return []
     return [pid, *(one for child in children(pid) for one in _family(child))]
 
 
 class Stage:
-    """One server with its honest clients and its scales."""
+    """One server with its honest clients and its memory measurement."""
 
     def __init__(self, site: Site, seed: int, say: Callable[[float, Violation], None]) -> None:
         self.site = site

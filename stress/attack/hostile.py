@@ -1,4 +1,4 @@
-"""Hostile files: model folders, adapters, forms and hubs that a seed makes, one after another."""
+"""Hostile input, drawn from a seed: model folders, adapters, upload forms and hub answers."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,6 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,7 +17,7 @@ from stress.attack.folders import GOOD, copy_of_gguf, copy_of_mini, make_hostile
 from stress.attack.hostile_adapters import bad_requests, make_hostile_adapter, make_valid_adapter
 from stress.attack.hostile_forms import drawn_form, head
 from stress.attack.hostile_hub import escaped, hostile_hub
-from stress.attack.target import Target, post
+from stress.attack.target import Attack, Target, post
 from stress.attack.watched import (
     ATTACKER,
     ONE,
@@ -32,21 +31,24 @@ from stress.attack.watched import (
 from stress.http import Call
 from tools.harness.servers import ServerProcess
 
-Attack = Callable[[Target], Awaitable[None]]
-_BUDGET_S = 60.0  # of one attack; what is not reached is left out
+# Seconds for one attack. Inputs that are not reached in this time are skipped.
+_BUDGET_S = 60.0
 _NUM_AT_ONCE = 4
-_READ_S = 90.0  # until a model that is read must have an answer; the server gives up after 60
+# The server must answer within this many seconds when it reads a model. The server itself gives
+# up after 60 seconds.
+_READ_S = 90.0
 _LOAD_S = 60.0
 _START_S = 60.0
 _NUM_STARTS = 2
 _NUM_CLIENTS = 32
 _FORM_BYTES = 2 << 20
 _PULL_S = 1.0
-_EVERY_GGUF = 4  # of so many models, one is a GGUF file
+# Every fourth model is a GGUF file.
+_EVERY_GGUF = 4
 
 
 class Folders:
-    """A folder of models, which are valid until they are spoiled: folders and GGUF files."""
+    """A folder of model folders and GGUF files, which are all valid until `spoil` is called."""
 
     def __init__(self, root: Path, label: str, number: int) -> None:
         self.root = root / "models"
@@ -65,7 +67,7 @@ class Folders:
         return "--models-dir", str(self.root)
 
     def spoil(self) -> dict[str, str]:
-        """Makes all but the good one hostile; says of each what is wrong with it now."""
+        """Makes every model but the good one hostile, and returns the changes by model."""
         return {name: f"{label} ({self._spoil(name)})" for name, label in self._labels.items()}
 
     def _spoil(self, name: str) -> str:
@@ -83,7 +85,10 @@ class Folders:
 
 
 async def read_folders(watched: Watched, spoiled: dict[str, str]) -> int:
-    """Has the server read each of the folders, several at once; returns how many it survived."""
+    """Makes the server read each folder, several at the same time.
+
+    Returns how many folders were read before the server failed a check.
+    """
     waiting, survived = list(spoiled.items()), 0
 
     async def read() -> None:
@@ -102,10 +107,12 @@ async def read_folders(watched: Watched, spoiled: dict[str, str]) -> int:
 
 
 async def folders(target: Target) -> None:
-    """Model folders, each read and then loaded by a chat that names it."""
+    """Makes the server read hostile model folders, and then load each for a chat."""
     with tempfile.TemporaryDirectory(dir=target.folder) as name:
         made = Folders(Path(name), target.label, target.num_each)
-        spoiled = made.spoil()  # before the start, which has to bear them too
+        # The folders are hostile before the server starts, because the start must survive them as
+        # well.
+        spoiled = made.spoil()
         async with watched_server(target, Path(name), *made.flags) as watched:
             began = time.monotonic()
             for model, what in spoiled.items():
@@ -116,7 +123,10 @@ async def folders(target: Target) -> None:
 
 
 async def adapters(target: Target) -> None:
-    """Adapters, loaded by the operator's route and named by a chat; some at a server's start."""
+    """Loads hostile adapters through the operator's route and uses them in a chat.
+
+    Some adapters are also passed to a server when it starts.
+    """
     with tempfile.TemporaryDirectory(dir=target.folder) as name:
         root = Path(name)
         base = make_valid_adapter(root / "base")
@@ -143,7 +153,7 @@ async def load_adapter(watched: Watched, what: str, name: str, path: Path) -> No
     if answer.status == 200:
         chatted = await watched.ask(f"chat {what}", chat(name), _LOAD_S)
         if chatted.status >= 500:
-            watched.fail(f"chat {what}: loaded with success, and then {chatted.status}")
+            watched.fail(f"chat {what}: the adapter was loaded, but the chat got {chatted.status}")
         unload = post("/v1/unload_lora_adapter", b'{"lora_name":"%s"}' % name.encode(), *OPERATOR)
         await watched.ask(f"unload {what}", unload, _LOAD_S)
 
@@ -153,7 +163,7 @@ def _loading(body: bytes) -> Call:
 
 
 def _start_with(target: Target, what: str, state: Path, adapter: Path) -> None:
-    """Starts a server with the adapter, which has to start or to say why not."""
+    """Starts a server with the adapter. The server must either start or report why it cannot."""
     flags = ("--state-dir", str(state), "--threads", "1", "--adapter", f"odd={adapter}")
     server = ServerProcess(ONE, *flags)
     try:
@@ -161,15 +171,15 @@ def _start_with(target: Target, what: str, state: Path, adapter: Path) -> None:
         while not server.url and server.process.poll() is None and time.monotonic() < ended:
             time.sleep(0.05)
         if not server.url and server.process.poll() is None:
-            target.fail(f"{what}: neither started nor ended in {_START_S:g} s")
-        if odd := [line for line in server.lines if "Traceback" in line or "by a bug" in line]:
+            target.fail(f"{what}: the server neither started nor exited in {_START_S:g} s")
+        if odd := [line for line in server.lines if "Traceback" in line or "of a bug" in line]:
             target.fail(f"{what}: {odd[0][:300]}")
     finally:
         server.stop(signal.SIGKILL)
 
 
 async def forms(target: Target) -> None:
-    """Forms for /v1/files, one after another; in the end many at once."""
+    """Sends hostile forms to /v1/files, first one after another, then many at the same time."""
     with tempfile.TemporaryDirectory(dir=target.folder) as name:
         async with watched_server(target, Path(name)) as watched:
             began, rng = time.monotonic(), target.rng()
@@ -182,11 +192,11 @@ async def forms(target: Target) -> None:
                 for n in range(_NUM_CLIENTS)
             ]
             await asyncio.gather(*crowd)
-            await watched.check(f"{_NUM_CLIENTS} forms at once")
+            await watched.check(f"{_NUM_CLIENTS} forms at the same time")
 
 
 async def send_form(watched: Watched, rng: random.Random, label: str, size: int) -> str:
-    """Sends a form that `rng` draws; returns what it was."""
+    """Sends a form drawn from `rng`, and returns a description of the form."""
     kind, lines, pieces, manner = drawn_form(rng, size)
     what = f"form {label} ({kind})"
     talk = await watched.talk(what, [head(lines, ATTACKER), *pieces], manner)
@@ -196,7 +206,9 @@ async def send_form(watched: Watched, rng: random.Random, label: str, size: int)
 
 
 async def hub(target: Target) -> None:
-    """A hub that lies: models pulled from it by the operator, and named by a client's chat."""
+    """Pulls models from a hostile hub as the operator, and names other models in a client's
+    chat.
+    """
     with tempfile.TemporaryDirectory(dir=target.folder) as name:
         cache = Path(name) / "far" / "below" / "hub"
         async with hostile_hub(target.label) as lying:
@@ -220,19 +232,21 @@ async def hub(target: Target) -> None:
 
 
 async def _pull(watched: Watched, repo: str, what: str) -> None:
-    """Begins a download, gives it a while, and has it stopped and forgotten."""
+    """Starts a download, stops it after a while, and in half of the cases deletes the model."""
     body = b'{"model":"%s"}' % repo.encode()
     await watched.ask(what, post("/models", body, *OPERATOR), _LOAD_S)
     await asyncio.sleep(_PULL_S)
     await watched.ask(f"stop {what}", post("/models/unload", body, *OPERATOR), _LOAD_S)
-    if random.Random(what).random() < 0.5:  # the rest is met again by the next start
+    # The next start of the server finds the models that were not deleted.
+    if random.Random(what).random() < 0.5:
         call = Call("DELETE", f"/models?model={quote(repo, safe='')}", headers=OPERATOR)
         await watched.ask(f"forget {what}", call, _LOAD_S)
 
 
 def _contained(attack: Attack) -> Attack:
     async def run(target: Target) -> None:
-        with contextlib.suppress(NotStarted):  # already reported
+        # The failed start has been reported already.
+        with contextlib.suppress(NotStarted):
             await attack(target)
 
     return run

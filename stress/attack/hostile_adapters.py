@@ -1,4 +1,4 @@
-"""Hostile adapters (LoRA): a valid one for headrace-mini, changed in ways that a seed decides."""
+"""Hostile LoRA adapters: a valid adapter for headrace-mini, changed in ways drawn from a seed."""
 
 import json
 import os
@@ -22,14 +22,15 @@ _FIELDS = (
 
 
 def make_valid_adapter(folder: Path) -> Path:
-    """An adapter that headrace-mini takes."""
-    from tools.harness.tiny_adapters import ATTENTION, make_adapter  # it imports torch
+    """Makes an adapter that headrace-mini accepts."""
+    # This import loads torch, so it is deferred.
+    from tools.harness.tiny_adapters import ATTENTION, make_adapter
 
     return make_adapter(folder, find_model(MINI), 4, ATTENTION)
 
 
 def make_hostile_adapter(folder: Path, base: Path, label: str) -> str:
-    """A folder that differs from the valid adapter `base` as `label` decides; returns how."""
+    """Copies the valid adapter `base` with changes drawn from `label`; returns the changes."""
     rng = random.Random(label)
     shutil.copytree(base, folder, copy_function=os.link)
     kind = rng.choice(("config", "config", "config", "pattern", "pattern", "weights", "file"))
@@ -79,7 +80,7 @@ def _spoil_file(folder: Path, rng: random.Random) -> str:
 
 
 def bad_requests(rng: random.Random) -> bytes:
-    """A body for the route that loads adapters, whose path is the attack."""
+    """Return a body with a hostile `lora_path`, for the route that loads adapters."""
     path = rng.choice(
         (
             *("~nosuchuser/x", "~root", "", "/", "/dev/zero", "/proc/self/root", "a\0b", "\n"),

@@ -1,4 +1,4 @@
-"""Hostile forms for /v1/files: odd in their parts, their headers, their length or their pace."""
+"""Hostile forms for /v1/files: their parts, headers, length or pace are unusual."""
 
 import itertools
 import random
@@ -30,7 +30,10 @@ Pieces = Iterable[bytes]
 
 
 def drawn_form(rng: random.Random, size: int) -> tuple[str, list[bytes], Pieces, Manner]:
-    """A kind, lines of the head, and pieces of the body, as long as `size` where it is long."""
+    """Return a form's kind, its header lines, the pieces of its body, and how a client sends it.
+
+    Long forms have about `size` bytes.
+    """
     kind = rng.choice(tuple(KINDS))
     lines = [f"Content-Type: multipart/form-data; boundary={_MARK}".encode()]
     pieces = list(KINDS[kind](rng, size))
@@ -45,7 +48,8 @@ def drawn_form(rng: random.Random, size: int) -> tuple[str, list[bytes], Pieces,
         manner = Manner("rude", within_s=rng.uniform(0.1, 3.0))
         lines.append(b"Content-Length: %d" % (length * 2))
     elif kind == "drip":
-        manner = Manner("rude", within_s=15.0, pause_s=0.5)  # it gives up before the end
+        # This client disconnects before it has sent the whole form.
+        manner = Manner("rude", within_s=15.0, pause_s=0.5)
         lines.append(b"Content-Length: %d" % length)
     elif kind == "truncated" and rng.random() < 0.5:
         manner = Manner("rude", within_s=15.0, half_closes=True)
@@ -75,7 +79,7 @@ _FILE = _part("purpose", b"batch") + _part("file", b'{"custom_id":"1"}\n', "a.js
 
 
 def _long(piece: bytes, size: int) -> Iterator[bytes]:
-    """The piece again and again."""
+    """Yield the piece repeatedly, up to `size` bytes in total."""
     block = piece * max(1, _PIECE // len(piece))
     yield from itertools.repeat(block, max(1, size // len(block)))
 

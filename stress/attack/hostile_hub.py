@@ -1,4 +1,7 @@
-"""A hub on loopback whose answers lie, never end, go in circles or break off, as a seed decides."""
+"""A model hub on loopback that gives false, endless, circular or incomplete answers.
+
+A seed decides how each answer is wrong.
+"""
 
 import asyncio
 import contextlib
@@ -47,7 +50,7 @@ _SIZES = (0, -1, 1, 2**31, 2**62, 2**64, 1.5, "5", None, 10**400)
 
 
 class Reply:
-    """An answer to send. `body` is sent over and over if it `is_endless`."""
+    """An answer to send. If `is_endless` is set, `body` is sent again and again."""
 
     def __init__(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.status = status
@@ -55,7 +58,8 @@ class Reply:
         self.headers = {"Content-Length": str(len(body)), **(headers or {})}
         self.is_endless = False
         self.pause_s = 0.0
-        self.sends = len(body)  # bytes, before the connection is reset
+        # How many bytes are sent before the connection is reset.
+        self.sends = len(body)
 
     def head(self) -> bytes:
         lines = [f"HTTP/1.1 {self.status} Odd", *(f"{k}: {v}" for k, v in self.headers.items())]
@@ -63,7 +67,10 @@ class Reply:
 
 
 class HostileHub:
-    """Each repository's name decides how its answers are wrong. `said` has what was done."""
+    """A hub whose answers are wrong in a way that depends on the repository's name.
+
+    `said` maps each requested repository to the name of the fault in its answers.
+    """
 
     def __init__(self, label: str) -> None:
         self.said: dict[str, str] = {}
@@ -132,7 +139,7 @@ def _entry(name: str, content: bytes) -> dict[str, Any]:
 
 
 def _listed(names: list[str], size: Any = 2) -> Callable[[Reply, str], Reply]:
-    """Answers with other names where files are listed."""
+    """Return a fault: a function that adds these names to the list of files in an answer."""
 
     def change(reply: Reply, kind: str) -> Reply:
         if kind == "resolve":
@@ -151,7 +158,8 @@ def _listed(names: list[str], size: Any = 2) -> Callable[[Reply, str], Reply]:
 
 def _many_names(reply: Reply, kind: str, path: str, rng: random.Random) -> Reply:
     ending = rng.choice((".gguf", ".gguf", ".json", ".safetensors"))
-    if ending == ".gguf" and kind == "info":  # GGUF files alone, so that one has to be named
+    # Only GGUF files are listed, so that a request must choose one.
+    if ending == ".gguf" and kind == "info":
         reply.body = reply.body.replace(b".safetensors", b".other")
     names = [f"{n}-{'x' * 195}-Q{n % 90}{ending}" for n in range(rng.choice((800, 20_000)))]
     return _listed(names)(reply, kind)
@@ -280,8 +288,11 @@ async def hostile_hub(label: str) -> AsyncIterator[HostileHub]:
 
 
 def escaped(root: Path) -> list[str]:
-    """Files that came to lie outside the cache: their names say so."""
-    # os.walk bears folders that vanish meanwhile, which Path.rglob does not
+    """Return the names of files that the hub's answers created outside the cache.
+
+    All hostile file names start with "escaped".
+    """
+    # Unlike Path.rglob, os.walk accepts that folders vanish while it runs.
     within = [name for _, folders, files in os.walk(root) for name in (*folders, *files)]
     found = [*within, *os.listdir("/tmp"), *os.listdir("/")]
     return [name for name in found if name.startswith("escaped")]

@@ -1,4 +1,4 @@
-"""Hostile JSON: values that no reader expects, put anywhere into a valid document."""
+"""Hostile JSON: unexpected values at any position of a valid document."""
 
 import copy
 import json
@@ -19,13 +19,13 @@ REGEXES = (
     "(?P<n>",
     "\\p{Nope}",
 )
-"""Patterns that take for ever, or memory without end, or that are none."""
+"""Regular expressions that take very long or much memory, or that are invalid."""
 
 _MARK = "raw text stands here"
 
 
 class Raw(str):
-    """Text that is written into a document as it is, without quotes."""
+    """Text that is written into a document unchanged and without quotes."""
 
 
 def nested(depth: int, opening: str = "[", closing: str = "]") -> Raw:
@@ -57,7 +57,7 @@ def hostile_value(rng: random.Random) -> Any:
 
 
 def dumped(document: Any) -> bytes:
-    """The document as JSON, with the raw texts in it."""
+    """Return the document as JSON, with its Raw texts inserted unchanged."""
     raw: list[str] = []
 
     def kept(value: Any) -> Any:
@@ -75,7 +75,7 @@ def dumped(document: Any) -> bytes:
 
 
 def places(document: Any, longest: int = 2000) -> list[tuple[Any, Any]]:
-    """Containers of a document with a key or an index of each, outer ones first."""
+    """Return up to `longest` pairs of a container and a key or index, outer ones first."""
     found: list[tuple[Any, Any]] = []
     waiting = [document]
     while waiting and len(found) < longest:
@@ -89,7 +89,7 @@ def places(document: Any, longest: int = 2000) -> list[tuple[Any, Any]]:
 
 
 def spoil(document: Any, rng: random.Random) -> str:
-    """Changes one place of the document; returns what was done."""
+    """Changes one value of the document, and returns what was done."""
     found = places(document)
     if not found:
         return "nothing"
@@ -109,7 +109,7 @@ def spoil(document: Any, rng: random.Random) -> str:
 
 
 def rewrite(file: Path, change: Callable[[Any], str]) -> str:
-    """Changes a JSON file; what else may share its bytes on the disk keeps them."""
+    """Changes a JSON file. Other hard links to the same file keep the old content."""
     document = json.loads(file.read_bytes())
     what = change(document)
     replace(file, dumped(document))
@@ -117,6 +117,6 @@ def rewrite(file: Path, change: Callable[[Any], str]) -> str:
 
 
 def replace(file: Path, content: bytes) -> None:
-    """Gives the file other content; what else may share its bytes on the disk keeps them."""
+    """Replaces the file's content. Other hard links to the same file keep the old content."""
     file.unlink(missing_ok=True)
     file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Hostile chat templates and tokenizers: small files that ask for time or memory without end."""
+"""Hostile chat templates and tokenizers: small files that need too much time or memory."""
 
 import base64
 import math
@@ -67,7 +67,10 @@ TEMPLATES = (
     "{{ [1] | slice(1000000000) | list }}",
     "{{ 'a' | truncate(1) }}{{ ('((((' * 9999) | urlize }}",
 )
-"""Each asks for time, memory or depth without end, for what is not its own, or is no template."""
+"""Templates that are invalid, access forbidden attributes, or need too much time or memory.
+
+Some of these templates nest too deeply.
+"""
 
 _CHAT = "tokenizer_config.json"
 _TYPES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -130,7 +133,7 @@ _IDS = (2**32 - 1, 2**31, 2**31 - 1, -1, 2**63, 10_000_000, 0, 1.5, None)
 
 
 def spoil_template(folder: Path, rng: random.Random) -> str:
-    """Puts a hostile template in one of the places where templates are found."""
+    """Writes a hostile template into one of the files in which a template may be stored."""
     template = rng.choice(TEMPLATES)
     own = (folder / "chat_template.jinja").read_text()
     text = rng.choice((template, template + own, own + template))
@@ -149,7 +152,7 @@ def spoil_template(folder: Path, rng: random.Random) -> str:
 
 
 def spoil_tokenizer(folder: Path, rng: random.Random) -> str:
-    """Changes a tokenizer.json in a way that its grammar allows, or nearly."""
+    """Changes a tokenizer.json so that it is valid or nearly valid."""
 
     def change(document: Any) -> str:
         kind = rng.choice(("section", "section", "section", "added", "regex", "vocab", "any"))
@@ -213,6 +216,6 @@ def _spoil_vocab(vocab: dict[str, Any], rng: random.Random) -> str:
 
 
 def raw_documents() -> tuple[bytes, ...]:
-    """Files of JSON that are none, or whose depth or length is the attack."""
+    """Return JSON documents that are invalid, very deep or very long."""
     deep: tuple[Raw, ...] = (nested(100_000), nested(100_000, '{"model":', "}"))
     return (b"", b"{", b"null", b"[]", b"5", b"\xff\xfe{}", b"\0" * 1000, *map(str.encode, deep))

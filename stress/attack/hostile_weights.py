@@ -1,4 +1,4 @@
-"""Hostile weights: safetensors and GGUF files whose headers lie, or whose bytes are damaged."""
+"""Hostile weights: safetensors and GGUF files with false headers or damaged bytes."""
 
 import json
 import random
@@ -14,7 +14,7 @@ _MANY = 100_000
 
 
 def spoil_safetensors(file: Path, rng: random.Random) -> str:
-    """Damages a file of safetensors; returns what was done."""
+    """Damages a safetensors file, and returns what was done."""
     kind = rng.choice(
         (
             *("length", "length", "header", "header", "header", "truncated", "flipped", "empty"),
@@ -77,7 +77,7 @@ def _spoil_header(header: dict[str, Any], data: bytes, kind: str, rng: random.Ra
 
 
 def spoil_index(folder: Path, rng: random.Random) -> str:
-    """Splits the weights by an index that lies."""
+    """Splits the weights into several files with a false index."""
     whole = folder / "model.safetensors"
     shard = folder / "model-00001-of-00002.safetensors"
     whole.rename(shard)
@@ -109,7 +109,7 @@ _STRING, _ARRAY, _U32, _U64 = 8, 9, 4, 10
 
 
 def spoil_gguf(file: Path, rng: random.Random) -> str:
-    """Damages a GGUF file; returns what was done."""
+    """Damages a GGUF file, and returns what was done."""
     content = bytearray(file.read_bytes())
     kind = rng.choice(
         (
@@ -137,7 +137,7 @@ def spoil_gguf(file: Path, rng: random.Random) -> str:
 
 
 def _field(kind: str, absurd: int, rng: random.Random) -> bytes:
-    """One more field of metadata, hostile in itself."""
+    """Return a hostile metadata field, to be added to the file."""
     if kind == "alignment":
         value = rng.choice((0, 3, 2**31, 2**32 - 1))
         return _key("general.alignment") + struct.pack("<II", _U32, value)

@@ -1,7 +1,7 @@
-"""Asks a server for its health from a process of its own, so that a busy attacker delays nothing.
+"""Measures a server's health check in a separate process, which a busy attacker does not delay.
 
-`python -m stress.attack.prober PORT` prints the number of each question when it is asked, and again
-with the seconds that it took, when it is answered.
+`python -m stress.attack.prober PORT` prints the number of each request when it is sent, and again
+with the seconds that the answer took, or with "-" if the server did not answer.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ async def _probe_once(port: int, number: int) -> None:
 
 
 async def _probe(port: int) -> None:
-    """Asks ten times a second, whether or not the last answer has come."""
+    """Sends ten requests a second, even if earlier requests have not been answered."""
     async with asyncio.TaskGroup() as asking:
         for number in itertools.count():
             asking.create_task(_probe_once(port, number))

@@ -1,4 +1,4 @@
-"""A whole run: servers, honest clients beside attacks in turn, and a verdict on each attack."""
+"""Runs servers, honest clients and one attack after another, and judges each attack."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -17,13 +17,13 @@ from stress.attack.accidents import ACCIDENTS, DRAIN_S, NUM_DESCRIPTORS, small_d
 from stress.attack.bodies import BODIES, TEMPLATE_HEAD, WORST
 from stress.attack.honest import HEARTBEAT_S, Quantiles, Stage, as_seen, quantiles, within
 from stress.attack.hostile import HOSTILE
-from stress.attack.target import Target, until
+from stress.attack.target import Attack, Target, until
 from stress.attack.tenants import TENANTS
 from stress.attack.wires import WIRES
 from stress.compare import Violation
 from stress.site import Site
 
-ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
+ATTACKS: dict[str, Attack] = {
     **WORST,
     **BODIES,
     **WIRES,
@@ -31,22 +31,28 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     **HOSTILE,
     **ACCIDENTS,
 }
-LONG = ("accident-freeze-long",)  # drawn in runs of two minutes and more, or when named
+# These attacks run only if a run takes two minutes or more, or if the user names them.
+LONG = ("accident-freeze-long",)
 MAX_HEALTH_S, MAX_GAP_S, MAX_MEMORY = 0.25, 0.5, 500e6
 
 _BOUT_S = 90.0
-_BOUT_OF_FILES_S = 240.0  # on a server of its own, which loads models and may wait for a hub
+# Seconds for an attack with hostile files. Such an attack starts its own server, loads models and
+# may wait for a hub.
+_BOUT_OF_FILES_S = 240.0
 _WELL_S = 45.0
-_TALKS_S = 15.0  # until the honest stream has a token; an attack begins without it then
+# An attack waits this many seconds for the honest stream's first token, then starts anyway.
+_TALKS_S = 15.0
 _SETUPS = {"accident-descriptors": "few descriptors", "accident-disk-full": "small disk"}
 _DAMAGES = ("accident-corrupt-rows", "accident-corrupt-bytes", "accident-disk-full")
-_BUG = re.compile(r"Traceback|by a bug")
-_COMPLAINT = re.compile(r"Traceback|by a bug|^\S+ \S+ ERROR|^ERROR|^headrace: ")
-_MAX_SHOWN, _SAME = 8, 40  # of what begins with the same characters the first is shown
+_BUG = re.compile(r"Traceback|of a bug")
+_COMPLAINT = re.compile(r"Traceback|of a bug|^\S+ \S+ ERROR|^ERROR|^headrace: (?!stopped)")
+# At most _MAX_SHOWN problems are shown. If several problems start with the same _SAME characters,
+# only the first of these problems is shown.
+_MAX_SHOWN, _SAME = 8, 40
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`names`: the attacks, in turn or shuffled, until `seconds` or `rounds` are over."""
+    """The attacks to run, in order or shuffled, until `seconds` or `rounds` are over."""
 
     folder: Path
     names: tuple[str, ...]
@@ -61,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Bout(msgspec.Struct):
-    """One attack once: what it cost, and what was wrong."""
+    """One run of one attack: what it cost and what went wrong."""
 
     name: str
     number: int
@@ -93,13 +99,14 @@ def _ms(found: Quantiles) -> str:
 
 
 class Run:
-    """`say` is told what happens while it happens."""
+    """Runs the attacks of a plan. `say` receives each line of output immediately."""
 
     def __init__(self, plan: Plan, say: Callable[[str], None] = print) -> None:
         self.bouts: list[Bout] = []
         self._plan = plan
         self._say = say
-        self._deadline = float("inf")  # counted from the first attack on
+        # The deadline is set when the first attack starts.
+        self._deadline = float("inf")
         self._num_stages = 0
         self._lags: list[float] = []
         self._num_tokens = 0
@@ -114,7 +121,7 @@ class Run:
         return [f"{bout.name}: {problem}" for bout in self.bouts for problem in bout.problems]
 
     async def run(self) -> str:
-        """The table, and what was wrong."""
+        """Runs all attacks, and returns the table of results."""
         self._say(HEADINGS)
         queue = self._queue()
         while queue and time.monotonic() < self._deadline:
@@ -131,7 +138,10 @@ class Run:
         return self._text([f"{name} {number}" for name, number in queue])
 
     def _queue(self) -> list[tuple[str, int]]:
-        """Orders attacks so that those of one setup follow each other: few servers are started."""
+        """Return the attacks, sorted by the setup of their server.
+
+        Attacks with the same setup share a server, so few servers are started.
+        """
         first = self._plan.first_round
         queue = []
         for number in range(first, first + self._plan.rounds):
@@ -178,7 +188,9 @@ class Run:
             self._bout.problems.append(what)
 
     async def _fight(self, stage: Stage, name: str, number: int) -> bool:
-        """One bout; False if the server is not worth another."""
+        """Runs one attack. Returns False if the attack did not end or the server did not
+        recover.
+        """
         bout = self._bout = Bout(name, number)
         self.bouts.append(bout)
         await until(lambda: stage.chatter.is_talking, _TALKS_S)
@@ -197,16 +209,16 @@ class Run:
                 await ATTACKS[name](target)
             is_over = True
         except TimeoutError:
-            bout.problems.append(f"not over in {limit_s:.0f} s")
+            bout.problems.append(f"the attack did not end in {limit_s:.0f} s")
         is_well = await site.is_well(_WELL_S)
         if is_accident:
             self._excuse(stage, name)
         if site.has_ended:
             bout.problems.append(f"the server has ended: {site.last_lines[-4:]}")
         elif not is_well:
-            bout.problems.append(f"not well {_WELL_S:g} s after")
+            bout.problems.append(f"the server did not recover within {_WELL_S:g} s")
         if not is_accident and site.engine_pid() != engine:
-            bout.problems.append("the engine was killed, and not by us")
+            bout.problems.append("the engine was killed, but not by the attack")
         lines = log[num_lines:] + (site.lines if site.lines is not log else [])
         pattern = _BUG if is_accident else _COMPLAINT
         bout.problems += [f"in the log: {line}" for line in lines if pattern.search(line)]
@@ -242,11 +254,12 @@ class Run:
             bout.problems += _over("memory, GB", bout.memory / 1e9, MAX_MEMORY / 1e9)
 
     async def _close(self, stage: Stage, chatting: asyncio.Task[None]) -> None:
-        """The honest stream may end; then the server is told to stop."""
+        """Waits for the end of the honest stream, and then stops the server."""
         bout = self._bout = Bout("end", self._num_stages)
         began, num_lines = time.monotonic(), len(stage.site.lines)
         if not stage.site.has_ended and not await stage.site.is_well(1.0):
-            stage.site.close()  # it has failed its last bout already
+            # The last attack has already reported that this server has not recovered.
+            stage.site.close()
             return
         if not stage.site.has_ended:
             stage.chatter.is_over = True
@@ -257,7 +270,7 @@ class Run:
                 bout.problems.append(f"the honest client failed: {error!r}")
             code = await self._stop(stage.site)
             if code != 0:
-                bout.problems.append(f"after SIGTERM it ended with {code}")
+                bout.problems.append(f"after SIGTERM the server exited with code {code}")
         lines = stage.site.lines[num_lines:]
         bout.problems += [f"in the log: {line}" for line in lines if _COMPLAINT.search(line)]
         self._measure(stage, bout, began, is_accident=True)
@@ -285,17 +298,20 @@ class Run:
         lines = [
             HEADINGS,
             *(bout.line() for bout in self.bouts),
-            f"{self._num_tokens} tokens of the honest stream; this program itself was late by "
+            f"{self._num_tokens} tokens of the honest stream; delay of this program itself: "
             f"{_ms(lag)} ms (p50, p99, worst)",
-            *([f"not reached: {', '.join(left[:_MAX_SHOWN])} …"] if left else []),
-            f"{len(bad)} of {len(self.bouts)} bouts failed"
+            *([f"attacks not reached: {', '.join(left[:_MAX_SHOWN])} …"] if left else []),
+            f"{len(bad)} of {len(self.bouts)} attacks failed"
             + (f": {', '.join(sorted({bout.name for bout in bad}))}" if bad else ""),
         ]
         return "\n".join(lines)
 
 
 def choose(only: str, is_long: bool) -> tuple[str, ...]:
-    """Attacks whose names begin with one of these, separated by commas; all for none."""
+    """Return the attacks whose names start with one of the comma-separated prefixes.
+
+    If `only` is empty, return all attacks. Long attacks need `is_long` or their full name.
+    """
     wanted = tuple(filter(None, only.split(",")))
     names = [name for name in ATTACKS if not wanted or name.startswith(wanted)]
     return tuple(name for name in names if is_long or name not in LONG or name in wanted)

@@ -1,8 +1,10 @@
-"""Minutes of rough weather, and the books afterwards: `python -m stress.attack.soak --seconds 600`.
+"""Runs a busy server for minutes and then checks its counts.
 
-Bursts over a small queue, stops, slow readers, bad bodies, cut connections, sockets, engine kills.
-In between the server rests, and its memory and descriptors are weighed. In the end each accepted
-request must have been answered exactly once, and the sums of /metrics be those of all usage.
+`python -m stress.attack.soak --seconds 600`. The load consists of bursts that overfill a small
+queue, stops, slow readers, bad bodies, cut connections, WebSockets and killed engines. Between
+rounds the server is idle, and its memory and descriptors are measured. At the end, each accepted
+request must have been answered exactly once. The totals of /metrics must equal the sums of all
+usage.
 """
 
 import argparse
@@ -31,12 +33,14 @@ FLAGS = ("--threads", "1", "--max-num-seqs", "6", "--max-num-queued-reqs", "16")
 FLAGS += ("--heartbeat-s", "1", "--linger-s", "2", "--drain-s", "5")
 ROUNDS = 3
 NUM_BURST, KILL_EVERY_S, REST_S = 40, 20.0, 180.0
-MAX_MORE_DESCRIPTORS, MAX_GROWTH, MAX_MORE_BYTES = 4, 1.15, 30e6  # from the second rest on
+# Limits for the growth of the idle server from the second round to the last one: a number of
+# descriptors, and for the memory a factor plus a number of bytes.
+MAX_MORE_DESCRIPTORS, MAX_GROWTH, MAX_MORE_BYTES = 4, 1.15, 30e6
 TERMINAL = ("finish", "error")
 
 
 class Weight(NamedTuple):
-    """The server at rest."""
+    """The resources that the server uses while it is idle."""
 
     num_bytes: float
     num_descriptors: int
@@ -44,18 +48,20 @@ class Weight(NamedTuple):
 
 
 class Books:
-    """Requests accepted, what each stream used, and what was wrong."""
+    """Counts the accepted requests and the tokens of each stream, and collects the problems."""
 
     def __init__(self) -> None:
-        self.prompt_tokens: dict[str, int] = {}  # by stream
+        # Prompt tokens by stream id.
+        self.prompt_tokens: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
-        self.ends: Counter[str] = Counter()  # terminal events by stream
+        # Terminal events by stream id; each stream must have one.
+        self.ends: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
 
     def answered(self, response: httpx.Response) -> bool:
-        """Counts an answer; whether the request was accepted."""
+        """Counts an answer, and returns whether the request was accepted."""
         status = response.status_code
         self.statuses[status] += 1
         if status >= 500:
@@ -118,17 +124,19 @@ class Soak:
             if await self._site.is_well(REST_S):
                 state = (await self._client.get("/manage/state")).json()
                 if not state["running"] and not state["waiting"]["requests"]:
-                    await asyncio.sleep(3.0)  # lingers end, idle connections are closed
+                    # In this time, disconnected requests are stopped and idle connections are
+                    # closed.
+                    await asyncio.sleep(3.0)
                     return
             await asyncio.sleep(0.2)
-        self.books.problems.append("the server does not come to rest")
+        self.books.problems.append("the server did not become idle")
 
     def _weigh(self) -> Weight:
         process = Path(f"/proc/{self._site.pid}")
         num_threads = len(os.listdir(process / "task"))
         return Weight(self._scales.weigh(), len(os.listdir(process / "fd")), num_threads)
 
-    # clients
+    # The clients.
 
     def _body(self, num_tokens: int, **more: Any) -> dict[str, Any]:
         self._number += 1
@@ -142,7 +150,7 @@ class Soak:
         return {"Idempotency-Key": f"soak-{self._number}"}
 
     async def _bursts(self) -> None:
-        """More at once than may wait; plain ones, each to its end."""
+        """Sends more requests at a time than the queue holds, and reads each answer to its end."""
 
         async def one() -> None:
             answer = await self._client.post(TEXT, json=self._body(self._random.randint(1, 30)))
@@ -159,7 +167,7 @@ class Soak:
         await asyncio.sleep(self._random.uniform(1.0, 4.0))
 
     async def _slow(self) -> None:
-        """Takes a streamed answer piece by piece."""
+        """Reads a streamed answer slowly."""
         body = self._body(60, stream=True, stream_options={"include_usage": True})
         async with self._client.stream("POST", TEXT, json=body) as answer:
             if not self.books.answered(answer):
@@ -173,14 +181,14 @@ class Soak:
                 for frame in data_of([line]):
                     usage = frame.get("usage") or usage
             if not (usage and is_done):
-                self.books.problems.append("a slow reader's answer is not whole")
+                self.books.problems.append("a slow reader's answer is incomplete")
                 return
             stream = answer.headers["x-stream-id"]
             used = usage["prompt_tokens"], usage["completion_tokens"]
             self.books.ended(stream, *used, "slow")
 
     async def _bad(self) -> None:
-        """Requests that nobody should send; each is refused."""
+        """Sends invalid requests, each of which must be refused."""
         dice = self._random
         bodies = (b"", b"{", b"[]", b'{"prompt": 5}', b"\xff\xfe", b'{"prompt":"x","n":0}',
                   b"[" * 3000, b'{"prompt":[]}', b'{"prompt":"x","model":"none"}',
@@ -194,7 +202,7 @@ class Soak:
 
     @contextlib.asynccontextmanager
     async def _opened(self, num_tokens: int) -> AsyncIterator[httpx.Response | None]:
-        """A durable stream by its frames; None if it was refused."""
+        """Opens a durable stream; yields its response, or None if the request was refused."""
         body = self._body(num_tokens, stream=True, ignore_eos=True)
         async with self._client.stream("POST", TEXT, json=body, headers=self._key()) as answer:
             if self.books.answered(answer):
@@ -221,7 +229,7 @@ class Soak:
         await self._read_to_the_end(stream)
 
     async def _cuts(self) -> None:
-        """Leaves in mid-answer, again and again, and goes on by cursor."""
+        """Disconnects during an answer, again and again, and resumes from the last cursor."""
         async with self._opened(80) as answer:
             if answer is None:
                 return
@@ -230,7 +238,7 @@ class Soak:
         await self._read_to_the_end(stream, cuts=3)
 
     async def _read_to_the_end(self, stream: str, cuts: int = 0) -> None:
-        """Every event once; what it used goes into the books."""
+        """Reads every event once, and counts the stream's tokens."""
         prompt = generated = 0
         last, event = -1, {"kind": ""}
         while event["kind"] not in TERMINAL:
@@ -259,7 +267,7 @@ class Soak:
         self.books.ended(stream, prompt, generated, outcome)
 
     async def _sockets(self) -> None:
-        """Several requests on one socket; some are stopped or left, then it is closed."""
+        """Sends several requests on one WebSocket, stops or detaches some, and closes it."""
         address = self._url.replace("http", "ws") + "/v1/realtime-text"
         streams: dict[str, str] = {}
         refused: set[str] = set()
@@ -293,7 +301,7 @@ class Soak:
         if time.monotonic() < self._until and self._site.kill_engine():
             self.books.outcomes["engine kills"] += 1
 
-    # the books
+    # The final comparison of all counts.
 
     async def _close_books(self) -> None:
         books = self.books
@@ -310,8 +318,10 @@ class Soak:
             lines = [it for it in metrics.splitlines() if it.startswith(f"headrace_{name}_total")]
             counted = sum(float(line.rpartition(" ")[2]) for line in lines)
             if counted != number:
-                books.problems.append(f"{name}: {number} told to clients, {counted:g} in /metrics")
-        print(f"told and counted: {told}")
+                books.problems.append(
+                    f"{name}: clients counted {number}, /metrics says {counted:g}"
+                )
+        print(f"counted by clients: {told}")
         first, last = self.weights[1 if len(self.weights) > 2 else 0], self.weights[-1]
         if last.num_descriptors > first.num_descriptors + MAX_MORE_DESCRIPTORS:
             books.problems.append(f"descriptors: {first.num_descriptors}, {last.num_descriptors}")
@@ -320,7 +330,7 @@ class Soak:
 
 
 async def soak(folder: Path, seconds: float, seed: int) -> list[str]:
-    """The faults found after so many seconds of weather."""
+    """Runs all clients against one server for `seconds`, and returns the problems found."""
     site = Site("headrace-mini", folder, FLAGS)
     site.start()
     try:
@@ -330,7 +340,7 @@ async def soak(folder: Path, seconds: float, seed: int) -> list[str]:
         code = await site.stop()
         problems = run.books.problems + [f"in the log: {it}" for it in site.complaints]
         if code != 0:
-            problems.append(f"after SIGTERM it ended with {code}")
+            problems.append(f"after SIGTERM the server exited with code {code}")
         print(f"answers by status: {dict(run.books.statuses)}")
         print(f"streams by outcome: {dict(run.books.outcomes)}")
         return problems

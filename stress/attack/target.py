@@ -1,7 +1,8 @@
-"""The target of an attack: a server's port, with a judge of every answer from it."""
+"""The target of an attack: a server's port, and checks of every answer from it."""
 
 import asyncio
 import contextlib
+import functools
 import random
 import time
 from collections import Counter
@@ -16,20 +17,23 @@ from stress.site import Site
 
 MAX_BODY = 32 << 20
 _OWN_WORDS = {code for code, kind in KINDS.items() if kind.status == 500} - {"internal_error"}
-"""Failures of the server that it gives a reason for: poison, a stream whose record is damaged."""
+"""Error codes with status 500 for which the server knows the reason, such as a damaged record."""
 
 
 class Manner(msgspec.Struct, frozen=True):
-    """How a client sends and listens. `expects`: any, refusal (4xx), good (200), or rude.
+    """How a client sends a request and what it accepts.
 
-    After something rude that is no HTTP the server may say what it likes, or hang up.
+    `expects`: "any", "refusal" (4xx), "good" (200), or "rude". A "rude" client sends something that
+    is not valid HTTP, so the server may answer anything or disconnect.
     """
 
     expects: str = "any"
     num_answers: int = 1
-    pause_s: float = 0.0  # between pieces
+    # Seconds between two pieces.
+    pause_s: float = 0.0
     within_s: float = 10.0
-    cut_after: int | None = None  # bytes of the answer; then the connection is reset
+    # The client resets the connection after this many bytes of the answer.
+    cut_after: int | None = None
     half_closes: bool = False
     has_bodies: bool = True
 
@@ -38,7 +42,10 @@ PLAIN = Manner()
 
 
 class Target:
-    """`fail` is told what is wrong; `num_each` says how much one client does in one bout."""
+    """A server under attack. `fail` receives each problem.
+
+    `num_each` scales the number of requests that one client sends in an attack.
+    """
 
     def __init__(
         self,
@@ -53,25 +60,20 @@ class Target:
         self.num_each = num_each
         self.fail = fail
         self.statuses: Counter[str] = Counter()
-        self.notes: list[str] = []  # figures to show
+        # Measured values that are printed with the attack's result.
+        self.notes: list[str] = []
         self.label = label
 
     def rng(self, client: int = 0) -> random.Random:
         return random.Random(f"{self.label}/{client}")
 
-    async def side_by_side(
-        self, num_clients: int, live: Callable[["Target", random.Random], Awaitable[None]]
-    ) -> None:
-        """Several clients at once, each with dice of its own."""
-        await asyncio.gather(*(live(self, self.rng(n)) for n in range(num_clients)))
-
     async def ask(self, call: Call, manner: Manner = PLAIN) -> Reply:
-        """An ordinary request; an empty answer if none came."""
+        """Sends a valid request; returns an empty reply if no answer arrived."""
         talk = await self.talk([call.raw()], manner)
         return talk.first
 
     async def talk(self, pieces: Iterable[bytes], manner: Manner = PLAIN) -> Talk:
-        """Sends the pieces over one connection and judges what comes back; never raises."""
+        """Sends the pieces over one connection and judges the answers; never raises."""
         talk = Talk(manner.has_bodies, KEPT)
         sent = bytearray()
         try:
@@ -120,8 +122,26 @@ class Target:
                 self.fail(f"{_shown(sent)}: {talk.end} without an answer")
 
 
+Attack = Callable[[Target], Awaitable[None]]
+
+
+def by_clients(
+    number: int,
+) -> Callable[[Callable[[Target, random.Random], Awaitable[None]]], Attack]:
+    """Return a decorator that runs `number` clients at a time, each with its own random numbers."""
+
+    def attack_of(live: Callable[[Target, random.Random], Awaitable[None]]) -> Attack:
+        @functools.wraps(live)
+        async def attack(target: Target) -> None:
+            await asyncio.gather(*(live(target, target.rng(n)) for n in range(number)))
+
+        return attack
+
+    return attack_of
+
+
 def _shown(sent: bytes) -> str:
-    """The request line, and how the body begins."""
+    """Return the request line and the start of the body."""
     head, _, body = sent.partition(b"\r\n\r\n")
     return f"{head.partition(b' HTTP/')[0][:160].decode('latin-1')} {body[:240]!r}"
 
@@ -131,7 +151,8 @@ async def _send(
 ) -> None:
     for piece in pieces:
         sent += piece[: 400 - len(sent)] if len(sent) < 400 else b""
-        with contextlib.suppress(OSError):  # a refusal may come before the body has gone
+        # The server may refuse a request and disconnect before the whole body is sent.
+        with contextlib.suppress(OSError):
             writer.write(piece)
             await writer.drain()
         if manner.pause_s:
@@ -142,12 +163,13 @@ async def _send(
 
 
 def _problem(answer: Reply, manner: Manner) -> str:
-    """The faults of an answer; empty if there are none."""
+    """Return the fault of an answer, or an empty string."""
     status, shown = answer.status, f"{answer.status} {bytes(answer.body[:200])!r}"
     has_id = "x-request-id" in answer.headers
     is_text = answer.headers.get("content-type", "").startswith("text/plain")
     if manner.expects == "rude" and is_text and not has_id:
-        return "" if status == 400 else shown  # the HTTP parser's own words
+        # The HTTP parser itself wrote this answer; the parser only answers with status 400.
+        return "" if status == 400 else shown
     if status and not has_id:
         return f"no X-Request-Id on {shown}"
     if status >= 500 and status != 503 and answer.code not in _OWN_WORDS:
@@ -172,7 +194,7 @@ def post(route: str, body: bytes, *headers: tuple[str, str]) -> Call:
 
 
 async def until(condition: Callable[[], bool], within_s: float) -> bool:
-    """Waits; False if it has not come true."""
+    """Waits for the condition; returns False if it does not become true in time."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""One key against another, each time on a server of its own that has keys."""
+"""Attacks by one API key on another; each attack has its own server."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from stress.http import Call, Reply
 from stress.site import Site
 
 MAX_SLOWER = 6.0
-"""Times as long as on a quiet server may a body of 1 MB take."""
+"""A body of 1 MB may take at most this many times as long as on an idle server."""
 
 _ONE = "headrace-mini"
 _ANN, _BOB, _BOSS = ((("X-Api-Key", key),) for key in ("ann", "bob", "boss"))
@@ -26,12 +26,14 @@ _WORDS = b"many words of a text "
 _PATIENT = Manner(within_s=80.0)
 _GOOD = Manner("good", within_s=80.0)
 _STAYS_S = 2.0
-_NUM_LARGE, _MOST_LARGE = 16, 1 + 8  # of a key, asked at once and let in
+# How many large bodies one key sends at the same time, and how many of these bodies the server
+# must accept.
+_NUM_LARGE, _MOST_LARGE = 16, 1 + 8
 _LONG = b'{"model":"a","prompt":"Count.","max_tokens":3000,"ignore_eos":true}'
 
 
 async def flood(target: Target) -> None:
-    """Four bodies of 30 MB whose client leaves two seconds after it has sent them."""
+    """Sends four bodies of 30 MB, and disconnects two seconds later."""
     async with _server(target, _ONE) as own:
         quiet = sorted([await _seconds(own) for _ in range(3)])[1]
         raw = _tokenize(30_000_000, _ANN).raw()
@@ -42,14 +44,17 @@ async def flood(target: Target) -> None:
             client.transport.abort()
         beside = await asking
         after = await _seconds(own)
-        found = f"{quiet:.2f} s quiet, {beside:.2f} s beside the flood, {after:.2f} s after it"
+        found = f"{quiet:.2f} s before, {beside:.2f} s during, {after:.2f} s after the flood"
         target.notes.append(found)
         if max(beside, after) > MAX_SLOWER * quiet:
             target.fail(f"another key's 1 MB took {found}")
 
 
 async def crowd(target: Target) -> None:
-    """More large bodies at once than a key may send; its small ones, and others', pass."""
+    """Sends more large bodies than one key may send at the same time.
+
+    Small bodies, and bodies of other keys, must still be accepted.
+    """
     async with _server(target, _ONE) as own:
         call = _tokenize(1_000_000, _ANN)
         asking = [asyncio.create_task(own.ask(call, _PATIENT)) for _ in range(_NUM_LARGE)]
@@ -61,26 +66,26 @@ async def crowd(target: Target) -> None:
         answers = await asyncio.gather(*asking)
         codes = [answer.code or str(answer.status) for answer in answers]
         if all(is_over):
-            target.fail("its small body waited for its large ones")
+            target.fail("a key's small body waited for its large bodies")
         if set(codes) != {"200", "rate_limit_exceeded"} or codes.count("200") < _MOST_LARGE:
-            target.fail(f"{_NUM_LARGE} large bodies of one key at once: {codes}")
+            target.fail(f"{_NUM_LARGE} large bodies sent together with one key: {codes}")
 
 
 async def unload(target: Target) -> None:
-    """A model is unloaded while another key's request waits for it."""
+    """Unloads a model while another key's request waits for it."""
     async with _server(target, f"--model=a={_ONE}", f"--model=b={_ONE}") as own:
         call = post("/models/unload", b'{"model":"a"}', *_BOB)
         waiting = asyncio.create_task(own.ask(post(TEXT, _LONG, *_ANN), _GOOD))
         while not waiting.done() and await _state(own) != "loading":
             await asyncio.sleep(0.02)
         if (refused := await own.ask(call)).code != "forbidden":
-            target.fail(f"a client's key unloads a model: {refused.status}")
+            target.fail(f"a client's key was allowed to unload a model: {refused.status}")
         await own.ask(post("/models/unload", call.body, *_BOSS), _GOOD)
         await waiting
 
 
 async def peep(target: Target) -> None:
-    """Tries to see one key's streams with another, and from a page of another host."""
+    """Tries to see one key's streams with another key, and to connect from a foreign web page."""
     async with _server(target, f"--model=a={_ONE}") as own:
         asking = asyncio.create_task(own.ask(post(TEXT, _LONG, *_ANN), _PATIENT))
         seen = {_ANN: 1, _BOB: 0, _BOSS: 1}
@@ -88,14 +93,14 @@ async def peep(target: Target) -> None:
             await asyncio.sleep(0.02)
         for key, expected in seen.items():
             if (found := await _num_running(own, key)) != expected and not asking.done():
-                target.fail(f"{key[0][1]} sees {found} slots at work, not {expected}")
+                target.fail(f"{key[0][1]} sees {found} busy slots instead of {expected}")
         asking.cancel()
         url = f"ws://127.0.0.1:{own.site.port}/v1/realtime-text"
         headers = {"Origin": "https://evil.example", "X-Api-Key": "bob"}
         async with connect(url, additional_headers=headers) as socket:
             first = msgspec.json.decode(await socket.recv())
         if first.get("error", {}).get("code") != "forbidden":
-            target.fail(f"a page of another host gets a socket: {first}")
+            target.fail(f"a page of another host can open a WebSocket: {first}")
         await own.talk([b"GET /\r\n\r\n"], Manner("refusal"))
 
 
@@ -115,7 +120,7 @@ async def _server(target: Target, model: str, *more: str) -> AsyncIterator[Targe
             own.statuses = target.statuses
             yield own
             if code := await site.stop():
-                target.fail(f"the server with keys ended with {code}")
+                target.fail(f"the server with keys exited with code {code}")
             for complaint in site.complaints:
                 target.fail(f"in the log of the server with keys: {complaint}")
         finally:
@@ -129,14 +134,15 @@ def _tokenize(size: int, key: tuple[tuple[str, str], ...]) -> Call:
 
 async def _upload(port: int, raw: bytes) -> asyncio.StreamWriter:
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    with contextlib.suppress(OSError):  # it may be refused before all has gone
+    # The server may refuse the body before all of it is sent.
+    with contextlib.suppress(OSError):
         writer.write(raw)
         await writer.drain()
     return writer
 
 
 async def _seconds(own: Target) -> float:
-    """That a body of 1 MB takes which another key sends."""
+    """Return how many seconds another key's body of 1 MB takes."""
     began = time.monotonic()
     await own.ask(_tokenize(1_000_000, _BOB), _GOOD)
     return time.monotonic() - began

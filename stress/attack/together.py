@@ -1,4 +1,4 @@
-"""All hostile inputs at once on one server, in a loop, and what another key notices of them."""
+"""Sends hostile inputs of all kinds to one server, and measures how another key is affected."""
 
 import asyncio
 import contextlib
@@ -28,11 +28,12 @@ from stress.site import Site
 _NUM_FOLDERS, _NUM_ADAPTERS, _NUM_FORMS_AT_ONCE = 60, 30, 32
 _FORM_BYTES = 2 << 20
 _ANSWER_S = 120.0
-_NUM_TIMES = 6  # at which memory is shown
+# The table shows the memory of six parts of the run.
+_NUM_TIMES = 6
 
 
 async def run_together(seed: int, seconds: float, problems: list[str]) -> str:
-    """Attacks one server for so long; returns a table, and adds what was wrong to `problems`."""
+    """Attacks one server for `seconds`; returns a table, and adds the faults to `problems`."""
     with tempfile.TemporaryDirectory(prefix="headrace-hostile-") as name:
         root = Path(name)
         target = Target(Site("unused", root), f"{seed}/together", root, 0, problems.append)
@@ -95,7 +96,7 @@ def _table(watched: Watched, target: Target) -> str:
             _sizes("gateway, MB over time", watched.gateway, f"{most:.0f}"),
             _sizes("largest worker, MB", watched.workers, f"{MAX_BYTES / 1e6:.0f}"),
             _sizes("engines, MB", watched.engines, "-"),
-            f"{'SIGTERM to the end, s':34}{watched.stop_s:>24.1f}{MAX_STOP_S:>8.0f}",
+            f"{'from SIGTERM to exit, s':34}{watched.stop_s:>24.1f}{MAX_STOP_S:>8.0f}",
             f"answers: {shown}",
         )
     )
@@ -107,7 +108,7 @@ def _row(what: str, found: Quantiles, limit: str) -> str:
 
 
 def _sizes(what: str, samples: Samples, limit: str) -> str:
-    """The most of each sixth of the time, and the most of all."""
+    """Return a row with the largest value of each sixth of the run, and of the whole run."""
     sizes = [size / 1e6 for _, size in samples] or [0.0]
     step = max(1, -(-len(sizes) // _NUM_TIMES))
     over_time = " ".join(f"{max(sizes[at : at + step]):.0f}" for at in range(0, len(sizes), step))
@@ -115,11 +116,12 @@ def _sizes(what: str, samples: Samples, limit: str) -> str:
 
 
 async def timed(seed: int, seconds: float) -> tuple[str, list[str]]:
-    """Returns the table with its verdict, and a list of what was wrong."""
+    """Runs the attacks; returns the table with its verdict, and the list of problems."""
     problems: list[str] = []
     began = time.monotonic()
     table = "the server did not start"
-    with contextlib.suppress(NotStarted):  # it is among the problems
+    # The failed start is among the problems.
+    with contextlib.suppress(NotStarted):
         table = await run_together(seed, seconds, problems)
     kinds = {problem[:60]: problem for problem in reversed(problems)}
     lines = [f"VIOLATION {problem[:6000]}" for problem in kinds.values()]

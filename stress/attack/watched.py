@@ -1,4 +1,4 @@
-"""A server of its own for hostile files: asked for its health, and weighed, all the while."""
+"""A server for hostile files, whose health checks and memory are measured all the time."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ STALL_TARGET_S = 0.2
 DRAIN_S = 1.0
 MAX_HEALTH_S = 2.0
 MAX_OVER_REST = 500e6
-"""Bytes that the gateway may take above what it takes at rest."""
+"""How many bytes the gateway may use in addition to its bytes before the first attack."""
 
 MAX_STOP_S = DRAIN_S + 5.0
 _FLAGS = (
@@ -36,7 +36,8 @@ _FLAGS = (
     *("--api-key", "ann", "--api-key", "bob", "--admin-key", "boss"),
 )
 _WEIGH_S = 0.2
-_TOO_MUCH = 4e9  # all processes together; then the server is killed, for the machine's sake
+# If all processes together use more bytes, the server is killed to protect the machine.
+_TOO_MUCH = 4e9
 _STOP_GIVES_UP_S = 60.0
 _PATIENT = Manner("good", within_s=60.0)
 _HELLO = (
@@ -47,11 +48,11 @@ _COUNT = (
     b'"ignore_eos":true,"stream":true}' % ONE.encode()
 )
 _INNER = re.compile(rb"Traceback|File \\\"|(?<![\w.:/])/(?:tmp|proc|dev|etc|root|home)/|\.py\b")
-_BUG = re.compile(r"Traceback|by a bug")
+_BUG = re.compile(r"Traceback|of a bug")
 
 
 class NotStarted(Exception):
-    """The server did not start beside what is hostile; `fail` was told."""
+    """Raised if a server does not start because of hostile files. `fail` has got the reason."""
 
 
 class Watched:
@@ -63,36 +64,39 @@ class Watched:
         self._target = target
         self.health: Samples = []
         self.gaps: list[float] = []
-        self._asked: dict[str, float] = {}  # questions for health without an answer, and when
-        self.gateway: Samples = []  # bytes of the server's own process
-        self.workers: Samples = []  # of the largest of its others, engines aside
+        # Send time of each health check without an answer, by the check's number.
+        self._asked: dict[str, float] = {}
+        # Resident bytes of the server's own process.
+        self.gateway: Samples = []
+        # Resident bytes of the server's largest child process that is not an engine.
+        self.workers: Samples = []
         self.engines: Samples = []
         self.rest = 0.0
         self.stop_s = 0.0
         self._pid = 0
 
     def begin(self) -> None:
-        """The server that runs now is the one to watch."""
+        """Remembers the server's process id. The id must not change while the server runs."""
         self._pid = self.site.pid
 
     async def ask(self, label: str, call: Call, within_s: float = 30.0) -> Reply:
-        """A hostile request, whose answer must be one that a client may hear."""
+        """Sends a hostile request; the answer must not reveal internal details."""
         talk = await self.talk(label, [call.raw()], Manner(within_s=within_s))
         self.judge(label, talk.first, talk.end)
         return talk.first
 
     async def talk(self, label: str, pieces: Iterable[bytes], manner: Manner) -> Talk:
-        """Pieces over one connection, and what came back."""
+        """Sends pieces over one connection, and returns the conversation."""
         return await self._asking(label).talk(pieces, manner)
 
     def _asking(self, label: str) -> Target:
-        """Check what must hold for every answer, and report violations under the label."""
+        """Return a target that checks every answer, and reports violations under the label."""
         own = Target(self.site, "", self._target.folder, 0, lambda it: self.fail(f"{label}: {it}"))
         own.statuses = self._target.statuses
         return own
 
     def judge(self, label: str, answer: Reply, end: str = "") -> None:
-        """Fails unless it is an answer that says nothing of files or of our own code."""
+        """Reports an answer that is missing or that mentions files or source code."""
         if not answer.status:
             self.fail(f"{label}: no answer ({end})")
         elif answer.status >= 400 and (found := _INNER.search(answer.body)):
@@ -100,7 +104,7 @@ class Watched:
             self.fail(f"{label}: {answer.status} tells {found[0]!r} in {around!r}")
 
     async def check(self, label: str) -> bool:
-        """Whether the server lives, and answers others, after something hostile."""
+        """Sends a chat with another key, and returns whether the server still runs."""
         if self.site.has_ended or self.site.pid != self._pid:
             self.fail(f"{label}: the server has ended: {self.site.last_lines[-3:]}")
             return False
@@ -108,7 +112,8 @@ class Watched:
         await asking.ask(post("/v1/chat/completions", _HELLO, *NEIGHBOUR), _PATIENT)
         if (slowest := self.slowest_health()) > MAX_HEALTH_S:
             self.fail(f"{label}: /health/live took {slowest:.1f} s")
-            self.health.clear()  # it is told once
+            # The samples are cleared, so that a slow health check is reported only once.
+            self.health.clear()
         return not self.site.has_ended
 
     def slowest_health(self) -> float:
@@ -116,7 +121,7 @@ class Watched:
         return max([*waiting, *(value for _, value in self.health), 0.0])
 
     async def probe(self) -> None:
-        """Keeps how long /health/live took, as a process of its own measures it."""
+        """Records how long /health/live takes, as measured by a separate process."""
         command = (sys.executable, "-m", "stress.attack.prober", str(self.site.port))
         prober = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         assert prober.stdout is not None
@@ -127,9 +132,10 @@ class Watched:
                     self._asked[number] = time.monotonic()
                     continue
                 del self._asked[number]
-                if took != ["-"]:  # else the server was not there
+                # "-" means that the server did not answer.
+                if took != ["-"]:
                     self.health.append((time.monotonic() - float(took[0]), float(took[0])))
-            self.fail("the process that asks for health has ended")
+            self.fail("the process that requests /health/live has ended")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 prober.kill()
@@ -137,7 +143,7 @@ class Watched:
             self._asked.clear()
 
     async def weigh(self) -> None:
-        """Weighs all processes; kills the server before it takes the machine's memory."""
+        """Records the memory of all processes; kills the server if it uses too much."""
         while True:
             now = time.monotonic()
             sizes = await asyncio.to_thread(_sizes, self._pid)
@@ -146,16 +152,14 @@ class Watched:
             ):
                 samples.append((now, size))
             if sum(sizes) > _TOO_MUCH:
-                self.fail(
-                    f"{sum(sizes) / 1e9:.1f} GB were taken (gateway, worker, engine: {sizes})"
-                )
+                self.fail(f"{sum(sizes) / 1e9:.1f} GB were used (gateway, worker, engine: {sizes})")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, signal.SIGKILL)
                 return
             await asyncio.sleep(_WEIGH_S)
 
     async def listen(self) -> None:
-        """Another key's stream, again and again; keeps the gaps between its tokens."""
+        """Reads another key's stream again and again, and records the gaps between its tokens."""
         url = f"http://127.0.0.1:{self.site.port}/v1/chat/completions"
         headers = {**dict(NEIGHBOUR), "Content-Type": "application/json"}
         async with httpx.AsyncClient(timeout=60.0) as client:
@@ -173,24 +177,23 @@ class Watched:
                     await asyncio.sleep(0.5)
 
     async def stop(self) -> None:
-        """SIGTERM, which must be obeyed in time."""
+        """Sends SIGTERM, which must end the server in time."""
         began = time.monotonic()
         try:
             code = await self.site.stop(signal.SIGTERM, _STOP_GIVES_UP_S)
         except subprocess.TimeoutExpired:
-            self.fail(f"SIGTERM was not obeyed in {_STOP_GIVES_UP_S:g} s")
+            self.fail(f"the server did not exit after SIGTERM within {_STOP_GIVES_UP_S:g} s")
             return
         self.stop_s = time.monotonic() - began
         if code:
-            self.fail(f"after SIGTERM it ended with {code}")
+            self.fail(f"after SIGTERM the server exited with code {code}")
         if self.stop_s > MAX_STOP_S:
             self.fail(f"SIGTERM took {self.stop_s:.1f} s of {MAX_STOP_S:g}")
 
     async def restart(self) -> None:
-        """Stops the server and starts it over the same state, which must not make that fail."""
+        """Stops the server and starts it again with the same state; it must start."""
         await self.stop()
         self.conclude()
-        self.health.clear()
         if not self.site.has_ended:
             self.site.close()
         self.site.start()
@@ -200,7 +203,7 @@ class Watched:
             self.fail(f"the server does not start again: {lines}")
 
     def conclude(self) -> None:
-        """Judges the whole run, once the server has stopped."""
+        """Checks the log and the memory of the whole run, after the server has stopped."""
         lines = self.site.lines
         if bugs := [at for at, line in enumerate(lines) if _BUG.search(line)]:
             shown = "\n".join(line[:200] for line in lines[bugs[0] : bugs[0] + 30])
@@ -211,7 +214,7 @@ class Watched:
             self.fail(f"the gateway took {over:.0f} MB over rest of {MAX_OVER_REST / 1e6:g}")
 
     def figures(self) -> str:
-        """One line for the table of attacks."""
+        """Return the measurements for the table of attacks."""
         health = quantiles(value for _, value in self.health)
         return (
             f"live p99 {1000 * health.p99:.0f} max {1000 * health.worst:.0f} ms, "
@@ -220,7 +223,7 @@ class Watched:
         )
 
     def quantiles(self) -> tuple[Quantiles, Quantiles]:
-        """Returns those of /health/live and of the gaps in the other key's stream."""
+        """Return the quantiles of /health/live and of the gaps in the other key's stream."""
         return quantiles(value for _, value in self.health), quantiles(self.gaps)
 
 
@@ -229,7 +232,7 @@ def _most(samples: Samples) -> str:
 
 
 def _sizes(pid: int) -> tuple[float, float, float]:
-    """Resident bytes: of the server, of its largest other process, of all its engines."""
+    """Return the resident bytes of the server, of its largest other process, and of its engines."""
     below = descendants(pid)
     engines = [_resident(one) for one in below if is_engine(one)]
     others = [_resident(one) for one in below if not is_engine(one) and command(one)]
@@ -247,7 +250,7 @@ def _resident(pid: int) -> float:
 async def watched_server(
     target: Target, folder: Path, *flags: str, environment: dict[str, str] | None = None
 ) -> AsyncIterator[Watched]:
-    """A server with keys and headrace-mini beside what the flags name; stopped at the end."""
+    """Runs a server with API keys, headrace-mini and the models of `flags`."""
     given = tuple(f"{name}={value}" for name, value in (environment or {}).items())
     prefix = ("env", *given) if given else ()
     site = Site(f"--model={ONE}={ONE}", folder / "state", (*flags, *_FLAGS), prefix)
@@ -265,7 +268,7 @@ async def watched_server(
         tasks = [asyncio.create_task(it) for it in (watched.probe(), watched.weigh())]
         yield watched
         if site.has_ended:
-            target.fail(f"at last the server has ended: {site.last_lines[-3:]}")
+            target.fail(f"after the attack the server has ended: {site.last_lines[-3:]}")
         else:
             await watched.stop()
         watched.conclude()
@@ -278,13 +281,13 @@ async def watched_server(
 
 
 def chat(model: str) -> Call:
-    """The attacker's chat that names a model, and so loads it."""
+    """Return the attacker's chat with a model, which makes the server load it."""
     body = {"model": model, "messages": [{"role": "user", "content": "A b."}], "max_tokens": 3}
     return post("/v1/chat/completions", msgspec.json.encode(body), *ATTACKER)
 
 
 def reading(model: str) -> tuple[Call, Call]:
-    """Requests that read all of a model but its weights, and use its template and tokenizer."""
+    """Return requests that make the server read all of a model's files except the weights."""
     messages = [{"role": "user", "content": "A b. 0aaaa aaaa xxxx"}]
     told = msgspec.json.encode({"model": model, "messages": messages})
     text = msgspec.json.encode({"model": model, "content": "aaaa_0.x " * 500})

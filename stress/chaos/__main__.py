@@ -1,4 +1,4 @@
-"""Ends a server and its engine by force while clients read, and says what they lost."""
+"""Kills a server and its engine while clients read streams, and reports what the clients lost."""
 
 import argparse
 import asyncio
@@ -13,14 +13,24 @@ from tools.harness.tiny_models import make_tiny_model
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="stress.chaos", description=__doc__)
-    parser.add_argument("--kills", type=int, default=50, help="end after so many kills")
-    parser.add_argument("--seed", type=int, default=0, help="of requests, cuts and faults")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="or after this time")
-    parser.add_argument("--model", type=Path, help="folder of a model; a tiny one if not given")
-    parser.add_argument("--models", type=int, default=1, choices=(1, 2), help="served at once")
-    parser.add_argument("--max-models", type=int, help="in memory at a time; with 1 they swap")
+    parser.add_argument("--kills", type=int, default=50, help="stop after so many kills")
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests, cuts and faults")
     parser.add_argument(
-        "--long-prompts", type=int, default=0, metavar="N", help="some of N tokens; cached on disk"
+        "--seconds", type=float, default=float("inf"), help="stop after so many seconds"
+    )
+    parser.add_argument("--model", type=Path, help="folder of a model; default: a tiny model")
+    parser.add_argument(
+        "--models", type=int, default=1, choices=(1, 2), help="number of models to serve"
+    )
+    parser.add_argument(
+        "--max-models", type=int, help="maximum in memory; with 1, two models alternate"
+    )
+    parser.add_argument(
+        "--long-prompts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="give some prompts N tokens, and cache prefixes on disk",
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headrace-chaos-") as name:

@@ -1,4 +1,4 @@
-"""When what is ended: seeded draws of a moment and a fault."""
+"""Draws faults and the times at which they happen from a seed."""
 
 import asyncio
 import random
@@ -17,32 +17,40 @@ MOMENTS = {
     "end": b"[DONE]",
 }
 _FALLBACK_S = 3.0
-_NOTICED_S = 0.3  # within which a server knows of a death
+# Within this time a server notices that its engine has died.
+_NOTICED_S = 0.3
 _WELL_WITHIN_S = 300.0
-_AGAIN = 0.25  # how often a second blow follows where one may
+# The probability of a second fault, if the first fault allows a second one.
+_AGAIN = 0.25
 
 
 class Well(Protocol):
-    """A site that can say that it has recovered."""
+    """A site that can report that it has recovered."""
 
     async def is_well(self, within_s: float) -> bool:
-        """Waits so long for it."""
+        """Waits until the site has recovered; returns False after `within_s` seconds."""
 
 
 class Blows(Protocol):
-    """The faults that a site can suffer. `kinds` has each as often as it shall be drawn."""
+    """The faults that a site can suffer.
+
+    `kinds` contains a likely fault several times.
+    """
 
     kinds: tuple[str, ...]
 
     def second(self, fault: str) -> tuple[str, ...]:
-        """The faults that may follow within seconds of this one."""
+        """Return the faults that may happen within seconds after this fault."""
 
     async def do(self, fault: str, rng: random.Random) -> int:
-        """Returns how many processes it ended by SIGKILL."""
+        """Causes the fault; returns how many processes it ended by SIGKILL."""
 
 
 class Faults:
-    """`kills` counts processes ended by SIGKILL, by kind; after each, somebody gets a token."""
+    """Causes one fault after another. `kills` counts the processes ended by SIGKILL, by kind.
+
+    After each fault, some stream must receive a token again.
+    """
 
     def __init__(self, site: Well, blows: Blows, proxy: Proxy, seed: int) -> None:
         self.kills = Counter[str]()
@@ -57,19 +65,20 @@ class Faults:
         return self.kills.total()
 
     async def strike(self) -> str:
-        """Waits for a moment, ends something, waits until tokens come again; says what it was."""
+        """Waits for a drawn event, causes a fault, and waits for new tokens; returns the fault."""
         await self._moment()
         fault = self._random.choice(self._blows.kinds)
         await self._do(fault)
         more = self._blows.second(fault)
         if more and self._random.random() < _AGAIN:
-            await asyncio.sleep(self._random.uniform(0.0, 4.0))  # while it loads, or just has
+            # The pause lets the second fault happen while the new engine is loading, or soon after.
+            await asyncio.sleep(self._random.uniform(0.0, 4.0))
             again = self._random.choice(more)
             await self._do(again)
             fault += f", {again}"
         await asyncio.sleep(_NOTICED_S)
         if not await self._site.is_well(_WELL_WITHIN_S):
-            self.problems.append(f"not well {_WELL_WITHIN_S:g} s after {fault}")
+            self.problems.append(f"no recovery within {_WELL_WITHIN_S:g} s after {fault}")
         elif not await self._proxy.saw(MOMENTS["tokens"], _WELL_WITHIN_S):
             self.problems.append(f"no token of any stream in {_WELL_WITHIN_S:g} s after {fault}")
         return fault
@@ -87,7 +96,7 @@ class Faults:
 
 
 class ServerBlows:
-    """One server and its engine."""
+    """The faults of one server and its engine."""
 
     kinds = (
         *(["engine"] * 13),

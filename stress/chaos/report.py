@@ -1,4 +1,4 @@
-"""A run's findings, as figures and, where something went wrong, as a timeline."""
+"""Collects the findings of a run: totals, and a timeline for each violation."""
 
 import statistics
 import time
@@ -15,7 +15,10 @@ _MAX_SHOWN = 10
 
 
 class Report:
-    """Fed with stories as they end; says what went wrong at once, for long runs."""
+    """Collects clients' requests as they end.
+
+    Violations are printed immediately, because a run may be long.
+    """
 
     def __init__(self, seed: int, late_s: float, say: Callable[[str], None]) -> None:
         self.seed = seed
@@ -29,11 +32,12 @@ class Report:
         self.num_late = 0
         self.facts: dict[str, int] = {}
         self._say = say
-        self._late_s = late_s  # a longer silence is counted
+        # Silences longer than this are counted.
+        self._late_s = late_s
         self._resumes: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, story: Story, found: Sequence[Violation], deaths: Sequence[Death]) -> None:
-        """A story that has ended, and what the oracle found in it."""
+        """Adds a request that has ended, and the violations that the oracle found in it."""
         for violation in found:
             self._note(violation, story, deaths)
         self.num_stories[story.outcome] += 1
@@ -52,7 +56,7 @@ class Report:
             self._resumes[what.partition(" ")[0]].append(seconds)
 
     def fail(self, kind: str, what: str) -> None:
-        """Something that belongs to no story."""
+        """Reports a violation that was not caused by one particular request."""
         self._note(Violation(kind, 1, what), None, ())
 
     def _note(self, violation: Violation, story: Story | None, deaths: Sequence[Death]) -> None:
@@ -61,7 +65,7 @@ class Report:
             self._say("\n".join(self._timeline(violation, story, deaths)))
 
     def text(self) -> str:
-        """The figures of the whole run."""
+        """Return the totals of the whole run."""
         sums = Counter[str]()
         for violation, _ in self.violations:
             sums[violation.kind] += violation.number
@@ -73,8 +77,8 @@ class Report:
             ", ".join(f"{sums[kind]} {kind}" for kind in KINDS),
             *self._resume_lines(),
             f"longest data gap {self.longest_gap.seconds:.2f} s, {self.num_late} over "
-            f"{self._late_s:.2f} s; the witness itself was up to "
-            f"{max((lag for _, lag in self.lags), default=0.0):.2f} s late",
+            f"{self._late_s:.2f} s; delay of the proxy itself: at most "
+            f"{max((lag for _, lag in self.lags), default=0.0):.2f} s",
             f"longest at {self.longest_gap_at}",
             self._verdict(),
         ]
@@ -82,7 +86,8 @@ class Report:
 
     def _resume_lines(self) -> list[str]:
         return [
-            f"{what} ended to next token of a stream: p50 {statistics.median(times):.2f} s, "
+            f"from the end of {what} to a stream's next token: "
+            f"p50 {statistics.median(times):.2f} s, "
             f"p99 {sorted(times)[int(len(times) * 0.99)]:.2f} s, longest {max(times):.2f} s, "
             f"{len(times)} times"
             for what, times in sorted(self._resumes.items())
@@ -92,7 +97,10 @@ class Report:
         if self.violations:
             return f"{len(self.violations)} violations"
         bound = 3 / max(self.num_tokens, 1)
-        return f"0 in {self.num_tokens} tokens: less than {bound:.1e} of them at 95 % confidence"
+        return (
+            f"0 violations in {self.num_tokens} tokens: "
+            f"a share below {bound:.1e} at 95 % confidence"
+        )
 
     def _timeline(
         self, violation: Violation, story: Story | None, deaths: Sequence[Death]

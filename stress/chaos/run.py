@@ -1,4 +1,4 @@
-"""A whole run: site, proxy, clients, faults, and at the end nothing may be left over."""
+"""Runs server, proxy, clients and faults. At the end, no request may be unfinished."""
 
 import asyncio
 import random
@@ -25,7 +25,10 @@ _LAG_PROBE_S = 0.05
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Ends after so many kills or seconds, whichever comes first; then waits for the streams."""
+    """The options of a run. Faults happen until `kills` or `seconds` is reached.
+
+    After the last fault, the streams may end.
+    """
 
     model: Path
     folder: Path
@@ -34,15 +37,18 @@ class Plan(msgspec.Struct, frozen=True):
     seconds: float = float("inf")
     patience_s: float = 600.0
     num_clients: int = 10
-    models: int = 1  # with 2 the same model is served a second time, under another name
-    max_models: int | None = None  # in memory at a time
-    long_prompt: int = 0  # letters of some prompts; prefixes are then on disk, too
+    # With 2, the same model is served a second time under another name.
+    models: int = 1
+    # How many models may be in memory at the same time.
+    max_models: int | None = None
+    # If set, some prompts have this many letters, and prefixes are stored on disk as well.
+    long_prompt: int = 0
 
 
 class Target(Protocol):
-    """The site of a run: a server, or several and all that they stand on, behind one port.
+    """The target of a run: one server, or a cluster with all its services, behind one port.
 
-    `deaths` are what was ended from outside; `complaints` what it should not have logged.
+    `deaths` are the processes that the run ended. `complaints` are log lines that must not appear.
     """
 
     port: int
@@ -50,43 +56,43 @@ class Target(Protocol):
 
     @property
     def complaints(self) -> list[str]:
-        """Lines that its log should not have."""
+        """The log lines that must not appear."""
 
     @property
     def has_ended(self) -> bool:
-        """By itself, when nobody told it to."""
+        """Whether the site has ended although nobody stopped it."""
 
     @property
     def last_lines(self) -> list[str]:
-        """The last lines of its log."""
+        """The last lines of the target's log."""
 
     def start(self) -> None:
-        """The first time."""
+        """Starts the site for the first time."""
 
     async def ready(self) -> bool:
-        """Until it answers; False if it has ended or took too long."""
+        """Waits until the target answers; returns False if it has ended or takes too long."""
 
     async def is_well(self, within_s: float) -> bool:
-        """Waits so long until it is as it was at the start."""
+        """Waits until the site has recovered; returns False after `within_s` seconds."""
 
     async def is_engine_at_rest(self) -> bool:
-        """Whether its engines do nothing any more."""
+        """Return whether no engine of the target computes anything."""
 
     def was_out(self, began: float, ended: float) -> bool:
-        """Whether what was ended explains that a connection of that time broke or was refused."""
+        """Return whether a fault explains a broken or refused connection in this period."""
 
     async def stop(self) -> int:
-        """Ends it in peace; 0 if it went so."""
+        """Stops the site normally; returns 0 if it succeeds."""
 
     async def num_unfinished(self) -> int:
-        """Streams in its store that never ended; called after `stop`."""
+        """Return how many stored streams never ended; call this after `stop`."""
 
     def close(self) -> None:
-        """Leaves no process behind."""
+        """Ends all processes."""
 
 
 def site_of(plan: Plan) -> Site:
-    """One server on this machine."""
+    """Return a site with one server on this machine."""
     second = ("--model", f"{SECOND}={plan.model}") if plan.models == 2 else ()
     bound = ("--max-models", str(plan.max_models)) if plan.max_models else ()
     disk = ("--prefix-cache-dir", str(plan.folder / "prefixes")) if plan.long_prompt else ()
@@ -102,7 +108,7 @@ def _with_blows(site: Site) -> tuple[Target, Blows]:
 
 
 class Run:
-    """`say` is told what happens while it happens."""
+    """A run of the plan. `say` receives each line of output immediately."""
 
     def __init__(
         self,
@@ -120,7 +126,7 @@ class Run:
         self._num_begun = self._num_restored = 0
 
     async def run(self) -> str:
-        """The report; `report.violations` is empty if all held."""
+        """Return the report; `report.violations` is empty if there were none."""
         try:
             await self._run()
         finally:
@@ -131,11 +137,11 @@ class Run:
         self.site.start()
         assert await self.site.ready(), self.site.last_lines
         url = f"http://127.0.0.1:{self.site.port}"
-        self._say(f"up at {url}; the undisturbed answers first")
+        self._say(f"the server runs at {url}; collecting undisturbed answers")
         plan = self._plan
         asked = url, plan.seed, plan.models, plan.long_prompt
         catalog = await asyncio.to_thread(make_catalog, *asked)
-        self._say(f"{len(catalog)} questions; the first blow falls")
+        self._say(f"{len(catalog)} questions; the faults start")
         await self._proxy.open()
         await self._calm.open()
         faults = Faults(self.site, self._blows, self._proxy, self._plan.seed)
@@ -147,7 +153,7 @@ class Run:
             ]
             await self._strike(faults)
             self._is_over = self._proxy.is_calm = True
-            self._say("the last blow has fallen; the streams may end")
+            self._say("no more faults; waiting for the streams to end")
             await asyncio.wait(clients)
             lag.cancel()
         await self._check_rest()
@@ -184,7 +190,7 @@ class Run:
         return is_served or self.site.was_out(made.began, made.ended)
 
     async def _check_rest(self) -> None:
-        """Nothing runs, waits or is unfinished after the last stream."""
+        """Checks that nothing runs, waits or is unfinished after the last stream."""
         if self.site.has_ended:
             return
         for _ in range(20):
@@ -193,18 +199,18 @@ class Run:
         else:
             self.report.fail("wrong failure", "the engine still computes after the last stream")
         if not await self.site.is_well(within_s=10):
-            self.report.fail("wrong failure", "the server is not well after the run")
+            self.report.fail("wrong failure", "the server has not recovered after the run")
         if self._plan.long_prompt:
             self._num_restored = await self._tokens_from_disk()
             if not self._num_restored:
-                self.report.fail("wrong failure", "nothing was ever read from disk")
+                self.report.fail("wrong failure", "no prefix was read from disk")
         if code := await self.site.stop():
-            self.report.fail("wrong failure", f"the server ended with {code} after SIGTERM")
+            self.report.fail("wrong failure", f"the server exited with code {code} after SIGTERM")
         if number := await self.site.num_unfinished():
             self.report.fail("lost", f"{number} streams never ended")
 
     async def _tokens_from_disk(self) -> int:
-        """By the server that ran last."""
+        """Return how many prompt tokens the last server read from disk."""
         async with httpx.AsyncClient(timeout=30) as client:
             answer = await client.get(f"http://127.0.0.1:{self.site.port}/metrics")
         name = "headrace_disk_prefix_tokens_total"
@@ -218,10 +224,10 @@ class Run:
             self.report.fail("wrong failure", f"in the server's log: {complaint}")
         self.report.facts = {
             "kills": faults.num_kills,
-            **{f"of them {kind}": number for kind, number in sorted(faults.kills.items())},
+            **{f"kills of {kind}": number for kind, number in sorted(faults.kills.items())},
             "cuts": self._proxy.num_cuts,
             "requests": self._num_begun,
-            "tokens from disk by the last server": self._num_restored,
+            "tokens that the last server read from disk": self._num_restored,
         }
 
     async def _probe_lag(self) -> None:

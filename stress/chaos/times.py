@@ -1,4 +1,4 @@
-"""How long streams were silent, and how soon after a death they spoke again."""
+"""Measures how long streams were silent, and how soon after a death they continued."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -9,20 +9,21 @@ from stress.site import Death
 from stress.story import Story
 
 Lags = Sequence[tuple[float, float]]
-"""When the witness was found to be late, and by how many seconds."""
+"""Pairs: a time at which the proxy was late, and the delay in seconds."""
 
-_IN_FLIGHT_S = 0.2  # what a dead process had sent may still arrive so late
+# A killed process's output may arrive up to this many seconds after its death.
+_IN_FLIGHT_S = 0.2
 
 
 class Gap(NamedTuple):
-    """A silence: its seconds, without those in which the witness itself was late."""
+    """A silence in seconds, without the time during which the proxy itself was late."""
 
     seconds: float
     began: float
 
 
 def longest_gap(made: Exchange, lags: Lags) -> Gap:
-    """Without a byte while the connection stood, from the head of the answer on."""
+    """Return the longest time without a byte on the open connection, after the response's head."""
     passage = made.passage
     if passage is None or passage.fate.num_slow or not _is_stream(made):
         return Gap(0.0, 0.0)
@@ -43,12 +44,12 @@ def _is_stream(made: Exchange) -> bool:
 
 
 def token_times(story: Story) -> list[float]:
-    """When the witness saw tokens of this story, sorted."""
+    """Return the sorted times at which the proxy saw tokens of this request's streams."""
     return sorted(at for made in story.exchanges for at in _tokens(made))
 
 
 def resume_times(times: Sequence[float], deaths: Sequence[Death]) -> Iterator[tuple[str, float]]:
-    """For each death in the midst of a stream: what died, and seconds to the next token."""
+    """For each death during a stream, yield what died and the seconds until the next token."""
     for death in deaths:
         if times and times[0] < death.at:
             later = [at for at in times if at > death.at + _IN_FLIGHT_S]

@@ -1,4 +1,4 @@
-"""Debian's HAProxy in front of two gateways, with the configuration that the docs show."""
+"""Runs Debian's HAProxy in front of two gateways, with the configuration that the docs show."""
 
 import contextlib
 import subprocess
@@ -14,7 +14,7 @@ CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
 
 
 class Balancer:
-    """`ports` are the two gateways'; they need not be up."""
+    """HAProxy in front of the gateways on `ports`, which need not run yet."""
 
     def __init__(self, ports: tuple[int, int], folder: Path) -> None:
         self.port = free_port()
@@ -38,7 +38,7 @@ class Balancer:
 
 @contextlib.contextmanager
 def balanced(ports: tuple[int, int], folder: Path) -> Iterator[str]:
-    """The address of both, once one of them answers."""
+    """Yields the balancer's URL as soon as a gateway answers through the balancer."""
     balancer = Balancer(ports, folder)
     try:
         eventually(lambda: answers(f"{balancer.url}/health"))

@@ -1,7 +1,7 @@
-"""Kills parts of a whole cluster under load, and says what clients lost.
+"""Kills parts of a whole cluster under load, and reports what clients lost.
 
-Two Ray nodes, Redis, two gateways and HAProxy, on one machine. Clients, proxy, oracle and report
-are those of `chaos`: here are only other things to kill.
+Two Ray nodes, Redis, two gateways and HAProxy run on one machine. The clients, the proxy, the
+oracle and the report come from `chaos`; only the processes to kill are different.
 """
 
 import argparse
@@ -19,20 +19,25 @@ from tools.harness.tiny_models import make_tiny_model
 
 NUM_CLIENTS = 8
 RUN = 50
-"""The most kills of one cluster; each run has a cluster and a seed of its own."""
+"""The largest number of kills for one cluster; each run has its own cluster and seed."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="stress.cluster.kills", description=__doc__)
-    parser.add_argument("--kills", type=int, default=50, help=f"in runs of {RUN} at most")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--kinds", default=",".join(ClusterBlows.WEIGHTS), help="to draw from")
-    parser.add_argument("--model", help="a tiny one if not given")
+    parser.add_argument(
+        "--kills", type=int, default=50, help=f"number of kills, at most {RUN} in each run"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run")
+    parser.add_argument(
+        "--kinds", default=",".join(ClusterBlows.WEIGHTS), help="kinds of faults to draw from"
+    )
+    parser.add_argument("--model", help="folder of a model; default: a tiny model")
     options = parser.parse_args()
     kinds = tuple(options.kinds.split(","))
     if unknown := set(kinds) - set(ClusterBlows.WEIGHTS):
-        parser.error(f"--kinds: {unknown} are none of {[*ClusterBlows.WEIGHTS]}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its own processes end then, too
+        parser.error(f"--kinds: {unknown} are unknown; choose from {[*ClusterBlows.WEIGHTS]}")
+    # If the program exits normally, it also stops the processes that it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     num_violations = 0
     for number, first in enumerate(range(0, options.kills, RUN)):
         with tempfile.TemporaryDirectory(prefix="headrace-cluster-") as name:

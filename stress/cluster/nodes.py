@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster on this machine: real raylets, one port, a folder of their own."""
+"""Nodes of a Ray cluster on this machine: real raylets with their own port and folder."""
 
 import contextlib
 import os
@@ -18,12 +18,13 @@ LIMIT_S = 240
 _FLAGS = ("--num-cpus=2", "--num-gpus=0", "--object-store-memory=80000000", "--block")
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # as for any server whose engines Ray runs
+    # A server whose engines run in Ray sets this variable, too.
+    "RAY_worker_niceness": "0",
 }
 
 
 class RayNode:
-    """A `ray start` and all that it started."""
+    """A `ray start` and all processes that it has started."""
 
     def __init__(self, *flags: str) -> None:
         ray = Path(sys.executable).with_name("ray")
@@ -37,7 +38,7 @@ class RayNode:
 
     @classmethod
     def join(cls, address: str) -> "RayNode":
-        """A worker, once it is there."""
+        """Starts a worker node, and waits until it runs."""
         node = cls(f"--address={address}")
         try:
             eventually(lambda: node.raylet is not None, LIMIT_S)
@@ -48,17 +49,17 @@ class RayNode:
 
     @property
     def raylet(self) -> int | None:
-        """The process that the node stands and falls with."""
+        """The process whose death Ray treats as the death of the node."""
         found = [pid for pid in descendants(self._process.pid) if _program(pid) == "raylet"]
         return found[0] if found else None
 
     def runs(self, pid: int) -> bool:
-        """Whether one of its actors started that process."""
+        """Return whether an actor of this node started the process."""
         raylet = self.raylet
         return raylet is not None and pid in descendants(raylet)
 
     def processes(self) -> list[int]:
-        """Processes that run on it."""
+        """Return the processes of the node."""
         return descendants(self._process.pid)
 
     def stop(self) -> None:
@@ -70,9 +71,10 @@ class RayNode:
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[str, RayNode, RayNode]]:
-    """The address of a cluster, its head and its worker."""
+    """Yields the address of a cluster, its head node and its worker node."""
     address = f"127.0.0.1:{free_port()}"
-    folder = tempfile.mkdtemp(prefix="hr-ray-", dir="/tmp")  # paths of sockets must be short
+    # The path of a Unix socket must be short.
+    folder = tempfile.mkdtemp(prefix="hr-ray-", dir="/tmp")
     nodes = []
     try:
         head = ("--head", f"--port={address.split(':')[1]}", f"--temp-dir={folder}")
@@ -88,7 +90,7 @@ def two_nodes() -> Iterator[tuple[str, RayNode, RayNode]]:
 
 
 def engines(*nodes: RayNode) -> list[int]:
-    """The engine processes on these nodes."""
+    """Return the engine processes of these nodes."""
     return [pid for node in nodes for pid in node.processes() if is_engine(pid)]
 
 

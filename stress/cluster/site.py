@@ -1,4 +1,4 @@
-"""All of a small cluster: two Ray nodes, Redis, two gateways on both, and HAProxy before these."""
+"""A small cluster: two Ray nodes, Redis, two gateways that use both nodes, and HAProxy in front."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,17 @@ from tools.harness.eventually import eventually
 from tools.harness.processes import free_port, parent, ticks
 from tools.harness.redis_servers import RedisServer
 
-NUM_REPLICAS = 2  # of each gateway
-_NOTICED_S = 3.0  # by HAProxy, that a gateway has gone
-_REST_TICKS = 5  # of each engine within a second
+# How many replicas each gateway has.
+NUM_REPLICAS = 2
+# Within this time HAProxy notices that a gateway has died.
+_NOTICED_S = 3.0
+# An engine is at rest if it uses at most this many processor ticks per second.
+_REST_TICKS = 5
 _EMPTY_S = 60.0
 
 
 class ClusterSite:
-    """`worker` is the node that may die; the gateways are drivers on the head's."""
+    """A cluster under test. Only the node `worker` may die; the gateways run on the head node."""
 
     def __init__(
         self, model: Path | str, folder: Path, address: str, head: RayNode, worker: RayNode
@@ -32,7 +35,7 @@ class ClusterSite:
             folder / "redis", "--appendonly", "yes", "--appendfsync", "always", port=free_port()
         )
         replicas = ("--cluster", address, "--replicas", str(NUM_REPLICAS))
-        # in bfloat16, where no neighbour and no other replica changes a digit
+        # In bfloat16, results depend neither on the rest of the batch nor on the replica.
         flags = (*FLAGS, "--dtype", "bfloat16", *replicas)
         self.gateways = [Site(model, self.redis.url, flags) for _ in range(2)]
         self.balancer = Balancer((self.gateways[0].port, self.gateways[1].port), folder)
@@ -41,9 +44,10 @@ class ClusterSite:
         self.deaths: list[Death] = []
         self.problems: list[str] = []
         self._address = address
-        self._away: list[tuple[float, float]] = []  # when connections to a gateway may break
+        # Periods during which connections to a gateway may break.
+        self._away: list[tuple[float, float]] = []
 
-    # as any target of a run
+    # The methods that every target of a run has.
 
     def start(self) -> None:
         for it in self.gateways:
@@ -68,17 +72,17 @@ class ClusterSite:
         return [line for it in self.gateways for line in it.last_lines]
 
     def was_out(self, began: float, ended: float) -> bool:
-        """A gateway was just ended, or none was ready and known to be."""
+        """Return whether a gateway was being stopped, or both gateways were unavailable."""
         one, two = ([(a, b + _NOTICED_S) for a, b in it.outages] for it in self.gateways)
         nobody = [(max(a, c), min(b, d)) for a, b in one for c, d in two]
         return any(began < until and ended > since for since, until in self._away + nobody)
 
     async def is_well(self, within_s: float) -> bool:
-        """Both gateways have an engine, and the balancer knows."""
+        """Waits until both gateways have an engine; returns False after `within_s` seconds."""
         return all([await it.is_well(within_s) for it in self.gateways])
 
     async def is_whole(self, within_s: float) -> bool:
-        """All engines that there should be are there, if maybe still loading."""
+        """Waits until all engines exist, even if some are still loading."""
         deadline = time.monotonic() + within_s
         while len(self.engines()) < NUM_REPLICAS * len(self.gateways):
             if time.monotonic() > deadline:
@@ -111,10 +115,10 @@ class ClusterSite:
         self.redis.close()
         self.worker.stop()
 
-    # blows
+    # The faults.
 
     def engines(self) -> list[int]:
-        """The processes of all engines on both nodes."""
+        """Return the processes of all engines on both nodes."""
         return engines(self.head, self.worker)
 
     def kill(self, what: str, pid: int) -> int:
@@ -129,7 +133,7 @@ class ClusterSite:
         self.deaths.append(Death(time.monotonic(), what))
 
     async def end_gateway(self, gateway: Site, number: int) -> None:
-        """Ends it, waits until it has gone, and starts it again."""
+        """Ends a gateway, waits for its exit, and starts it again."""
         self.note("gateway" if number == signal.SIGKILL else "gateway by SIGTERM")
         began = time.monotonic()
         self._away.append((began, float("inf")))
@@ -140,20 +144,20 @@ class ClusterSite:
             self._away.append((began - 0.1, time.monotonic() + _NOTICED_S))
 
     async def end_redis(self, seconds: float) -> None:
-        """Connections that break meanwhile are not explained by it."""
+        """Kills Redis and starts it again. The restart may not break clients' connections."""
         self.note("redis")
         self.redis.end(signal.SIGKILL)
         await asyncio.sleep(seconds)
         await asyncio.to_thread(self.redis.start)
 
     async def replace_worker(self) -> None:
-        """Another node in the place of the one whose raylet has died."""
+        """Replaces the node whose raylet has died."""
         await asyncio.to_thread(self.worker.stop)
         self.worker = await asyncio.to_thread(RayNode.join, self._address)
 
 
 class ClusterBlows:
-    """Draws a fault of all kinds, or of some; what takes long to start again comes less often."""
+    """The faults of a cluster. Faults with a slow restart are drawn less often."""
 
     WEIGHTS = {"engine": 4, "actor": 4, "node": 2, "gateway": 3, "redis": 4, "term": 1}
 
@@ -162,7 +166,7 @@ class ClusterBlows:
         self._site = site
 
     def second(self, fault: str) -> tuple[str, ...]:
-        """Another one, of any kind, while the fleet recovers from the first."""
+        """Return every fault: a second fault may happen while the fleet recovers."""
         return self.kinds
 
     async def do(self, fault: str, rng: random.Random) -> int:

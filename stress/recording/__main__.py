@@ -1,4 +1,4 @@
-"""Records what a server of a checkout answers, and compares two such recordings."""
+"""Records the answers of a checkout's server, and compares two such recordings."""
 
 import argparse
 import sys
@@ -12,13 +12,15 @@ from stress.recording.state import make_state, read_state
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="stress.recording", description=__doc__)
-    parser.add_argument("--code", type=Path, default=ROOT, help="the checkout to run")
+    parser.add_argument(
+        "--code", type=Path, default=ROOT, help="folder of the checkout whose server is run"
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     helps = {
-        "record": ("file", "write down the answers to all requests"),
-        "compare": ("one other", "print what differs; exit code 1 if anything does"),
-        "state": ("folder", "leave streams, responses and batches in a folder"),
-        "state-read": ("folder file", "write down what is served of such a folder"),
+        "record": ("file", "record the answers to all requests in a file"),
+        "compare": ("one other", "print the differences; exit code 1 if there are any"),
+        "state": ("folder", "store streams, responses and batches in a folder"),
+        "state-read": ("folder file", "record what a server answers from a folder of `state`"),
     }
     for verb, (names, text) in helps.items():
         added = verbs.add_parser(verb, help=text)

@@ -1,4 +1,4 @@
-"""Bodies of requests: of each dialect, each field by itself."""
+"""Request bodies for each API; each body sets one field, or a few fields that belong together."""
 
 from typing import Any
 
@@ -173,7 +173,10 @@ CASES: dict[str, tuple[Json, dict[str, Json]]] = {
     "/api/chat": (_FEWER | {"messages": user(_COUNT)}, _OLLAMA_CHAT),
     "/api/generate": (_FEWER | {"prompt": _COUNT}, _OLLAMA_TEXT),
 }
-"""Routes that draw tokens: a body, and what each case changes in it, asked whole and streamed."""
+"""Routes that generate tokens. Each route has a body, and cases that change this body.
+
+Each case is requested once unstreamed and once streamed.
+"""
 
 _NAMED: Json = {"model": MODEL, "messages": user("a")}
 READING: dict[str, list[Json]] = {
@@ -200,4 +203,4 @@ READING: dict[str, list[Json]] = {
     "/v1/streams/lookup": [{"conversation_ids": ["a", "b", 3]}, {}],
     "/models/load": [{"model": MODEL}, {"model": "no-such-model"}],
 }
-"""Routes that draw none, each with its bodies."""
+"""Routes that do not generate tokens, each with its bodies."""

@@ -9,7 +9,7 @@ _MAX_SHOWN, _MAX_LINES = 30, 24
 
 
 def compare(one: Path, other: Path) -> int:
-    """Print what differs; return the number of answers that do."""
+    """Print the differences, and return the number of answers that differ."""
     ours, theirs = _read(one), _read(other)
     num_different = 0
     for name in dict.fromkeys([*ours, *theirs]):
@@ -24,7 +24,7 @@ def compare(one: Path, other: Path) -> int:
     same_order = [it for it in ours if it in theirs] == [it for it in theirs if it in ours]
     print(f"\n{len(ours)} and {len(theirs)} answers, {num_different} differ.")
     if not same_order:
-        print("The answers come in another order.")
+        print("The answers have a different order.")
     return num_different + (not same_order)
 
 
@@ -34,7 +34,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _lines(answer: Any) -> list[str]:
-    """Return one line per status, header, frame and, in a frame, per field of JSON."""
+    """Return an answer as lines: its status, its headers and its frames.
+
+    A frame of JSON has a line for each field.
+    """
     if answer is None:
         return ["no answer of this name"]
     head = [f"status: {answer.get('status')}"]

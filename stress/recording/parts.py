@@ -1,4 +1,4 @@
-"""Streams read again, stored responses, WebSockets and batches."""
+"""Records streams that are read again, stored responses, WebSockets and batches."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ _WRONG_BATCHES = ({"endpoint": "/v1/none"}, {"completion_window": "1h"}, {"input
 
 
 def streams(session: Session) -> None:
-    """Read streams again: by event, by byte, as Durable Streams, from several places."""
+    """Read streams again: by event, by byte, as Durable Streams, and from several positions."""
     for route, (body, _) in CASES.items():
         name = f"of {route}"
         made = session.post(route, body | {"stream": True}, "named", X_Conversation_Id=name)
@@ -55,7 +55,7 @@ def streams(session: Session) -> None:
 
 
 def read_again(session: Session, id: str, name: str, body: bytes) -> None:
-    """Read a stream from its start, its middle, its end, and places that it does not have."""
+    """Read a stream from its start, its middle, its end, and from positions that do not exist."""
     events = f"/v1/streams/{id}/events"
     session.get(f"/v1/streams/{id}")
     session.ask("HEAD", f"/v1/streams/{id}")
@@ -78,7 +78,7 @@ def read_again(session: Session, id: str, name: str, body: bytes) -> None:
 
 
 def responses(session: Session) -> None:
-    """Store responses, continue from them, read them in several ways, stop and delete them."""
+    """Store responses, continue them, read them in several ways, and stop and delete them."""
     body: dict[str, Any] = CASES["/v1/responses"][0] | {"store": True}
     first = session.post("/v1/responses", body | {"metadata": {"a": "b"}}, "first").json["id"]
     chained = {"input": "And from 6 to 9?", "previous_response_id": first}
@@ -137,7 +137,7 @@ def _form(purpose: str, data: bytes) -> bytes:
 
 
 def batch(session: Session, *more: dict[str, Any]) -> tuple[str, str]:
-    """Have a file of lines answered, one of them too long; return the ids of file and batch."""
+    """Process a batch file in which one prompt is too long; return the ids of file and batch."""
     fields = {"model": MODEL, "max_tokens": 9, "temperature": 0}
     wishes = [fields | {"messages": user(f"What is {number} + 5?")} for number in range(4)]
     wishes += [fields | {"messages": user(LONG * 6)}, *more]
@@ -177,7 +177,8 @@ def batches(session: Session) -> None:
     file, made = batch(session)
     read_batch(session, made)
     for query in ("", "?limit=1", "?limit=x", "?order=asc", "?purpose=batch", "?after=x"):
-        if "limit=1" not in query:  # which file is first is random
+        # The order of the files is random.
+        if "limit=1" not in query:
             session.get(f"/v1/files{query}", "listed", "entries")
         session.get(f"/v1/batches{query}", "listed")
         session.get(f"/v1/messages/batches{query}", "listed")

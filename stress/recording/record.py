@@ -18,13 +18,13 @@ from tools.harness.histories import history
 from tools.harness.servers import ServerProcess
 
 FLAGS = ("--dtype", "float32", "--threads", "1", "--guess", "off", "--heartbeat-s", "10")
-"""One thread and no guesses, so that each token has a frame of its own."""
+"""With one thread and without speculative tokens, each token has its own frame."""
 KEYS = {"HEADRACE_API_KEYS": "anns-key,bobs-key", "HEADRACE_ADMIN_KEY": "admins-key"}
 ROOT = Path(__file__).parents[2]
 # fmt: off
 VERBS = (
-    "batch", "bench", "cache", "chat", "doctor", "embed", "generate", "merge", "models", "pull",
-    "serve",
+    "batch", "bench", "cache", "chat", "config", "doctor", "embed", "generate", "merge", "models",
+    "pull", "serve",
 )
 INFORMATION = (
     "/health", "/v1/health", "/health/live", "/v1/models", "/v1/models/headrace-mini",
@@ -40,14 +40,15 @@ INFORMATION = (
 FIGURES = ("/manage/state", "/manage/live", "/manage/history", "/v1/models", "/models")
 ANTHROPIC = {"Anthropic-Version": "2023-06-01"}
 NUM_HISTORIES, NUM_DRAWN = 60, 10
-# A value that nearly every field refuses, and fields without which tokens are drawn at random.
+# A value that nearly every field rejects. Then the fields that keep sampling greedy, which are
+# never omitted.
 _WRONG, _RANDOM = [{"x": []}], ("temperature", "options")
 
 
 def program(code: Path) -> dict[str, str]:
-    """Return the environment in which Python finds the code of that checkout."""
+    """Return the environment in which Python imports the code of that checkout."""
     path = f"{code / 'src'}:{ROOT}"
-    # the order of some headers depends on the hashes of their names
+    # The order of some headers depends on the hashes of their names, so hashing must not be random.
     return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "COLUMNS": "100"}
 
 
@@ -64,7 +65,7 @@ def running(code: Path, state: Path, *flags: str, **environment: str) -> Iterato
 
 
 def record(code: Path, path: Path) -> int:
-    """Return the number of answers."""
+    """Write all answers to a file; return their number."""
     recording = Recording(path)
     with tempfile.TemporaryDirectory(prefix="recording-") as folder:
         with running(code, Path(folder) / "open") as server:
@@ -101,7 +102,8 @@ def _information(session: Session) -> None:
         session.get(path, "as Anthropic", **ANTHROPIC)
     session.get("/", "as a browser", Accept="text/html")
     session.get("/", "packed", Accept_Encoding="gzip", Accept="text/html")
-    session.until("/manage/history", lambda it: it["points"])  # every ten seconds
+    # The history has a point every ten seconds.
+    session.until("/manage/history", lambda it: it["points"])
     for path in FIGURES:
         session.get(path, "figures", view="shape")
     session.get("/metrics", view="names")
@@ -123,7 +125,7 @@ def _reading(session: Session) -> None:
 
 
 def _inputs(session: Session) -> None:
-    """Ask with histories of other providers' clients, and with bodies of random fields."""
+    """Send the histories of other providers' clients, and bodies with random fields."""
     limits = {"/v1/responses": "max_output_tokens"}
     for seed in range(NUM_HISTORIES):
         made = history(seed)
@@ -136,7 +138,7 @@ def _inputs(session: Session) -> None:
 
 
 def _fields(session: Session) -> None:
-    """Ask for each field of each route with a value of a wrong type, and without it."""
+    """Send each field of each route with a value of a wrong type, and omit it once."""
     document = session.fetch("GET", "/openapi.json").json
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -159,7 +161,7 @@ BROKEN = (
 
 
 def _http(session: Session) -> None:
-    """Ask as HTTP allows it but the routes do not."""
+    """Send requests that are valid HTTP but that the routes do not accept."""
     for route, (body, _) in CASES.items():
         for number, broken in enumerate(BROKEN):
             session.post(route, broken, f"broken {number}")

@@ -1,4 +1,4 @@
-"""Named rules for what differs between two recordings of the same revision."""
+"""Named rules for values that differ between two recordings of the same revision."""
 
 import json
 import re
@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """`is_numbered`: equal finds in one answer get equal numbers, so references are compared."""
+    """A pattern to replace. With `is_numbered`, equal matches in an answer get the same number.
+
+    By these numbers, references within an answer are compared, too.
+    """
 
     name: str
     pattern: re.Pattern[str]
@@ -47,9 +50,9 @@ RULES = (
     Rule(
         "size",
         re.compile(r'("bytes":)([0-9]+)(?=[^{}]*"filename":"batch_)'),
-        "So has a file of results.",
+        "A results file has as many bytes as its durations have digits.",
     ),
-    Rule("seed", re.compile(r'("seed":)([0-9]{9,})'), "A seed that nobody gave is random."),
+    Rule("seed", re.compile(r'("seed":)([0-9]{9,})'), "A seed is random if the request has none."),
     Rule("port", re.compile(r"(127\.0\.0\.1:)([0-9]{2,5})"), "Servers listen on a free port."),
     Rule(
         "folder",
@@ -57,7 +60,7 @@ RULES = (
         "State and checkouts are stored in a different folder each time.",
     ),
 )
-"""Each pattern has a group that stays and one that is replaced."""
+"""Each pattern has a group that is kept and a group that is replaced."""
 HEADER_RULES = {
     "date": "A point in time.",
     "stream-cursor": "Counts intervals of time.",
@@ -81,7 +84,7 @@ def normalise(text: str) -> str:
 
 
 def frames(text: str, media: str) -> list[str]:
-    """Split a body as its media type says, and drop what depends on the machine's speed."""
+    """Split a body as its media type says, and remove what depends on the machine's speed."""
     separator = {"text/event-stream": "\n\n", "application/x-ndjson": "\n"}.get(media)
     if separator is None:
         return [text]
@@ -90,13 +93,13 @@ def frames(text: str, media: str) -> list[str]:
     return [
         part
         for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False)
-        # the number of progress frames between the first and the last one depends on the speed
+        # The number of progress frames between the first and the last one depends on the speed.
         if not all(_PROGRESS.search(it) for it in (before, part, after))
     ]
 
 
 def shape(text: str) -> str:
-    """Return JSON without its leaves, for routes that show the figures of this moment."""
+    """Return JSON without its values, for routes that return current figures."""
 
     def of(value: Any) -> Any:
         if isinstance(value, dict):
@@ -109,12 +112,12 @@ def shape(text: str) -> str:
 
 
 def metric_names(text: str) -> str:
-    """Return the names of metrics with their help; labels and figures depend on what has run."""
+    """Return metric names with their help; labels and values depend on the earlier requests."""
     return "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
 
 
 def entries(text: str) -> str:
-    """Return a list of files in a fixed order; those of one second are listed by random ids."""
+    """Return a list of files in a fixed order; within a second, their order is random."""
     given = json.loads(text)
     given["data"].sort(key=lambda entry: entry.get("filename", "")[-12:])
     return json.dumps(
@@ -123,7 +126,7 @@ def entries(text: str) -> str:
 
 
 def sorted_lines(text: str) -> str:
-    """Return results of a batch in a fixed order; they are written as their requests end."""
+    """Return a batch's results in a fixed order, not in the order in which its requests ended."""
     return "".join(
         sorted(text.splitlines(keepends=True), key=lambda line: line[line.find("custom_id") :])
     )

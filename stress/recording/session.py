@@ -1,4 +1,4 @@
-"""Sends requests one at a time and writes down each answer, normalised."""
+"""Sends requests one at a time and records each answer, except for what differs in every run."""
 
 import contextlib
 import http.client
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
 
 class Recording:
-    """A file with one JSON object per answer. Names are numbered within their section."""
+    """A file with one JSON object per answer. Answers with the same name are numbered."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w")
@@ -58,7 +58,7 @@ class Recording:
 
 
 class Session:
-    """A client of one server. `headers` go with each request."""
+    """A client of one server. `headers` are sent with each request."""
 
     def __init__(self, url: str, recording: Recording, **headers: str) -> None:
         self._address = urlsplit(url).netloc
@@ -103,7 +103,7 @@ class Session:
         body: Any = None,
         headers: dict[str, str] = {},  # noqa: B006
     ) -> Answer:
-        """Ask without writing the answer down."""
+        """Send a request without writing the answer down."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = {name.replace("_", "-"): value for name, value in (self._headers | headers).items()}
         connection = http.client.HTTPConnection(self._address, timeout=LIMIT_S)
@@ -118,7 +118,7 @@ class Session:
             connection.close()
 
     def begin(self, path: str, body: Any, num_bytes: int, **headers: str) -> bytes:
-        """Read the first bytes of an answer and leave."""
+        """Read the first bytes of an answer, and disconnect."""
         sent = {name.replace("_", "-"): value for name, value in (JSON | headers).items()}
         connection = http.client.HTTPConnection(self._address, timeout=LIMIT_S)
         connection.request("POST", path, json.dumps(body).encode(), sent | self._headers)
@@ -126,15 +126,15 @@ class Session:
         connection.close()
         return got
 
-    def until(self, path: str, is_so: Callable[[Any], bool], **headers: str) -> None:
-        """Wait until the JSON at a path is so; what comes before is not written down."""
-        eventually(lambda: is_so(self.fetch("GET", path, None, headers).json), LIMIT_S)
+    def until(self, path: str, is_so: Callable[[Any], bool]) -> None:
+        """Repeat a request until `is_so` accepts its JSON, without writing the answers down."""
+        eventually(lambda: is_so(self.fetch("GET", path).json), LIMIT_S)
 
     def talk(
-        self, label: str, *messages: Any, num_answers: int = 1, path: str = "", **headers: str
+        self, label: str, *messages: Any, path: str = "/v1/realtime-text", **headers: str
     ) -> None:
-        """Write down the frames of a WebSocket until as many requests have ended."""
-        url = f"ws://{self._address}{path or '/v1/realtime-text'}"
+        """Send messages on a WebSocket, and write down its frames until a request has ended."""
+        url = f"ws://{self._address}{path}"
         came: list[str] = []
         try:
             with connect(
@@ -142,11 +142,11 @@ class Session:
             ) as socket:
                 for message in messages:
                     is_raw = isinstance(message, str | bytes)
-                    with contextlib.suppress(ConnectionClosed):  # after its reason has been sent
+                    # The server closes the connection after it has sent the reason.
+                    with contextlib.suppress(ConnectionClosed):
                         socket.send(message if is_raw else json.dumps(message))
-                while num_answers:
+                while not (came and _ends(came[-1])):
                     came.append(str(socket.recv(timeout=SILENCE_S)))
-                    num_answers -= _ends(came[-1])
         except Exception as error:
             came.append(f"{type(error).__name__}: {error}")
         self.recording.add(label, body=frames(normalise("\n".join(came)), "application/x-ndjson"))
@@ -154,7 +154,9 @@ class Session:
     def _value(self, name: str, value: str, answer: Answer) -> str:
         if name.lower() in HEADER_RULES:
             return "<any>"
-        if name.lower() == "content-length":  # figures in the body have any number of digits
+        # Random values in the body differ in their number of digits, so the body's length may
+        # differ.
+        if name.lower() == "content-length":
             is_right = not answer.body or int(value) == len(answer.body)
             return "<right>" if is_right else value
         return normalise(f" {value}")[1:]

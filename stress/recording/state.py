@@ -1,4 +1,4 @@
-"""Leaves a server's durable state in a folder, and records what is served of it later."""
+"""Stores a server's durable state in a folder, and records what another server reads from it."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ CUT = "cut"
 
 
 def make_state(code: Path, folder: Path) -> None:
-    """Answer requests, then kill the server while it writes a stream and a background response."""
+    """Send requests, then kill the server while it writes a stream and a background response."""
     folder.mkdir(parents=True, exist_ok=True)
     recording = Recording(folder / "made.jsonl")
     recording.section("made")
@@ -47,7 +47,7 @@ def make_state(code: Path, folder: Path) -> None:
 
 
 def read_state(code: Path, folder: Path, path: Path) -> int:
-    """Record what a server serves of a copy of the folder; return the number of answers."""
+    """Record what a server serves from a copy of the folder; return the number of answers."""
     known = json.loads((folder / "known.json").read_text())
     recording = Recording(path)
     with tempfile.TemporaryDirectory(prefix="recording-") as temporary:
@@ -56,7 +56,8 @@ def read_state(code: Path, folder: Path, path: Path) -> int:
         with running(code, state) as server:
             session = Session(server.url, recording)
             recording.section("state")
-            whole = session.get(f"/v1/stream?conv_id={CUT}")  # ends once the stream has
+            # This request ends when the stream ends.
+            whole = session.get(f"/v1/stream?conv_id={CUT}")
             read_again(session, whole.headers["x-stream-id"], CUT, whole.body)
             for id in known["responses"]:
                 session.until(

@@ -1,4 +1,4 @@
-"""Runs simulated schedules over all cores and says which seeds fail."""
+"""Runs simulated schedules on all cores, and reports which seeds fail."""
 
 import argparse
 import os
@@ -43,7 +43,7 @@ def run_many(first: int, number: int) -> int:
             print(f"{num_done} schedules, {time.monotonic() - began:.0f} s", flush=True)
     print(
         f"{num_done} schedules from seed {first}, {num_steps} steps, {num_preempted} preemptions, "
-        f"{num_guessed} tokens guessed, {len(violations)} violations, "
+        f"{num_guessed} speculative tokens, {len(violations)} violations, "
         f"{time.monotonic() - began:.0f} s"
     )
     return 1 if violations else 0

@@ -1,4 +1,4 @@
-"""Many schedules over all cores, each from its seed."""
+"""Runs many schedules on all cores, each from its seed."""
 
 from collections.abc import Iterable, Iterator
 from multiprocessing import get_context
@@ -21,6 +21,6 @@ def judge(seed: int) -> Verdict:
 
 
 def campaign(seeds: Iterable[int], num_processes: int = 2) -> Iterator[Verdict]:
-    """Verdicts as they come, in any order."""
+    """Yields the verdicts in the order in which the schedules finish."""
     with get_context("fork").Pool(num_processes) as pool:
         yield from pool.imap_unordered(judge, seeds, chunksize=20)

@@ -1,4 +1,4 @@
-"""The clients of a schedule: what they have heard, checked against what they may hear."""
+"""Simulates the clients of a schedule, and checks each output that a client receives."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -9,17 +9,22 @@ from stress.simulator.fake_runner import token_at
 
 @dataclass
 class Heard:
-    """One sequence's outputs. Progress starts over when an engine has died."""
+    """The outputs of one sequence, as its client received them.
+
+    The counts of progress start from 0 again after the death of an engine.
+    """
 
     submit: Submit
     new: NewSequence
     max_total: int
-    is_first: bool  # of its prompt: the one that reports
+    # Only the first sequence of a prompt reports progress.
+    is_first: bool
     tokens: list[int] = field(default_factory=list)
     end: Finished | None = None
     total: int | None = None
     processed: int = -1
-    rows_until: int = 0  # prompt tokens that had their row
+    # The number of prompt tokens for which a row of log probabilities has arrived.
+    rows_until: int = 0
 
     @property
     def prompt(self) -> "array[int]":
@@ -27,13 +32,13 @@ class Heard:
 
     @property
     def num_shown(self) -> int:
-        """Tokens that progress counts."""
+        """The number of tokens that progress counts."""
         inputs = self.submit.inputs
         works = inputs[self.new.prompt].works if inputs else ()
         return sum(work.size for work in works if work.is_source) or len(self.prompt)
 
     def expected(self) -> tuple[list[int], FinishReason]:
-        """The whole answer, from the request alone."""
+        """Return the whole answer, computed from the request alone, and why it ends."""
         num_prompt, sampling = len(self.prompt), self.submit.sampling
         tokens: list[int] = []
         most = self.max_total - num_prompt
@@ -68,7 +73,10 @@ class Clients:
             heard.total, heard.processed, heard.rows_until = None, -1, 0
 
     def take(self, outputs: Outputs) -> None:
-        """S8, S9, S11: in order, each thing once, and nothing after the end."""
+        """Takes the outputs of a step, and checks that they are allowed.
+
+        Everything must arrive in order and once, and nothing may follow a sequence's end.
+        """
         for started in outputs.started:
             heard = self._living(started.sequence_id)
             assert heard.total is None, "started twice"
@@ -80,13 +88,15 @@ class Clients:
         for progress in outputs.progress:
             heard = self._living(progress.sequence_id)
             assert heard.total is not None
-            assert heard.processed < progress.processed <= heard.total, "progress fell or stayed"
+            assert heard.processed < progress.processed <= heard.total, "progress did not increase"
             heard.processed = progress.processed
         for token in outputs.tokens:
             heard = self._living(token.sequence_id)
             is_told = heard.total is not None or not heard.is_first
-            assert is_told, "a token of a sequence that did not start"
-            assert heard.total in (None, heard.processed), "a token before its prompt"
+            assert is_told, "a token arrived before its sequence started"
+            assert heard.total in (None, heard.processed), (
+                "a token arrived before the end of its prompt"
+            )
             heard.tokens.append(token.token_id)
         for end in outputs.finished:
             self._living(end.sequence_id).end = end
@@ -95,7 +105,9 @@ class Clients:
         for rows in outputs.prompt_logprobs:
             heard = self._living(rows.sequence_id)
             ids = array("i", rows.logprobs.ids)
-            assert rows.start == heard.rows_until + 1, "rows missing or sent twice"
+            assert rows.start == heard.rows_until + 1, (
+                "rows of log probabilities are missing or were sent twice"
+            )
             assert ids == heard.prompt[rows.start : rows.start + len(ids)]
             heard.rows_until += len(ids)
 

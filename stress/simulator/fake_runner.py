@@ -1,7 +1,7 @@
-"""A runner without a model: remembers which token and salt each position of memory holds.
+"""A runner without a model: it remembers which token and salt each position of memory contains.
 
-Before a chunk it reads the sequence's memory back and compares it with the sequence's tokens,
-which finds stale blocks, missing copies and credit for tokens that were never computed.
+Before a chunk, the runner compares the sequence's memory with the sequence's tokens. This finds
+stale blocks, missing copies, and tokens that count as cached although they were never computed.
 """
 
 from array import array
@@ -20,28 +20,33 @@ from headrace_common.plan import (
     StepResult,
 )
 from headrace_common.sampling import Logprobs, Sampling
-from headrace_engine.prefixes.assembly import RunToKeep
+from headrace_engine.prefixes.assembly import SegmentToSave
 from stress.simulator.fake_disk import FakeNumbers
 
 LOAD_S = 1e-4
 VOCABULARY = 40
-MAX_READ_BACK = 40  # blocks; longer tables are read at both ends only
+# The maximum number of blocks for which a table is checked completely. Only both ends of a longer
+# table are checked.
+MAX_READ_BACK = 40
 
 
 def token_at(sampling: Sampling, choice: int, index: int) -> int:
-    """The `index`-th token that a choice draws; depends on its request and nothing else."""
+    """Return the `index`-th token of a choice, which depends only on the request."""
     number = hash((sampling.seed, choice, index))
     return 2 if number % 23 == 0 else 3 + number % VOCABULARY
 
 
 class Remembered:
-    """A sequence as the runner keeps it; the tokens are its own copy."""
+    """A sequence as the runner keeps it, with its own copy of the tokens."""
 
     def __init__(self, begin: Begin) -> None:
         self.begin = begin
         self.tokens = begin.token_ids
-        self.num_units = [0] * len(begin.inputs.works)  # that are encoded
-        for work in begin.inputs.works:  # what memory holds of a token depends on what it shows
+        # How many units of each input are encoded.
+        self.num_units = [0] * len(begin.inputs.works)
+        # An image changes what memory contains at the image's tokens, so these tokens are made
+        # different.
+        for work in begin.inputs.works:
             for index in range(work.start, min(work.end, begin.num_prompt)):
                 self.tokens[index] += 1000 * (1 + sum(work.mark))
 
@@ -51,14 +56,15 @@ class FakeRunner:
         self._layout = layout
         self._salts = salts
         self._blocks: dict[int, tuple[array[int], str]] = {}
-        self._slots: dict[int, array[int]] = {}  # every token that went into the state
+        # All tokens that were fed into the state of a slot.
+        self._slots: dict[int, array[int]] = {}
         self._slot_salts: dict[int, str] = {}
         self._sequences: dict[int, Remembered] = {}
 
     def execute(
         self, plan: StepPlan, seconds: tuple[float, float], row_errors: dict[int, int]
     ) -> StepResult:
-        """`seconds`: of computing and of encoding."""
+        """Executes a step. `seconds` are the times for computing and for encoding."""
         for sequence_id in plan.ended:
             self._sequences.pop(sequence_id, None)
         for begin in plan.begun:
@@ -81,8 +87,8 @@ class FakeRunner:
         load_s = LOAD_S * sum(len(load.runs) for load in plan.loads)
         return StepResult(tuple(results), sum(seconds) + load_s, seconds[1], load_s)
 
-    def copy_out(self, kept: RunToKeep) -> FakeNumbers:
-        """The contents of a run's blocks, and of the slot with the state after them."""
+    def copy_out(self, kept: SegmentToSave) -> FakeNumbers:
+        """Return a copy of a segment's blocks, and of the state after them."""
         blocks = [(self._blocks[i][0][:], self._blocks[i][1]) for i in kept.block_ids]
         state = None
         if kept.slot_id is not None:
@@ -102,7 +108,9 @@ class FakeRunner:
 
     def _encode(self, chunk: EncodeChunk) -> None:
         remembered = self._sequences[chunk.sequence_id]
-        assert chunk.start == remembered.num_units[chunk.work] < chunk.end, "units out of order"
+        assert chunk.start == remembered.num_units[chunk.work] < chunk.end, (
+            "encoder units are out of order"
+        )
         assert chunk.end <= remembered.begin.inputs.works[chunk.work].num_units
         remembered.num_units[chunk.work] = chunk.end
 
@@ -111,7 +119,9 @@ class FakeRunner:
         end = chunk.start + chunk.length
         for work, done in zip(remembered.begin.inputs.works, remembered.num_units, strict=True):
             is_needed = work.start < end and chunk.start < work.end
-            assert not is_needed or done == work.num_units, "tokens before what they need"
+            assert not is_needed or done == work.num_units, (
+                "tokens were computed before their encoder input"
+            )
         for sibling in chunk.draws:
             self._sequences[sibling].num_units = remembered.num_units[:]
 
@@ -126,10 +136,14 @@ class FakeRunner:
         assert chunk.adapter == salt.partition("\n")[0], "computed with another adapter"
         self._check_encoded(chunk)
         tokens = remembered.tokens
-        assert chunk.num_known > 0, "nothing but guesses"
-        assert chunk.start + chunk.num_known <= len(tokens), "tokens the runner has not got"
+        assert chunk.num_known > 0, "the chunk contains only speculative tokens"
+        assert chunk.start + chunk.num_known <= len(tokens), (
+            "the chunk contains tokens that the runner does not have"
+        )
         if chunk.guess:
-            assert end - len(chunk.guess) == len(tokens), "a guess that is not behind the last"
+            assert end - len(chunk.guess) == len(tokens), (
+                "a speculative token does not follow the last token"
+            )
             tokens = tokens + array("i", chunk.guess)
         if self._layout.num_blocks:
             self._read_back(chunk, tokens, salt)
@@ -172,7 +186,9 @@ class FakeRunner:
         state.extend(tokens[chunk.start : chunk.start + chunk.length])
 
     def _result(self, chunk: Chunk, row_errors: dict[int, int]) -> ChunkResult:
-        assert chunk.num_rows or not chunk.draws, "a row is needed to draw from"
+        assert chunk.num_rows or not chunk.draws, (
+            "the chunk returns no row of logits to sample from"
+        )
         drawn = tuple(self._draw(sequence_id, row_errors) for sequence_id in chunk.draws)
         for token_id in chunk.guess:
             (sequence_id,), (one,) = chunk.draws, drawn

@@ -1,4 +1,4 @@
-"""Guesses for the simulator: each token is right with a chance, and the rest is nonsense."""
+"""Draws speculative tokens for the simulator: each is correct with a given probability."""
 
 from array import array
 from random import Random
@@ -10,7 +10,7 @@ from stress.simulator.scenario import Scenario
 
 
 class MadeUp:
-    """It says itself how likely its tokens are, which need not be so."""
+    """A guesser whose stated probabilities need not be true."""
 
     def __init__(self, sequence: Sequence, scenario: Scenario) -> None:
         self._sequence = sequence

@@ -1,4 +1,4 @@
-"""Invariants of a scheduler after every call, whatever the schedule; looks inside it."""
+"""Checks invariants of a scheduler after every call, by looking at its private state."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from headrace_engine.scheduler.cost import StepShape
 from headrace_engine.scheduler.restores import MAX_RESTORES
 from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_engine.scheduler.sequence import Sequence, SequenceStatus, by_key
-from headrace_engine.scheduler.table import turn
+from headrace_engine.scheduler.table import queue_key
 from stress.simulator.scenario import Scenario
 
 
@@ -25,8 +25,10 @@ class Before:
     kept: float
     available: int
     turns: dict[SequenceId, float]
-    num_blocks: dict[SequenceId, int]  # of each lease
-    reading: set[SequenceId]  # from disk
+    # The number of blocks of each lease.
+    num_blocks: dict[SequenceId, int]
+    # The sequences that are being restored from disk.
+    reading: set[SequenceId]
 
 
 class Invariants:
@@ -38,13 +40,14 @@ class Invariants:
         self._quarantine = scheduler._quarantine
         self._scenario = scenario
         self._planned: dict[SequenceId, int] = {}
-        self._guessed: dict[SequenceId, int] = {}  # by the last chunk
+        # Speculative tokens of each sequence's last chunk.
+        self._guessed: dict[SequenceId, int] = {}
         self._capacity = scheduler.memory.num_available
         self._cap = scenario.limits.max_step_tokens
         self._was_exclusive = False
 
     def after_any_call(self) -> None:
-        """S1, S4, S12: the books are right, and an idle scheduler holds nothing."""
+        """Checks that the bookkeeping is consistent, and that an idle scheduler holds nothing."""
         memory, table = self._scheduler.memory, self._table
         memory.check()
         assert len(memory._leases) == len(table.running)
@@ -71,9 +74,9 @@ class Invariants:
             decoding=[s for s in running if _needs_one(s)],
             opened=[s for s in running if _is_open(s)],
             suspects=set(self._quarantine.suspects),
-            kept=self._scheduler._budget.kept,
+            kept=self._scheduler._budget.saved_s,
             available=self._scheduler.memory.num_available,
-            turns={s.id: turn(s, table.waiting._had) for s in table.waiting},
+            turns={s.id: queue_key(s, table.waiting._used_s) for s in table.waiting},
             num_blocks={s.id: len(s.held.block_ids) for s in running},
             reading=set(self._scheduler._restores._restores),
         )
@@ -102,22 +105,27 @@ class Invariants:
             return
         for sequence in before.decoding:
             is_free = sequence not in preempted and sequence not in before.suspects
-            assert not is_free or sequence.id in named, f"S6: {sequence.id} sat a step out"
+            assert not is_free or sequence.id in named, f"sequence {sequence.id} got no token"
         self._prompts_get_on(plan, before)
         self._nobody_is_passed_by(plan, before, now)
         self._clients_take_turns(plan, before)
-        assert not preempted or not plan.begun, "a start in the plan of a preemption"
+        assert not preempted or not plan.begun, (
+            "a sequence started in a plan that preempted another"
+        )
 
     def _of_one_kind(self, plan: StepPlan, before: Before, is_alone: bool) -> Before:
-        """S22: the background has steps of its own, while nobody else can have one.
+        """Checks that a step has background sequences or others, but never both.
 
-        Returns what was there of the step's kind.
+        While a stream decodes, background sequences get no step. Returns `before` with only the
+        sequences of the step's kind.
         """
         kinds = {self._table[sequence_id].is_background for sequence_id in plan.named}
-        assert len(kinds) == 1, "S22: the background beside others"
+        assert len(kinds) == 1, "background and other sequences in one step"
         is_background = kinds.pop()
         streams = [s for s in before.decoding if not s.is_background and s not in before.suspects]
-        assert is_alone or not (is_background and streams), "S22: a stream waited for a batch"
+        assert is_alone or not (is_background and streams), (
+            "a background step ran while a stream was decoding"
+        )
         return dataclasses.replace(
             before,
             running=[s for s in before.running if s.is_background == is_background],
@@ -127,16 +135,16 @@ class Invariants:
         )
 
     def _only_the_newest_gave_way(self, preempted: list[Sequence], before: Before) -> None:
-        """S11."""
+        """Checks that only the sequences with the lowest precedence were preempted."""
         kept = [s for s in before.running if s.lease is not None]
         has_first = all(sequence.is_background for sequence in preempted) or kept
-        assert not preempted or has_first, "the first must never be preempted"
+        assert not preempted or has_first, "the sequence with the highest precedence was preempted"
         for sequence in preempted:
             assert all(sequence.rank > other.rank for other in kept)
             assert sequence.num_planned == sequence.num_computed == sequence.num_pending == 0
 
     def _chunks_are_contiguous(self, plan: StepPlan, named: list[SequenceId]) -> None:
-        """S3, S14: each begins where the one before it ended, or where the credit ends."""
+        """Checks that each chunk starts where the last chunk or the cached prefix ended."""
         begun = {begin.sequence_id: begin for begin in plan.begun}
         for encoded in plan.encoded:
             if encoded.sequence_id in begun:
@@ -144,7 +152,9 @@ class Invariants:
         for load in plan.loads:
             is_new = load.sequence_id in begun
             assert is_new or load.start == self._planned[load.sequence_id], "a gap before a load"
-            assert load.start < load.end < self._table[load.sequence_id].num_tokens, "S14"
+            assert load.start < load.end < self._table[load.sequence_id].num_tokens, (
+                "a load leaves no token to compute"
+            )
             self._planned[load.sequence_id] = load.end
         for chunk in plan.chunks:
             sequence_id = chunk.sequence_id
@@ -157,13 +167,18 @@ class Invariants:
             for named_id in chunk.draws or (sequence_id,):
                 self._planned[named_id] = chunk.start + chunk.length
             if chunk.guess:
-                goes_back = chunk.slot_id != NO_SLOT  # its state, to before the chunk
+                # After wrong guesses, the recurrent state is reset to the start of the chunk.
+                goes_back = chunk.slot_id != NO_SLOT
                 self._guessed[sequence_id] = chunk.length if goes_back else len(chunk.guess)
-        assert begun.keys() <= set(named), "a start comes with a chunk"
+        assert begun.keys() <= set(named), "a sequence started without a chunk"
         assert begun.keys() <= {s.id for s in self._table.running}
 
     def _guesses_are_beside_nothing(self, plan: StepPlan, before: Before) -> None:
-        """S21: only streams guess, beside no prompt and within their length, in spare blocks."""
+        """Checks that speculative tokens appear only in steps of decode chunks without a prompt.
+
+        Such tokens must stay within the sequence's length. They may only take blocks that no
+        running sequence needs.
+        """
         guessing = [chunk for chunk in plan.chunks if chunk.guess]
         if not guessing:
             return
@@ -176,7 +191,9 @@ class Invariants:
             known = memory.layout.blocks_for(chunk.start + chunk.num_known)
             needed = max(before.num_blocks[sequence.id], known)
             if len(sequence.held.block_ids) > needed:
-                assert memory.num_available >= num_running, "a guess took the last"
+                assert memory.num_available >= num_running, (
+                    "a speculative token took a block that others need"
+                )
             assert sequence.guesser is not None and sequence not in before.suspects
             assert chunk.num_known == 1 or chunk.slot_id != NO_SLOT
             assert chunk.num_rows == 1 + len(chunk.guess)
@@ -185,7 +202,10 @@ class Invariants:
             assert chunk.length <= 1 + self._scenario.limits.max_guess
 
     def _nobody_writes_what_another_reads(self, plan: StepPlan) -> None:
-        """S2: a written block is not public, and only starting siblings share it."""
+        """Checks that a written block is not in the prefix index and not shared.
+
+        Only siblings that start together may share a written block.
+        """
         pool, size = self._scheduler.memory._blocks, self._scenario.layout.block_size
         if not pool.num_blocks:
             return
@@ -206,7 +226,10 @@ class Invariants:
                 assert num_holders <= max(1, len(chunk.draws)), "a shared block is written"
 
     def _step_is_within_its_bounds(self, plan: StepPlan, before: Before) -> None:
-        """S5."""
+        """Checks that a step stays within its limits for tokens and time.
+
+        A step may take longer only for a stated cause.
+        """
         num_decoding = sum(_is_decode(chunk, before) for chunk in plan.chunks)
         again = sum(chunk.num_known - 1 for chunk in plan.chunks if _is_decode(chunk, before))
         num_tokens = sum(chunk.length for chunk in plan.chunks) - again
@@ -227,49 +250,55 @@ class Invariants:
             alone = max(beside_prompts, budget.model.predict(decoding))
             assert step.predicted <= max(target, (1 + limits.prompt_share) * alone) * 1.000001
         elif not step.cause and (step.is_awaited or step.shape.num_prompt_tokens > 1):
-            assert step.predicted <= target * 1.000001, "a miss without a cause"
+            assert step.predicted <= target * 1.000001, (
+                "a step is predicted to exceed its target without a cause"
+            )
 
     def _is_a_span(self, chunk: Chunk) -> bool:
         spans = self._table[chunk.sequence_id].inputs.spans
         return any(s <= chunk.start and e == chunk.start + chunk.length for s, e in spans)
 
     def _no_span_is_broken(self, plan: StepPlan) -> None:
-        """S20."""
+        """Checks that no chunk ends within a span that must be computed in one step."""
         for chunk in plan.chunks:
             end = chunk.start + chunk.length
             for span in self._table[chunk.sequence_id].inputs.spans:
                 assert not span[0] < end < span[1], "a chunk ends within a span"
 
     def _encoders_are_bounded(self, plan: StepPlan, before: Before) -> bool:
-        """S19: one piece a step; one that cannot be cut alone, and never two of those in a row."""
+        """Checks that a step encodes at most one piece; returns whether the piece is indivisible.
+
+        A piece that cannot be divided must be alone in its step. If streams wait, two such steps
+        must not follow each other.
+        """
         assert len(plan.encoded) <= 1
         works = [self._table[c.sequence_id].inputs.works[c.work] for c in plan.encoded]
         was_exclusive = self._was_exclusive
         self._was_exclusive = any(work.is_whole for work in works)
         if not self._was_exclusive:
             return False
-        assert not plan.chunks, "something beside an encoder that cannot be cut"
+        assert not plan.chunks, "a step of an indivisible encoder input has chunks"
         streams = [s for s in before.decoding if s not in before.suspects]
-        assert not (was_exclusive and streams), "streams sat out two steps in a row"
+        assert not (was_exclusive and streams), "streams got no token in two steps in a row"
         return True
 
     def _prompts_get_on(self, plan: StepPlan, before: Before) -> None:
-        """S7."""
+        """Checks that open prompts advance in every step, unless a reason to wait is known."""
         opened = [s for s in before.opened if s.lease is not None and s not in before.suspects]
         opened = [s for s in opened if not self._is_reading(s, before)]
         has_prompt_work = any(not _is_decode(chunk, before) for chunk in plan.chunks)
-        is_coming = self._scheduler._planner._declared is not None
-        is_saving = self._scheduler._budget.kept > before.kept
+        is_coming = self._scheduler._planner._promised is not None
+        is_saving = self._scheduler._budget.saved_s > before.kept
         has_prompt_work = has_prompt_work or bool(plan.encoded or plan.loads)
         assert not opened or has_prompt_work or is_saving or is_coming
 
     def _is_reading(self, sequence: Sequence, before: Before) -> bool:
-        """Whether it waits for the disk, or for its turn to; other reads may have ended since."""
+        """Return whether a sequence reads from disk, or waits because MAX_RESTORES others read."""
         reading = self._scheduler._restores._restores.keys()
         return sequence.id in reading or len(before.reading | reading) >= MAX_RESTORES
 
     def _nobody_is_passed_by(self, plan: StepPlan, before: Before, now: float) -> None:
-        """S10: past its due, nobody of its client with a later due starts before it."""
+        """Checks that no overdue sequence is overtaken by a later sequence of its client."""
         begun = {begin.sequence_id for begin in plan.begun}
         dues: dict[str, float] = {}
         for sequence in before.waiting:
@@ -279,15 +308,19 @@ class Invariants:
             if sequence.id in begun or sequence in before.suspects or sequence.due > now:
                 continue
             latest = dues.get(sequence.client, sequence.due)
-            assert latest <= sequence.due, f"S10: {sequence.id} was passed by"
+            assert latest <= sequence.due, f"sequence {sequence.id} was overtaken"
 
     def _clients_take_turns(self, plan: StepPlan, before: Before) -> None:
-        """S18: nobody starts before the head of a client that has had less, and could start."""
+        """Checks that clients which have used less of the engine start first.
+
+        This is only checked if the first sequence of such a client could start.
+        """
         begun = {begin.sequence_id for begin in plan.begun}
         waiting = [s for s in before.waiting if s not in before.suspects]
         heads = {s.client: s for s in sorted(waiting, key=by_key, reverse=True)}
         table, memory = self._table, self._scheduler.memory
-        joined = [s for s in table.waiting if s not in before.waiting]  # their leader was cancelled
+        # Sequences that wait again because the leader of their family was cancelled.
+        joined = [s for s in table.waiting if s not in before.waiting]
         for head in heads.values():
             if head.id in begun or not memory.has_slot or self._is_reading(head, before):
                 continue
@@ -298,7 +331,7 @@ class Invariants:
             for sequence in waiting:
                 passes = sequence.id in begun and sequence.client != head.client
                 is_later = before.turns[sequence.id] > before.turns[head.id]
-                assert not (passes and is_later), f"S18: {head.id} was passed by {sequence.id}"
+                assert not (passes and is_later), f"sequence {sequence.id} overtook {head.id}"
 
 
 def _needs_one(sequence: Sequence) -> bool:

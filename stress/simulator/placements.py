@@ -1,7 +1,7 @@
-"""Simulated placements over replicas: `python -m stress.simulator.placements -n 10000`.
+"""Simulated placements of requests on replicas: `python -m stress.simulator.placements -n 10000`.
 
-Conversations come back with what was said before, replicas die and return, and every prompt's
-cached beginning is compared with that of an oracle: the longest prefix, in unlimited memory.
+Conversations return with their history, and replicas die and return. Each prompt's cached prefix is
+compared with the longest prefix in an unlimited cache.
 """
 
 import argparse
@@ -14,26 +14,30 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.fleet.placement import Placement, PrefixRecord, Want
+from headrace.fleet.placement import Placement, PlacementRequest, PrefixRecord
 
 NUM_REPLICAS, NUM_PLACES, LOAD = 4, 32, 0.7
-NUM_BLOCKS = 8000  # of each replica
+# The number of blocks of each replica.
+NUM_BLOCKS = 8000
 SYSTEM_BLOCKS, TURN_BLOCKS, MAX_TURNS = 12, 8, 8
 NUM_SYSTEM_PROMPTS, NUM_CONVERSATIONS = 6, 240
-PLACES = (*[1] * 20, 2, 4, 8)  # that a request takes, all as likely
+# How many slots a request takes; each entry is drawn with the same probability.
+PLACES = (*[1] * 20, 2, 4, 8)
 SECONDS_PER_BLOCK, SECONDS_PER_ANSWER = 0.006, 1.0
-DEATH_EVERY, DOWN_S = 400, 3.0  # placements, seconds
+# One replica dies after every DEATH_EVERY placements and returns after DOWN_S seconds.
+DEATH_EVERY, DOWN_S = 400, 3.0
 
 
 class Outcome(NamedTuple):
-    """Blocks found cached, where they were placed and by the oracle, and how long they waited."""
+    """How many cached blocks the placements and the oracle found, and how long requests waited."""
 
     num_placed: int
     num_hit: int
     num_oracle: int
     longest_wait_s: float
     num_deaths: int
-    load: float  # share of all places that was taken, on average
+    # The average fraction of slots that were in use.
+    load: float
 
     def __str__(self) -> str:
         share = self.num_hit / max(1, self.num_oracle)
@@ -50,7 +54,8 @@ class _Asked:
     came: float
     talk: int
     seconds: float = 0.0
-    life: int = 0  # counts its placements, so that the end of a lost one is no end
+    # How often the request was placed. An older placement's end is ignored.
+    life: int = 0
 
 
 @dataclass
@@ -61,7 +66,7 @@ class _Talk:
 
 @dataclass
 class _Model:
-    """The engines as they really are, beside what the placement believes."""
+    """The real state of the engines, to compare with what the placement assumes."""
 
     caches: dict[int, PrefixRecord] = field(default_factory=dict)
     running: dict[int, set[int]] = field(default_factory=dict)
@@ -69,7 +74,7 @@ class _Model:
 
 
 class Simulation:
-    """One run; AssertionError if a place is given twice, or somebody is passed or forgotten."""
+    """One run. Raises AssertionError if a request is placed twice, overtaken or forgotten."""
 
     def __init__(self, number: int, seed: int, with_deaths: bool = True) -> None:
         self._number, self._with_deaths = number, with_deaths
@@ -101,7 +106,7 @@ class Simulation:
             elif kind == "up":
                 self._open(number)
             self._place(now)
-        assert not self._placement.waiting() and not self._asked, "somebody was forgotten"
+        assert not self._placement.waiting() and not self._asked, "a request was forgotten"
         assert not any(self._model.running.values())
         taken = [self._placement.num_taken(replica) for replica in range(NUM_REPLICAS)]
         assert not any(taken), taken
@@ -125,7 +130,7 @@ class Simulation:
         self._model.running[replica] = set()
 
     def _come(self, now: float) -> None:
-        """One of the conversations that rest says more; else a new one begins."""
+        """Sends the next request of an idle conversation, or starts one if all are busy."""
         self._num_asked += 1
         if self._resting:
             number = self._random.choice(sorted(self._resting))
@@ -147,7 +152,7 @@ class Simulation:
 
     def _ask(self, part: int) -> None:
         asked = self._asked[part]
-        want = Want(asked.num_places, len(asked.names) + 1, asked.names, asked.came)
+        want = PlacementRequest(asked.num_places, len(asked.names) + 1, asked.names, asked.came)
         self._placement.ask(part, want)
 
     def _place(self, now: float) -> None:
@@ -156,7 +161,7 @@ class Simulation:
             if (placed := self._placement.next()) is None:
                 return
             part, replica, _ = placed
-            assert part == line[0], "somebody was passed"
+            assert part == line[0], "a request was overtaken"
             asked, model = self._asked[part], self._model
             assert not any(part in others for others in model.running.values()), "placed twice"
             model.running[replica].add(part)
@@ -197,7 +202,8 @@ class Simulation:
         self._model.running[replica].remove(part)
         del self._asked[part]
         talk = self._talks[asked.talk]
-        said = asked.names + self._new(TURN_BLOCKS)  # with the answer
+        # The history includes the answer.
+        said = asked.names + self._new(TURN_BLOCKS)
         for cache in (self._model.caches[replica], self._model.oracle):
             cache.note(said)
         talk.names = said + self._new(TURN_BLOCKS)
@@ -208,9 +214,11 @@ class Simulation:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="stress.simulator.placements", description=__doc__)
-    parser.add_argument("-n", type=int, default=10_000, help="requests of a run")
+    parser.add_argument("-n", type=int, default=10_000, help="number of requests in a run")
     parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--runs", type=int, default=4, help="how many; every second one has deaths")
+    parser.add_argument(
+        "--runs", type=int, default=4, help="number of runs; in every second run replicas die"
+    )
     options = parser.parse_args()
     began, seen = time.monotonic(), Counter[str]()
     for seed in range(options.first, options.first + options.runs):

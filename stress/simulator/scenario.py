@@ -1,4 +1,4 @@
-"""A schedule's whole input, made from a seed: requests, cancels, faults, limits and layout."""
+"""The whole input of a schedule, drawn from a seed: requests, faults, limits and layout."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from headrace_common.config.settings import SchedulerConfig
 from headrace_common.ids import SequenceId, StreamId
 from headrace_common.layout import MemoryLayout
 from headrace_common.messages import Cancel, FinishReason, NewSequence, Submit
-from headrace_common.plan import EncodeWork, PromptInputs
+from headrace_common.plan import EncoderInput, PromptInputs
 from headrace_common.request import BACKGROUND
 from headrace_common.sampling import Sampling
 from headrace_engine.scheduler.budget import Limits
@@ -21,19 +21,22 @@ from stress.simulator.fake_disk import DiskFaults
 END_TOKEN = 2
 HUGE = 600_000
 ADAPTER = Adapter("adapter", "", "0123456789abcdef")
-ALL = 1 << 40  # every token needs it
+# The end of an encoder input on which every token depends.
+ALL = 1 << 40
 
 
 @dataclass
 class Faults:
-    """How often each thing goes wrong, and which sequences always fail."""
+    """How often each fault happens, and which sequences always fail."""
 
     step_error: float = 0.0
     slow_step: float = 0.0
     out_of_memory: float = 0.0
     death: float = 0.0
-    poisoned: set[int] = field(default_factory=set)  # every step that names them fails
-    row_error_at: dict[int, int] = field(default_factory=dict)  # sequence: generated tokens before
+    # Every step that contains one of these sequences fails.
+    poisoned: set[int] = field(default_factory=set)
+    # Maps a sequence to the number of tokens after which its row fails.
+    row_error_at: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,7 +49,8 @@ class Scenario:
     submits: list[Submit]
     cancels: list[tuple[float, Cancel]]
     faults: Faults
-    right_guesses: float = 0.0  # the share of guessed tokens that is right
+    # The fraction of speculative tokens that are correct.
+    right_guesses: float = 0.0
     disk: DiskFaults | None = None
 
 
@@ -82,14 +86,14 @@ def make_scenario(seed: int) -> Scenario:
 
 
 def _disk(rng: Random, layout: MemoryLayout) -> DiskFaults | None:
-    """In half of the schedules a disk, with few blocks to a run."""
+    """In half of the schedules, return a disk with few blocks per segment, else None."""
     if not layout.num_blocks or layout.block_size > 1000 or rng.random() < 0.5:
         return None
-    blocks_per_run = rng.choice([1, 2, 4])
+    blocks_per_segment = rng.choice([1, 2, 4])
     if layout.num_slots:
-        blocks_per_run = layout.snapshot_every // layout.block_size
+        blocks_per_segment = layout.snapshot_every // layout.block_size
     return DiskFaults(
-        blocks_per_run,
+        blocks_per_segment,
         rng.choice([1e-5, 1e-3, 0.02]),
         slow_read=rng.choice([0.0, 0.0, 0.1, 1.0]),
         lost_read=rng.choice([0.0, 0.0, 0.2]),
@@ -123,8 +127,10 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
     bases = [[rng.randrange(3, 20) for _ in range(120)] for _ in range(3)]
     submits: list[Submit] = []
     arrival = number = 0
-    pace = rng.choice([0.0, 0.02, 0.3])  # bursts, a crowd, one by one
-    prompt_cap = rng.choice([4, 12, 30, 80])  # floods of short ones, too
+    # All requests arrive at the same time, close together, or one by one.
+    pace = rng.choice([0.0, 0.02, 0.3])
+    # A small limit makes most prompts short.
+    prompt_cap = rng.choice([4, 12, 30, 80])
     for stream in range(rng.choice([1, 2, 3, 3, 4, 8])):
         arrival += rng.random() * pace
         prompts = [_prompt(rng, bases, prompt_cap) for _ in range(rng.choice([1, 1, 1, 2]))]
@@ -153,7 +159,7 @@ def _submits(rng: Random, is_huge: bool) -> list[Submit]:
 
 
 def _with_batches(rng: Random, submits: list[Submit]) -> list[Submit]:
-    """In half of the schedules, lines of batches among the streams."""
+    """In half of the schedules, turns some of the streams into requests of batches."""
     share = rng.choice([0.0, 0.0, 0.3, 0.7])
     are_lines = (rng.random() < share for _ in submits)
     return [
@@ -163,7 +169,7 @@ def _with_batches(rng: Random, submits: list[Submit]) -> list[Submit]:
 
 
 def _with_inputs(rng: Random, submits: list[Submit], is_dense: bool) -> list[Submit]:
-    """In some schedules, sources to encode or images among the tokens of prompts."""
+    """In half of the schedules, adds sources to encode, or images among the tokens of prompts."""
     if rng.random() < 0.5:
         return submits
     make = _source if is_dense and rng.random() < 0.5 else _images
@@ -178,7 +184,7 @@ def _with_inputs(rng: Random, submits: list[Submit], is_dense: bool) -> list[Sub
 def _source(rng: Random, num_tokens: int) -> PromptInputs:
     size, num_units = rng.choice([1, 7, 50, 400]), rng.choice([1, 2, 6])
     is_whole = rng.random() < 0.3
-    return PromptInputs((EncodeWork(0, ALL, size, num_units, is_whole, is_source=True),))
+    return PromptInputs((EncoderInput(0, ALL, size, num_units, is_whole, is_source=True),))
 
 
 def _images(rng: Random, num_tokens: int) -> PromptInputs:
@@ -191,8 +197,9 @@ def _images(rng: Random, num_tokens: int) -> PromptInputs:
             break
         units = 1 if is_whole else rng.choice([1, 2, 6])
         size = rng.choice([4, 60, 300])
-        mark = bytes([10 * (position - start) + rng.randrange(3)])  # equal ones are equally long
-        works.append(EncodeWork(start, position, size, units, is_whole, mark=mark))
+        # Images with the same mark have the same length.
+        mark = bytes([10 * (position - start) + rng.randrange(3)])
+        works.append(EncoderInput(start, position, size, units, is_whole, mark=mark))
         if is_span:
             spans.append((start, position))
     return PromptInputs(tuple(works), tuple(spans))

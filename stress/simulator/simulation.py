@@ -1,4 +1,4 @@
-"""Runs one schedule from its seed: the real scheduler, a fake runner, faults, a virtual clock."""
+"""Runs one schedule from its seed: real scheduler, fake runner, faults and a virtual clock."""
 
 from array import array
 from collections import deque
@@ -18,29 +18,30 @@ from stress.simulator.guesser import MadeUp
 from stress.simulator.invariants import Invariants
 from stress.simulator.scenario import Scenario, make_scenario
 
-# Every step has the same chance of a death, and each death restarts the prompts. In steps of one
-# token, two long prompts would hardly ever finish between deaths. So deaths stop at this step: a
-# schedule that still does not end is the scheduler's fault.
+# Every step has the same probability of a death, and each death restarts the prompts. In steps of
+# one token, two long prompts would hardly ever finish between two deaths. So deaths stop at this
+# step: if a schedule still does not end, the scheduler is at fault.
 LAST_DEATH = 1000
 
 
 class Violation(AssertionError):
-    """An invariant did not hold; the message has the seed that shows it."""
+    """Raised if an invariant does not hold; the message contains the seed that shows it."""
 
 
 @dataclass
 class Run:
-    """A schedule's deeds, to count and to compare."""
+    """The counts and the digest of a schedule's steps."""
 
     num_steps: int
     num_preempted: int
     num_guessed: int
-    num_restored: int  # tokens, from disk
+    # Tokens that were restored from disk.
+    num_restored: int
     digest: int
 
 
 class Engine(NamedTuple):
-    """One life of an engine: what is lost when it dies."""
+    """One life of an engine: the state that is lost when the engine dies."""
 
     scheduler: Scheduler
     runner: FakeRunner
@@ -49,7 +50,7 @@ class Engine(NamedTuple):
 
 
 def run_seed(seed: int) -> Run:
-    """Run the schedule of a seed; Violation if an invariant breaks."""
+    """Run the schedule of a seed; raise Violation if an invariant does not hold."""
     simulation = None
     try:
         simulation = Simulation(make_scenario(seed))
@@ -67,8 +68,10 @@ class Simulation:
         self._now = 0.0
         self._submits = deque(scenario.submits)
         self._cancels = deque(scenario.cancels)
-        self._cancelled: set[int] = set()  # asked for; the next plan acts on it
-        self._may_fail: set[int] = set()  # failed alone in a step
+        # Requested cancellations; the next plan acts on them.
+        self._cancelled: set[int] = set()
+        # Sequences that failed in a step without other sequences.
+        self._may_fail: set[int] = set()
         self._ever_cancelled: set[int] = set()
         self._digest = 0
         self._num_preempted = self._num_guessed = 0
@@ -102,13 +105,16 @@ class Simulation:
             is_planned = len(self._engine.in_flight) < self.scenario.depth and self._plan()
             if not is_planned and not self._finish_oldest():
                 self._wait()
-            assert self.num_steps <= bound, "S17: too many steps"
+            assert self.num_steps <= bound, "too many steps"
         self._check_ends()
         counts = self._num_preempted, self._num_guessed, self._num_restored
         return Run(self.num_steps, *counts, self._digest)
 
     def _step_bound(self) -> int:
-        """S17: generous, but a livelock soon exceeds it."""
+        """Return the largest number of steps that the schedule may take.
+
+        The limit is generous, but a livelock soon exceeds it.
+        """
         tokens = 0
         for submit in self.scenario.submits:
             most = submit.sampling.max_tokens
@@ -119,7 +125,7 @@ class Simulation:
         return 500 + 20 * tokens
 
     def _deliver(self) -> None:
-        """Messages whose time has come, in the order of their time."""
+        """Delivers the messages that are due, in the order of their times."""
         engine = self._engine
         while self._submits and self._submits[0].arrival <= self._now:
             submit = self._submits.popleft()
@@ -138,7 +144,7 @@ class Simulation:
         if self._disk is not None:
             self._disk.take_offers(self._now)
             for news in self._disk.news(self._now):
-                engine.scheduler.hear(news, self._now)
+                engine.scheduler.apply_news(news, self._now)
                 engine.invariants.after_any_call()
 
     def _plan(self) -> bool:
@@ -149,7 +155,7 @@ class Simulation:
         engine.invariants.after_any_call()
         engine.invariants.after_plan(plan, before, self._now)
         self._clients.take(engine.scheduler.take_outputs() or Outputs())
-        for wish in engine.scheduler.take_wishes():
+        for wish in engine.scheduler.take_reads():
             assert self._disk is not None
             self._disk.ask(wish, self._now)
         num_preempted = sum(s.lease is None and s.outcome is None for s in before.running)
@@ -157,7 +163,7 @@ class Simulation:
         if plan is None:
             stuck = not engine.in_flight and not engine.scheduler.is_idle
             is_reading = bool(engine.scheduler.rest_s(self._now))
-            assert not stuck or is_reading or num_preempted, "S17: work, but no plan"
+            assert not stuck or is_reading or num_preempted, "no plan although sequences wait"
             return False
         engine.in_flight.append(plan)
         self._num_restored += sum(load.end - load.start for load in plan.loads)
@@ -170,18 +176,19 @@ class Simulation:
         return True
 
     def _wait(self) -> None:
-        """Nothing to do: on to the next message, or to when a read counts as late."""
+        """Advances the clock to the next message, or to the time at which a read is too late."""
         times = [self._submits[0].arrival] if self._submits else []
         rest_s = self._engine.scheduler.rest_s(self._now)
         if rest_s == 0:
-            return  # the next plan has something to do
+            # The next plan has something to do.
+            return
         if self._disk is not None and rest_s is not None:
             times.append(self._now + rest_s + 1e-9)
             times += [] if self._disk.next_at is None else [self._disk.next_at]
         self._now = max(self._now, min(times)) if times else self._now
 
     def _finish_oldest(self) -> bool:
-        """The oldest plan in flight ends, one way or another."""
+        """Ends the oldest plan in flight: it succeeds, fails, or the engine dies."""
         engine = self._engine
         if not engine.in_flight:
             return False
@@ -221,7 +228,7 @@ class Simulation:
             self._may_fail.update(plan.named)
 
     def _seconds(self, plan: StepPlan) -> tuple[float, float]:
-        """Seconds of computing and of encoding."""
+        """Return how many seconds a step computes, and how many seconds it encodes."""
         computing = 0.01 + sum(
             1e-6 * c.start + 5e-4 * c.length + 1e-8 * c.length * (2 * c.start + c.length)
             for c in plan.chunks
@@ -235,7 +242,7 @@ class Simulation:
         return computing * factor, encoding * factor
 
     def _die(self, plan: StepPlan | None) -> None:
-        """The engine is gone; the next one gets what was unfinished, with its tokens."""
+        """Replaces the engine; the new engine gets the unfinished sequences with their tokens."""
         suspects = set(plan.named) if plan is not None else set()
         self._now += 0.5
         self._engine = self._new_engine()
@@ -252,7 +259,7 @@ class Simulation:
         for _, cancel in self.scenario.cancels:
             if heard.new.sequence_id in cancel.sequence_ids:
                 return cancel
-        raise AssertionError("cancelled by nobody")
+        raise AssertionError("cancelled without a request to cancel")
 
     def _again(self, heard: Heard, suspects: set[int]) -> Submit:
         tokens = msgspec.structs.replace(heard.new, generated=array("i", heard.tokens).tobytes())
@@ -260,7 +267,10 @@ class Simulation:
         return msgspec.structs.replace(heard.submit, sequences=(tokens,), suspect=is_suspect)
 
     def _check_ends(self) -> None:
-        """S8, S13, S16: each ended once, and as if it had run alone unless a fault hit it."""
+        """Checks that each sequence ended once, with the tokens that it has when it runs alone.
+
+        Only a sequence that was hit by a fault may end in another way.
+        """
         faults = self.scenario.faults
         for sequence_id, heard in self._clients.heard.items():
             assert heard.end is not None, f"{sequence_id} never ended"
@@ -268,15 +278,19 @@ class Simulation:
             is_impossible = heard.end.code in refusals
             assert is_impossible == self._is_impossible(heard)
             tokens, finish = heard.expected()
-            assert heard.tokens == tokens[: len(heard.tokens)], f"S16: {sequence_id} drew others"
+            assert heard.tokens == tokens[: len(heard.tokens)], (
+                f"{sequence_id} has different tokens than alone"
+            )
             if is_impossible:
                 continue
             if heard.end.finish is FinishReason.ERROR:
                 row = faults.row_error_at.get(sequence_id)
                 is_row_error = row is not None and len(heard.tokens) == row
-                assert is_row_error or sequence_id in self._may_fail, "S13: an innocent failed"
+                assert is_row_error or sequence_id in self._may_fail, (
+                    f"{sequence_id} failed without a fault"
+                )
             elif heard.tokens != tokens or heard.end.finish is not finish:
-                assert sequence_id in self._ever_cancelled, f"S13: {sequence_id} was cut"
+                assert sequence_id in self._ever_cancelled, f"{sequence_id} ended too early"
 
     def _is_impossible(self, heard: Heard) -> bool:
         length = len(heard.prompt)

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from headrace.batches.answers import LineAnswer, LineAnswers, LineAsked
-from headrace.batches.shelf import NOBODY, Blobs
+from headrace.batches.answers import LineAnswer, LineAnswers, LineRequest
+from headrace.batches.store import NOBODY, Blobs
 from headrace.protocols.batch_lines import custom_id_of
 from headrace.streams.store import StoreStalled
 from headrace_common.errors import RequestError
@@ -15,7 +15,7 @@ class FakeAnswers(LineAnswers):
     num_at_once = 4
 
     def __init__(self) -> None:
-        self.asked: list[LineAsked] = []
+        self.asked: list[LineRequest] = []
         self.forgotten: list[str] = []
         self.refusals: dict[str, list[RequestError]] = {}
         self.num_in_work = self.most_in_work = 0
@@ -28,7 +28,7 @@ class FakeAnswers(LineAnswers):
     async def read_models(self, lines: bytes) -> None:
         """Every model was read."""
 
-    async def answer(self, asked: LineAsked) -> LineAnswer:
+    async def answer(self, asked: LineRequest) -> LineAnswer:
         self.asked.append(asked)
         self.num_in_work += 1
         self.most_in_work = max(self.most_in_work, self.num_in_work)
@@ -42,7 +42,7 @@ class FakeAnswers(LineAnswers):
         finally:
             self.num_in_work -= 1
 
-    async def forget(self, asked: LineAsked) -> None:
+    async def forget(self, asked: LineRequest) -> None:
         self.forgotten.append(asked.key)
 
 

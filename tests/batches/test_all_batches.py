@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from headrace.batches import batches as module
-from headrace.batches.batches import Batches, BatchWish
-from headrace.batches.folder import folder_shelf
+from headrace.batches.batches import Batches, NewBatch
+from headrace.batches.folder import folder_batch_store
 from headrace.batches.records import BATCH, OPEN, STOP, BatchRecord, encode_record, now_s
-from headrace.batches.shelf import Shelf
+from headrace.batches.store import BatchStore
 from headrace_common.config.settings import BatchConfig, ServerConfig
 from headrace_common.errors import RequestError
 from tests.batches.fakes import FakeAnswers
@@ -23,7 +23,7 @@ CONFIG = ServerConfig(batches=BatchConfig(key_file_bytes=1000, max_file_bytes=80
 
 
 class Server:
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: BatchStore) -> None:
         self.shelf = shelf
         self.answers = FakeAnswers()
         self.answers.gate.clear()
@@ -45,7 +45,7 @@ class Server:
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    yield Server(folder_shelf(tmp_path))
+    yield Server(folder_batch_store(tmp_path))
 
 
 async def test_keys_share_alike_whatever_the_number_of_their_batches(server: Server) -> None:
@@ -117,7 +117,7 @@ async def test_a_file_that_a_batch_needs_is_not_deleted(server: Server) -> None:
     async with await server.batches.files.begin("ann") as upload:
         await upload.write(b"{}\n")
         file = await upload.finish("a", "batch")
-    wish = BatchWish("ann", "openai", "/v1/completions", file.id, 3600)
+    wish = NewBatch("ann", "openai", "/v1/completions", file.id, 3600)
     batch = await server.batches.create(wish)
     with pytest.raises(RequestError) as refused:
         await server.batches.remove_file("ann", file.id)
@@ -158,7 +158,7 @@ async def test_uploads_that_began_together_share_the_quota_though_each_ends_befo
         await one.finish("a", "batch")
     async with two:
         await two.write(b"x" * 600)
-        with pytest.raises(RequestError, match="would have 1200 bytes, and it may have 1000"):
+        with pytest.raises(RequestError, match="would have 1200 bytes, and the limit is 1000"):
             await two.finish("b", "batch")
     monkeypatch.setattr("headrace.batches.files.MAX_FILES", 2)
     async with three, four:

@@ -8,13 +8,13 @@ import pytest
 
 from headrace.batches import answers, lines
 from headrace.batches.answers import LineCheck, Verdict
-from headrace.batches.folder import folder_shelf
+from headrace.batches.folder import folder_batch_store
 from headrace.batches.records import BatchRecord
 from headrace.protocols import batch_lines
 from headrace.protocols.body_names import model_names
-from headrace.workers.job_line import Body
+from headrace.workers.job_queue import Body
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedLines, CheckLines
+from headrace_common.worker_jobs import CheckedLines, CheckLines
 from tests.batches.fakes import FakeAnswers
 
 ROUTE = "/v1/completions"
@@ -54,7 +54,7 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def verdict(path: Path, *given: Any, max_lines: int = 100) -> Verdict:
-    blobs = folder_shelf(path).blobs
+    blobs = folder_batch_store(path).blobs
     await blobs.append("in", b"\n".join(it if isinstance(it, bytes) else one(it) for it in given))
     check = LineCheck(blobs, BusyWork(), OneModel(), 500)
     return await check.verdict(BatchRecord("b", "", "openai", ROUTE, "in", 0, 60), max_lines)
@@ -92,7 +92,7 @@ async def test_models_are_read_before_the_lines_that_name_them_are_checked(
             if b"damaged" in lines:
                 raise RequestError("load_failed", "It cannot be read.", "model")
 
-    blobs, work = folder_shelf(tmp_path).blobs, BusyWork()
+    blobs, work = folder_batch_store(tmp_path).blobs, BusyWork()
     await blobs.append("in", one(("1", {"model": "damaged"})))
     check = LineCheck(blobs, work, Unreadable(), 500)
     found = await check.verdict(BatchRecord("b", "", "openai", ROUTE, "in", 0, 60), 9)

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from headrace.batches import lines
-from headrace.batches.folder import folder_shelf
+from headrace.batches.folder import folder_batch_store
 from headrace.batches.lines import answered, chunks_of, lines_of
 from headrace.batches.records import BatchRecord
-from headrace.batches.shelf import Blobs
+from headrace.batches.store import Blobs
 from headrace.protocols.batch_lines import FORMS
 
 TEXT = b"one\n\n  \nfour\n" + b"x" * 30 + b"\nsix\nseven"
@@ -17,7 +17,7 @@ TEXT = b"one\n\n  \nfour\n" + b"x" * 30 + b"\nsix\nseven"
 
 @pytest.fixture
 async def blobs(tmp_path: Path) -> Blobs:
-    return folder_shelf(tmp_path).blobs
+    return folder_batch_store(tmp_path).blobs
 
 
 @pytest.mark.parametrize("piece", range(1, 60))

@@ -13,7 +13,7 @@ from headrace.batches import answers
 from headrace.batches import run as running
 from headrace.batches.answers import LineCheck
 from headrace.batches.files import Files
-from headrace.batches.folder import folder_shelf
+from headrace.batches.folder import folder_batch_store
 from headrace.batches.records import (
     BATCH,
     CANCELED,
@@ -24,12 +24,12 @@ from headrace.batches.records import (
     now_s,
     read_record,
 )
-from headrace.batches.run import BatchRun, Bench
-from headrace.batches.shelf import ClaimLost, Shelf
+from headrace.batches.run import BatchDependencies, BatchRun
+from headrace.batches.store import BatchStore, ClaimLost
 from headrace_common.config.settings import BatchConfig
 from headrace_common.errors import RequestError
 from tests.batches.fakes import FakeAnswers, FullBlobs
-from tests.batches.test_shelves import lapse, opened_in_redis
+from tests.batches.test_stores import lapse, opened_in_redis
 from tools.harness.redis_servers import needs_redis
 
 LATER = RequestError("server_overloaded", "not now", retry_after_s=0.0)
@@ -45,14 +45,14 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 class Night:
     """One batch of lines, run as often as the test wants."""
 
-    def __init__(self, place: Path | Shelf, num_lines: int = 20, api: str = "openai") -> None:
+    def __init__(self, place: Path | BatchStore, num_lines: int = 20, api: str = "openai") -> None:
         self.answers = FakeAnswers()
-        shelf = folder_shelf(place) if isinstance(place, Path) else place
+        shelf = folder_batch_store(place) if isinstance(place, Path) else place
         self.blobs = FullBlobs(shelf.blobs)
-        self.shelf = Shelf(shelf.records, self.blobs)
+        self.shelf = BatchStore(shelf.records, self.blobs)
         files = Files(self.shelf, BatchConfig())
         check = LineCheck(self.blobs, None, self.answers, 1000)
-        self.bench = Bench(self.shelf, files, self.answers, check, 1000, 1000)
+        self.bench = BatchDependencies(self.shelf, files, self.answers, check, 1000, 1000)
         self.batch = BatchRecord("batch_1", "ann", api, "/v1/completions", "in", now_s(), 3600)
         error_id = "errors" if api == "openai" else None
         begun = {"status": "in_progress", "num_lines": num_lines}

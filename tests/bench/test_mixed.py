@@ -63,7 +63,7 @@ def test_a_server_without_a_place_for_the_prompt_is_found_invalid(
     with running_server(str(model), "--state-dir", "none", "--max-num-seqs", "4") as server:
         found = bench(server.url, tmp_path)
     assert found["cell"]["valid"] is False
-    assert "no step had prompt tokens beside all 4 streams" in found["cell"]["reasons"]
+    assert "no step computed prompt tokens together with all 4 streams" in found["cell"]["reasons"]
     assert "2 of 2 prompts had no first token while the streams ran" in found["cell"]["reasons"]
     assert "not valid" in found["output"]
 
@@ -83,7 +83,7 @@ def test_a_server_that_sends_all_tokens_at_once_has_no_ratios() -> None:
     line = _speed(Calibration(0.0, {1000: 0.5}), {1000: None})
     assert line == (
         "– per token (No time passed between the tokens of the streams); "
-        "prompts alone: 1,000 tokens 0.50 s (as long as – tokens)"
+        "prompts without streams: 1,000 tokens 0.50 s (as long as – tokens)"
     )
 
 

@@ -18,7 +18,7 @@ def test_a_cell_is_valid_if_prompts_were_computed_beside_all_streams() -> None:
 
 def test_a_cell_without_a_mixed_step_proves_nothing() -> None:
     cell = make_cell(ROUND, evidence=replaced(EVIDENCE, num_mixed=0))
-    assert reasons(cell) == ("no step had prompt tokens beside all 1 streams",)
+    assert reasons(cell) == ("no step computed prompt tokens together with all 1 streams",)
 
 
 def test_a_prompt_that_never_ran_beside_the_streams_proves_nothing() -> None:
@@ -34,7 +34,7 @@ def test_a_stream_that_ends_too_early_spoils_its_cell_and_a_control() -> None:
 
 def test_an_engine_that_died_spoils_its_cell() -> None:
     cell = make_cell(ROUND, evidence=replaced(EVIDENCE, num_starts=1))
-    assert reasons(cell) == ("the engine was started anew",)
+    assert reasons(cell) == ("the engine restarted",)
 
 
 def paced(**changes: object) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def paced(**changes: object) -> tuple[str, ...]:
 
 
 def test_prompts_that_run_into_one_another_spoil_a_cell_unless_they_may() -> None:
-    assert paced() == ("a window of 2.00 s is longer than 1.50 s, the interval",)
+    assert paced() == ("a first token took 2.00 s, but prompts are sent every 1.50 s",)
     assert paced(may_overlap=True) == ()
 
 
@@ -53,4 +53,4 @@ def test_a_machine_that_changes_its_speed_is_found_out() -> None:
     assert drifted([cell, cell], 1.25) is None
     cell.prompt_s = (1.0, 1.3)
     found = drifted([make_cell(ROUND), cell], 1.25)
-    assert found is not None and "from 1.00 s to 1.30 s" in found
+    assert found is not None and "took 1.00 s to 1.30 s" in found

@@ -7,7 +7,7 @@ from click.testing import CliRunner, Result
 from huggingface_hub import constants
 
 from headrace.cli.models import models
-from headrace_common.checkpoints.packaged import PACKAGED
+from headrace_common.checkpoints.package_index import PACKAGED
 from headrace_common.errors import ModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -50,6 +50,12 @@ def test_one_is_removed_and_the_other_stays(name: str, size: int) -> None:
     before = names()
     assert said("rm", name).output == f"Removed {name}, {size} MiB.\n"
     assert names() == [other for other in before if other != name]
+
+
+def test_a_short_name_removes_its_repository(caches: Path) -> None:
+    hub = caches / "hub"
+    (hub / "models--owner--small").rename(hub / "models--Qwen--Qwen3-4B-GGUF")
+    assert said("rm", "qwen3-4b").output == "Removed Qwen/Qwen3-4B-GGUF, 2 MiB.\n"
 
 
 @pytest.mark.parametrize("name", ["owner/words", "..", "headrace-mini", "smollm"])

@@ -209,6 +209,12 @@ def test_a_file_without_sampling_settings_is_drawn_from_as_llama_cpp_does(tmp_pa
     assert own.defaults == Defaults(0.6, 0.95, 20, 0.05, 1.1)
 
 
+def test_the_file_of_smollm2_gets_settings_that_it_lacks(tmp_path: Path) -> None:
+    more = {"general.name": "Smollm2 135M 8k Lc100K Mix1 Ep2", "general.sampling.top_k": 20}
+    spec = read_spec(find_model(str(make(tmp_path, **more)[1])))
+    assert spec.defaults == Defaults(0.2, 0.9, 20, 0.05, 1.1)
+
+
 def test_a_file_that_changes_is_read_anew(tmp_path: Path) -> None:
     file = make(tmp_path)[1]
     first = gguf_folder(file)
@@ -300,7 +306,7 @@ def write(path: Path, architecture: str, kind: gguf.GGMLQuantizationType) -> Pat
 
 @pytest.mark.parametrize(
     "architecture, reason",
-    [("mamba", "of the architecture mamba have"), ("llama", "tensors of the type TQ1_0")],
+    [("mamba", "of the architecture mamba are"), ("llama", "tensors of the type TQ1_0")],
 )
 def test_what_ours_do_not_compute_is_llama_cpps_and_without_it_the_remedy_is_told(
     tmp_path: Path, architecture: str, reason: str, monkeypatch: pytest.MonkeyPatch

@@ -118,7 +118,7 @@ def test_a_special_token_is_one_token(folder: Path) -> None:
     "change, why",
     [
         ({"pre": "marvellous"}, "pre-tokenizer is marvellous"),
-        ({"model": "bert"}, "its kind is bert"),
+        ({"model": "bert"}, "its type is bert"),
         ({"bos_token_id": 99_999, "add_bos_token": True}, "first token"),
     ],
 )

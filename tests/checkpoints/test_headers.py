@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_common.checkpoints.headers import read_file
-from headrace_common.checkpoints.parts import parts
+from headrace_common.checkpoints.stacked_tensors import parts
 from headrace_common.errors import ModelError
 
 FINE = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}

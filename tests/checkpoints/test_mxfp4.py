@@ -144,7 +144,7 @@ def test_a_config_that_names_no_type_means_bfloat16(tmp_path: Path) -> None:
 
 
 def test_the_lane_of_transformers_leaves_it_alone(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="MXFP4, which native-text alone computes"):
+    with pytest.raises(ModelError, match="MXFP4, which only native-text supports"):
         tiny_runner(make(tmp_path), "generic-text")
 
 

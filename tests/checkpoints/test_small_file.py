@@ -1,4 +1,4 @@
-"""Folders of models in which something else stands in the place of a small file."""
+"""Model folders in which a small file is replaced by a pipe, a device or the like."""
 
 import json
 import os

@@ -253,7 +253,7 @@ def test_a_number_that_is_not_finite_is_named(
     number: float, key: str, wrap: Any, tmp_path: Path
 ) -> None:
     refused = refusal(folder(tmp_path, **wrap(number)))
-    assert f"has a {key} that is no finite number" in str(refused)
+    assert f"has a {key} that is not a finite number" in str(refused)
     assert refused.code == "model_corrupt"
 
 

@@ -6,7 +6,7 @@ from click.testing import CliRunner, Result
 
 from headrace.cli.cache import cache
 from headrace_common.errors import ConfigError
-from tests.prefixes.builders import make_folder, make_run, numbers_of
+from tests.prefixes.builders import make_folder, make_segment, numbers_of
 
 
 def said(*words: str, variable: str | None = None) -> Result:
@@ -14,7 +14,7 @@ def said(*words: str, variable: str | None = None) -> Result:
 
 
 def test_it_shows_each_model_and_clears_all(tmp_path: Path) -> None:
-    folder, run = make_folder(tmp_path), make_run()
+    folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run, 3 << 20))
     (tmp_path / "mine").touch()
     shown = said("show", "--prefix-cache-dir", str(tmp_path)).output.splitlines()

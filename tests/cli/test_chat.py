@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 import pytest
 
 from headrace.cli.chat_files import message_of, read_attachment
@@ -113,15 +115,16 @@ def test_it_says_whom_one_talks_to_and_obeys_commands(
 ) -> None:
     words = ("chat", "--url", f"{server.url}/v1", "--system", "Be brief.", *GREEDY)
     with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
-        assert f"tiny at {server.url}." in shown.wait_for(r"Ctrl-D leaves, /help.*\s> ")
+        greeting = shown.wait_for(r"for help\.\s+> ")
+        assert re.search(r"tiny, context [\d,]+ tokens\. Type /help", greeting)
         for said, answer in (
             ("/help", "(?s)/new.*/again.*/exit.*> "),
             ("/hepl", r"(?s)\[/hepl is not a command.*> "),
-            ("/again", r"(?s)\[nothing has been asked yet\].*> "),
-            ("/new x", r"(?s)\[/new takes nothing after it.*> "),
-            ("/help me", r"(?s)\[/help takes nothing after it.*> "),
+            ("/again", r"(?s)\[there is no question yet\].*> "),
+            ("/new x", r"(?s)\[/new takes no argument.*> "),
+            ("/help me", r"(?s)\[/help takes no argument.*> "),
             ("one", "(?s)one.*> "),
-            ("/new", r"(?s)\[a new conversation\].*> "),
+            ("/new", r"(?s)\[new conversation\].*> "),
             ("two", "(?s)two.*> "),
             ("/again", "(?s)/again.*> "),
         ):
@@ -294,8 +297,8 @@ def test_an_answer_goes_on_after_its_engine_was_killed(
     [
         (("--url", "127.0.0.1:1/v1"), 1, "No server answers (127.0.0.1:1: Connection refused)"),
         (("--url", "http:/oops"), 2, "is not a server's address"),
-        (("tiny", "--url", "http://127.0.0.1:1"), 2, "give only one of them"),
-        (("--continue",), 2, "no conversation to go on with"),
+        (("tiny", "--url", "http://127.0.0.1:1"), 2, "use only one of the two"),
+        (("--continue",), 2, "no conversation to continue"),
         (("--resume", "3"), 2, "There is no conversation 3; /list or --list shows them"),
         (("-o", "temprature=1"), 2, "did you mean temperature?"),
         (("/nowhere/at/all",), 3, "No model folder '/nowhere/at/all'"),
@@ -325,11 +328,13 @@ def test_words_of_waiting() -> None:
     progress = Progress(
         seq=1, at_ms=0, choice=0, total=2000, cache=500, processed=1000, time_ms=250
     )
-    assert told(progress) == "1,000 of 2,000 tokens, 25 % cached, 2,000 tokens/s, 0 s left"
-    queued = Queued(seq=1, at_ms=0, position=2, waiting=3, eta_ms=4200)
-    assert place(queued) == "waiting: place 2 of 3, about 4 s"
-    assert recovery(Heartbeat("recovering", 1)).startswith("the engine is starting again;")
-    assert "again (attempt 2);" in recovery(Heartbeat("recovering", 2))
+    assert told(progress) == "1,000 of 2,000 tokens, 25 % cached, 2,000 tokens/s"
+    slow = msgspec.structs.replace(progress, processed=600, time_ms=5000)
+    assert told(slow) == "600 of 2,000 tokens, 25 % cached, 20 tokens/s, 1 min 10 s left"
+    queued = Queued(seq=1, at_ms=0, position=2, waiting=3, eta_ms=64_200)
+    assert place(queued) == "waiting: position 2 of 3 in the queue, about 1 min 4 s"
+    assert recovery(Heartbeat("recovering", 1)).startswith("the engine is restarting;")
+    assert "restarting (attempt 2);" in recovery(Heartbeat("recovering", 2))
 
 
 def test_ctrl_c_at_an_answer_keeps_what_was_typed_during_it(
@@ -367,7 +372,7 @@ def test_files_go_along_with_a_message(server: ServerProcess, tmp_path: Path) ->
         for said, answer in (
             (f"/file {tmp_path}/none", "cannot be read: No such file"),
             (f"/file {tmp_path}/odd", "neither text in UTF-8 nor an image"),
-            (f"/file {tmp_path}/dot.png", "is an image, and this model sees none"),
+            (f"/file {tmp_path}/dot.png", "is an image, but this model accepts text only"),
             (f"/file {tmp_path}/notes.md", "attached to the next message: notes.md, 16 characters"),
             ("what is it?", "it.*"),
         ):
@@ -406,7 +411,7 @@ def test_conversations_are_listed_and_gone_on_with(server: ServerProcess, tmp_pa
         chat.type("/open 2")
         chat.wait_for("(?s)> second.*> ")
         chat.type("/open two")
-        chat.wait_for("(?s)takes the number.*> ")
+        chat.wait_for("(?s)needs the number.*> ")
         chat.type("fourth")
         chat.wait_for("(?s)fourth.*> ")
         chat.press_ctrl_d()

@@ -5,11 +5,15 @@ import os
 import pty
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
 
+from headrace.cli.chat_command import _greet
+from headrace.cli.chat_commands import HELP
 from headrace.cli.chat_screen import Screen
+from headrace.client.errors import Refused
 from headrace.client.events import TextPiece, Tokens
 from tests.cli.terminal import rows
 
@@ -82,3 +86,34 @@ def test_a_lost_connection_leaves_no_break_in_a_file(
         screen.show(tokens("derful day."))
         screen.end_answer()
     assert (tmp_path / "answer").read_text() == "It was a wonderful day.\n"
+
+
+@pytest.mark.parametrize("name", ["tiny", "someone/a-rather-long-name-of-a-model-0.6B-GGUF"])
+def test_the_greeting_has_no_break_inside_a_word(
+    name: str, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", played.end)
+    client = SimpleNamespace(models=lambda: [name], model=lambda _: {"max_model_len": 40960})
+    _greet(client, Screen(), {})  # type: ignore[arg-type]
+    shown = played.rows()
+    assert " ".join(shown).split() == [
+        *f"{name}, context 40,960 tokens. Type /help for help.".split()
+    ]
+    assert all(len(row) <= WIDTH for row in shown)
+
+
+def test_a_server_that_does_not_tell_the_context_is_greeted_without_it(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> None:
+        raise Refused(404, "Not found", "not_found")
+
+    monkeypatch.setattr("sys.stderr", played.end)
+    for model in (lambda _: {"max_model_len": None}, lambda _: {}, refuse):
+        client = SimpleNamespace(models=lambda: ["tiny"], model=model)
+        _greet(client, Screen(), {})  # type: ignore[arg-type]
+    assert played.rows()[:3] == ["tiny. Type /help for help."] * 3
+
+
+def test_each_line_of_the_help_fits_on_80_columns() -> None:
+    assert max(map(len, HELP.splitlines())) < 80

@@ -27,11 +27,14 @@ from tools.harness.tiny_models import (
 
 
 def examine(
-    capsys: pytest.CaptureFixture[str], model: str | None = None, **flags: object
+    capsys: pytest.CaptureFixture[str],
+    model: str | None = None,
+    loads: bool = True,
+    **flags: object,
 ) -> tuple[int, dict[str, dict[str, str]]]:
     given = {"port": 0, "threads": 1, **flags} | ({"model": model} if model else {})
     capsys.readouterr()
-    code = doctor(load(given, {}, None), model, as_json=True)
+    code = doctor(load(given, {}, None), model, as_json=True, loads=loads)
     findings = json.loads(capsys.readouterr().out)
     return code, {finding["subject"]: finding for finding in findings}
 
@@ -52,9 +55,10 @@ def test_a_model_is_told_its_lane_and_what_fits(
     assert code == 0
     assert found["lane"]["detail"].startswith("native-text on cpu")
     bytes_per_token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size, float32
-    assert found["cache"]["detail"].startswith(f"{bytes_per_token} bytes a token, 0 more")
-    assert found["streams"]["detail"].startswith("2048 tokens fit: 4 of 512 tokens")
-    assert found["template"]["detail"].endswith("characters; tools: generic, since it knows none")
+    assert found["cache"]["detail"].startswith(f"{bytes_per_token} bytes per token, and 0 per")
+    assert found["streams"]["detail"].startswith("2048 tokens fit: 4 streams of 512 tokens")
+    told_tools = "characters; tools: generic (the template does not support tools)"
+    assert found["template"]["detail"].endswith(told_tools)
 
 
 def test_how_prompts_are_computed_is_told_with_the_reason(
@@ -70,9 +74,9 @@ def test_how_prompts_are_computed_is_told_with_the_reason(
     mask = "no mask" if HAS_OWN else "a mask for each chunk"
     assert told["Qwen3"] == f"in chunks, {mask}, long texts tokenized streamed; memory: blocks"
     assert mask in told["Mixtral"]
-    assert "memory: blocks: packed, it answers as alone, within " in told["Mixtral"]
+    assert "memory: blocks: packing changes logits by at most " in told["Mixtral"]
     assert "a mask for each chunk" in told["Lfm2"]
-    reason = "memory: slot: Lfm2ForCausalLM has 3 layers, of which 1 attend over blocks"
+    reason = "memory: slot: Lfm2ForCausalLM can use blocks in only 1 of its 3 layers"
     assert told["Lfm2"].endswith(reason)
 
 
@@ -84,11 +88,11 @@ def test_a_model_with_states_is_told_how_slots_bound_its_streams(
     flags = {"kv_cache_memory_bytes": 21 * slot_bytes, "max_model_len": 100}
     code, found = examine(capsys, str(folder), **flags)
     assert code == 0
-    assert "for other things than text" in found["model"]["detail"]
+    assert "of them not for text" in found["model"]["detail"]
     per_token, per_sequence = map(int, re.findall(r"\d+", found["cache"]["detail"]))
     assert per_token == 256 and 0 <= per_sequence - slot_bytes < 32 * per_token  # up to a block
-    assert "or 5 shorter ones; there are 5 slots of" in found["streams"]["detail"]
-    assert "and 5 more keep states" in found["streams"]["detail"]
+    assert "or 5 shorter streams; 5 slots of" in found["streams"]["detail"]
+    assert "and 5 more for saved states" in found["streams"]["detail"]
 
 
 @needs_own_kernels
@@ -138,7 +142,7 @@ def test_a_running_server_on_the_port_is_named(capsys: pytest.CaptureFixture[str
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b'{"status":"recovering"}')
+            self.wfile.write(b'{"status":"recovering","last_step_age_s":null}')
 
         def log_message(self, *_: object) -> None:
             pass
@@ -210,17 +214,18 @@ def test_of_several_gguf_files_each_is_told_its_lane_and_the_largest_that_fits_i
     each = 2 * 8 * 2 * 16 * 2 * 64  # keys and values, layers, heads, size, bytes, tokens
     told = f"MiB of weights, {(1 << 20) // each} streams of 64 tokens"
     for kind in ("Q4_0", "Q8_0"):
-        assert found[kind]["detail"].startswith("native-text: it has its own implementation; ")
+        told_lane = "native-text: Headrace implements this architecture; "
+        assert found[kind]["detail"].startswith(told_lane)
         assert found[kind]["detail"].endswith(told) and found[kind]["verdict"] == "ok"
     assert found["F16"]["verdict"] == "warn" and "truncated" in found["F16"]["detail"]
-    assert found["model"]["detail"].startswith(f"{folder}:Q4_0 is the largest that fits")
+    assert found["model"]["detail"].startswith(f"{folder}:Q4_0 is the largest file that fits")
     monkeypatch.setattr("headrace_engine.runner.probe.free_bytes", lambda device: 1 << 20)
     code, found = examine(capsys, str(folder), **flags)
-    assert code == 1 and "none of them fits" in found["model"]["detail"]
+    assert code == 1 and "no file fits" in found["model"]["detail"]
     for file in folder.iterdir():
         file.write_bytes(b"GGUF")
     code, found = examine(capsys, str(folder), **flags)
-    assert code == 1 and "none of them can be run" in found["model"]["detail"]
+    assert code == 1 and "no file can be run" in found["model"]["detail"]
 
 
 def test_what_fewer_bits_lose_is_measured_on_a_text(
@@ -237,9 +242,9 @@ def test_what_fewer_bits_lose_is_measured_on_a_text(
     detail = next(each["detail"] for each in found if each["subject"] == "loss")
     number, signed = r"([\d.]+)", r"([+-][\d.]+)"
     form = (
-        rf"148 tokens of text.txt; none: perplexity {number}; "
-        rf"int8: {number} \({signed} %, {signed} a token\); "
-        rf"int4: {number} \({signed} %, {signed} a token\)"
+        rf"148 tokens of text.txt: none: perplexity {number}; "
+        rf"int8: {number} \({signed} %, {signed} per token\); "
+        rf"int4: {number} \({signed} %, {signed} per token\)"
     )
     told = re.fullmatch(form, detail)
     assert told, detail
@@ -265,10 +270,81 @@ def test_models_that_are_no_plain_generators_are_told_in_their_own_words(
     assert "template" not in encoder and "streams" not in encoder
     assert encoder["tasks"]["detail"].startswith("embed;")
     assert encoder["cache"]["detail"].startswith("none")
-    assert encoder["inputs"]["detail"].endswith("of 128 tokens in a step")
+    assert encoder["inputs"]["detail"].endswith("of up to 128 tokens per step")
     assert {finding["verdict"] for finding in encoder.values()} <= {"ok", "warn"}
     source = examine(capsys, str(make_tiny_seq2seq(tmp_path / "t5")))[1]
-    assert source["prompts"]["detail"].startswith("a source encoded in up to 4 pieces")
+    assert source["prompts"]["detail"].startswith("source encoded in up to 4 pieces")
     seeing = examine(capsys, str(make_tiny_image_model(tmp_path / "seeing", "Qwen3.5")))[1]
     assert seeing["lane"]["detail"].startswith("native-multimodal on cpu")
-    assert "images seen in pieces" in seeing["prompts"]["detail"]
+    assert "images encoded a few layers" in seeing["prompts"]["detail"]
+
+
+@pytest.fixture
+def no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every load of a model and every check of a kernel fail."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("doctor without --load must not do this")
+
+    monkeypatch.setattr("headrace_engine.runner.load.load_runner", fail)
+    monkeypatch.setattr("headrace_kernels.choose._fault", fail)
+
+
+@pytest.mark.usefixtures("no_load")
+def test_without_load_a_model_is_described_from_its_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    (tmp_path / "bert").mkdir()
+    flags = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 20}
+    code, found = examine(capsys, str(folder), loads=False, **flags)
+    assert code == 0
+    assert found["lane"]["detail"].startswith("native-text on cpu in float32")
+    assert found["weights"]["detail"].endswith("in float32")
+    each = 3 * 2 * 2 * 16 * 4 * 512  # layers, keys and values, heads, size, float32, tokens
+    detail = f"about {(1 << 20) // each} streams of 512 tokens each fit; --load measures it"
+    assert found["streams"]["detail"] == detail
+    assert found["template"]["verdict"] == "ok" and "cache" not in found
+    groups = [found[subject]["group"] for subject in ("libraries", "port", "lane")]
+    assert groups == ["machine", "server", "tiny"]
+    encoder = examine(capsys, str(make_tiny_encoder(tmp_path / "bert")), loads=False)[1]
+    assert "generates no text" in encoder["tasks"]["detail"] and "template" not in encoder
+
+
+@pytest.mark.usefixtures("no_load")
+def test_the_format_of_a_gguf_file_is_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = gguf_files(tmp_path, "Q4_0")
+    found = examine(capsys, str(folder / "tiny-Q4_0.gguf"), loads=False)[1]
+    assert re.search(r"in 1 file, \d+ MiB in Q4_0", found["model"]["detail"])
+    if HAS_OWN:
+        assert "in the file's own format and bfloat16" in found["weights"]["detail"]
+
+
+def report(
+    capsys: pytest.CaptureFixture[str], model: str | None = None, **flags: object
+) -> list[str]:
+    given = {"port": 0, "threads": 1, **flags} | ({"model": model} if model else {})
+    capsys.readouterr()
+    doctor(load(given, {}, None), model, as_json=False)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.usefixtures("no_load")
+def test_the_verdict_comes_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert report(capsys)[:3] == ["This machine can serve.", "", "Machine"]
+    folder = make_tiny_model(tmp_path / "tiny")
+    said = report(capsys, str(folder))
+    assert re.fullmatch(
+        r"This machine can serve tiny, with \d+ MiB of weights in memory\.", said[0]
+    )
+    assert "Server" in said and "tiny" in said
+    missing = report(capsys, "someone/model-that-nobody-has")[0]
+    assert missing == (
+        "This machine can serve. someone/model-that-nobody-has has not been downloaded, so whether "
+        "it fits is unknown."
+    )
+    os.truncate(folder / "model.safetensors", 100)
+    broken = report(capsys, str(folder))[0]
+    assert broken.startswith("Something is broken: model: ") and "truncated" in broken

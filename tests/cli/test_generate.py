@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from headrace.cli import exits
+from headrace.cli import exit_codes
 from headrace.cli.generate import (
     _printed,
     check_fields,
@@ -23,7 +23,7 @@ from headrace.cli.generate import (
     split_words,
 )
 from headrace.cli.main import read_fields
-from headrace.llm import LLM
+from headrace.llm.llm import LLM
 from headrace_common.answer import Piece
 from headrace_common.config.settings import ServerConfig
 from headrace_common.config.sources import load
@@ -48,7 +48,13 @@ def test_a_single_word_is_the_text_unless_it_names_a_model(word: str) -> None:
 
 def test_a_model_on_this_machine_may_stand_alone(tmp_path: Path) -> None:
     (tmp_path / "it.gguf").touch()
-    for name in ("headrace-mini", "smollm2", str(tmp_path), str(tmp_path / "it.gguf")):
+    for name in (
+        "headrace-mini",
+        "smollm2",
+        "qwen3-0.6b",
+        str(tmp_path),
+        str(tmp_path / "it.gguf"),
+    ):
         assert split_words([name]) == (name, None)
         assert split_inputs([name]) == (name, [])
 
@@ -105,7 +111,7 @@ def test_the_prompt_comes_from_stdin(monkeypatch: pytest.MonkeyPatch, given: str
 
 def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    with pytest.raises(ConfigError, match="No prompt"):
+    with pytest.raises(ConfigError, match="There is no prompt"):
         read_prompt(None)
 
 
@@ -166,8 +172,8 @@ def test_what_follows_a_schema_goes_on_to_its_end(
     fields = check_fields({"json_schema": POINT, "temperature": 0}, "A point: ")
     code = generate(config, "A point: ", fields, as_json=False)
     shown = capsys.readouterr()
-    assert (code == exits.DONE) == ("was cut" not in shown.err and "reached" not in shown.err)
-    if code == exits.DONE:
+    assert (code == exit_codes.DONE) == ("was cut" not in shown.err and "reached" not in shown.err)
+    if code == exit_codes.DONE:
         assert len(json.loads(shown.out)["name"]) >= 20
     else:  # of a model with random weights a string may have no end
         assert "the end of the context of 128 tokens" in shown.err
@@ -177,13 +183,15 @@ def test_a_text_that_was_cut_says_so_and_by_what(
     config: ServerConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = check_fields({"max_tokens": 3, "ignore_eos": True}, "hi")
-    assert generate(config, "hi", fields, as_json=False) == exits.DONE
+    assert generate(config, "hi", fields, as_json=False) == exit_codes.DONE
     lines = said(capsys.readouterr().err)
     assert lines == [
-        "headrace: The text was cut after 3 tokens; give it more with -o max_tokens=N."
+        "headrace: The text was cut off after 3 tokens; allow more with -o max_tokens=N."
     ]
-    assert generate(config, "hi", fields | {"json_schema": POINT}, as_json=True) == exits.FAILED
-    assert "was cut after 3 tokens" in capsys.readouterr().err
+    assert (
+        generate(config, "hi", fields | {"json_schema": POINT}, as_json=True) == exit_codes.FAILED
+    )
+    assert "was cut off after 3 tokens" in capsys.readouterr().err
 
 
 def test_a_wrong_field_is_found_before_a_model_is_loaded() -> None:
@@ -198,7 +206,7 @@ def test_a_schema_is_read_from_its_file(tmp_path: Path) -> None:
     file.write_text('{"type": "integer"}')
     assert read_schema(str(file)) == {"type": "integer"}
     file.write_text("[1]")
-    with pytest.raises(ConfigError, match="no JSON object"):
+    with pytest.raises(ConfigError, match="not contain a JSON object"):
         read_schema(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_schema(str(tmp_path / "none.json"))

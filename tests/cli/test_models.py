@@ -1,4 +1,4 @@
-"""`headrace models`: what it says of servers that answer, refuse, or are not there."""
+"""`headrace models`: its output for servers that answer, refuse or are down."""
 
 import socket
 

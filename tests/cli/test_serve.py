@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import exits
+from headrace import server
+from headrace.cli import exit_codes
 from headrace.cli import serve as module
 from headrace.cli.load_lines import LoadLines
 from headrace.metrics.metrics import Metrics
-from headrace.metrics.traces import NoTraces
 from headrace.streams.stores.memory import MemoryStore
 from headrace.text.model_names import Models
 from headrace_common.config.settings import HttpConfig, ServerConfig
@@ -66,7 +66,7 @@ class Host:
 class Model:
     folder, names, paths = Path(), ("tiny",), frozenset[str]()
     adapters: Mapping[str, Any] = {}
-    sampling_words = ""
+    load_notes = ()
     has_vision = False
     ready = object()
 
@@ -77,7 +77,7 @@ class Model:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Serves, does something to the server, and returns the exit code."""
     monkeypatch.setattr(module, "Supervisor", Engine)
-    monkeypatch.setattr(module, "Generation", Generation)
+    monkeypatch.setattr(server, "Generation", Generation)
     monkeypatch.setattr(module, "_end_within", lambda *_: None)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
 
@@ -88,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
                 serving = module._Serving(config, Model(), listener, MemoryStore())  # type: ignore[arg-type]
                 asyncio.get_running_loop().call_soon(act)
                 async with asyncio.timeout(20):
-                    return await serving.run(LoadLines(STARTING), NoTraces())
+                    return await serving.run(LoadLines(STARTING), Metrics())
 
         return asyncio.run(scene())
 
@@ -106,7 +106,7 @@ def lose_a_thread() -> None:
 def test_a_part_that_ends_by_itself_ends_the_server(
     act: Callable[[], None], run: Callable[..., int]
 ) -> None:
-    assert run(act) == exits.BROKEN
+    assert run(act) == exit_codes.BROKEN
 
 
 def test_an_engine_given_up_ends_the_server(run: Callable[..., int]) -> None:
@@ -114,7 +114,7 @@ def test_an_engine_given_up_ends_the_server(run: Callable[..., int]) -> None:
         Generation.newest.died.set()
         Generation.newest.ended.set()
 
-    assert run(give_up) == exits.ENGINE
+    assert run(give_up) == exit_codes.ENGINE
 
 
 def test_a_closed_terminal_is_a_stop_that_says_how_long_it_takes(
@@ -122,10 +122,10 @@ def test_a_closed_terminal_is_a_stop_that_says_how_long_it_takes(
 ) -> None:
     before = signal.signal(signal.SIGHUP, lambda *_: None)
     try:
-        assert run(lambda: os.kill(os.getpid(), signal.SIGHUP)) == exits.DONE
+        assert run(lambda: os.kill(os.getpid(), signal.SIGHUP)) == exit_codes.DONE
     finally:
         signal.signal(signal.SIGHUP, before)
-    line = "headrace: 2 streams have up to 30 s to end; Ctrl-C again ends at once.\n"
+    line = "headrace: 2 streams have up to 30 s to finish; press Ctrl-C again to stop now.\n"
     assert capsys.readouterr().err == line
 
 
@@ -133,4 +133,4 @@ def test_a_server_for_other_machines_without_a_key_says_so(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(lambda: os.kill(os.getpid(), signal.SIGTERM), host="0.0.0.0")
-    assert "0.0.0.0 serves other machines, and no key is asked for" in capsys.readouterr().err
+    assert "other machines can use this server (0.0.0.0) without a key" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from headrace import (
     HeadraceError,
     Refused,
     RequestFailed,
+    SamplingOptions,
     StreamFailed,
     Unreachable,
 )
@@ -48,6 +49,9 @@ def state_of(server: ServerProcess, stream_id: str) -> str:
 def test_an_answer_is_that_of_the_route(server: ServerProcess) -> None:
     with Client(server.url) as client:
         answer = client.chat(CHAT, **LONG)
+        told = client.chat(CHAT, max_tokens=1, return_ingestion=True).ingestion
+    assert told is not None and (told.strategy, told.chunks > 0) == ("native-text", True)
+    assert answer.ingestion is None
     body = {"messages": CHAT, **LONG, "return_token_ids": True}
     plain = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
     choice = plain["choices"][0]
@@ -60,6 +64,39 @@ def test_completions_of_several_prompts_come_in_order(server: ServerProcess) -> 
         both = client.completions(["one", "two"], temperature=0, max_tokens=4)
         alone = [client.completions(p, temperature=0, max_tokens=4).text for p in ("one", "two")]
     assert [choice.text for choice in both.choices] == alone
+
+
+def test_several_conversations_are_answered_in_order(
+    server: ServerProcess, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def ask() -> list[str]:
+        async with AsyncClient(server.url) as client:
+            answers = await client.chat(asked, options=options, progress=True)
+            return [answer.text for answer in answers]
+
+    options, asked = SamplingOptions(temperature=0, max_tokens=6), ["hi", "good morning", "x"]
+    with Client(server.url) as client:
+        alone = [client.chat(one, options=options).text for one in asked]
+        together = client.chat(asked, options=options, progress=True)
+        assert [answer.text for answer in together] == alone
+    assert asyncio.run(ask()) == alone
+    assert capfd.readouterr().err.count("answers: 3 of 3 in ") == 2
+
+
+def test_a_refused_conversation_stops_the_others(server: ServerProcess) -> None:
+    async def ask() -> None:
+        async with AsyncClient(server.url) as client:
+            await client.chat(asked, **ENDLESS)
+
+    def num_running() -> int:
+        return int(httpx.get(f"{server.url}/manage/state").json()["running"])
+
+    asked = ["hi", [{"role": 5, "content": "x"}], "hi"]
+    for call in (lambda: Client(server.url).chat(asked, **ENDLESS), lambda: asyncio.run(ask())):
+        with pytest.raises(Refused) as refused:
+            call()
+        assert refused.value.__notes__ == ["This is about input 1 of the list, counted from 0."]
+        eventually(lambda: num_running() == 0)
 
 
 def test_no_token_is_lost_or_doubled_over_cut_connections(server: ServerProcess) -> None:
@@ -201,7 +238,7 @@ def test_leaving_the_block_of_an_asynchronous_stream_stops_it(server: ServerProc
 def test_stopping_what_is_no_stream_is_refused(server: ServerProcess) -> None:
     with Client(server.url) as client:
         for nobody in ("nope", "no/such", "nö"):
-            with pytest.raises(Refused, match="no such"):
+            with pytest.raises(Refused, match="does not exist"):
                 client.stop(nobody)
     with Client("127.0.0.1:9") as client, pytest.raises(Unreachable):
         client.stop("nope")

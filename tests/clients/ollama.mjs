@@ -76,5 +76,5 @@ test('a model is pulled, asked and deleted', async () => {
 });
 
 test('an error has its words', async () => {
-  await assert.rejects(client.chat({ model: 'nope', messages }), /No model 'nope'/);
+  await assert.rejects(client.chat({ model: 'nope', messages }), /Model 'nope' was not found/);
 });

@@ -73,7 +73,7 @@ def test_stages_behind_the_pooling_are_computed(
 
 @pytest.mark.parametrize("said", [{"max_seq_length": 20}, {}, {"do_lower_case": True}])
 def test_texts_are_read_as_the_files_say(tmp_path: Path, said: dict[str, Any]) -> None:
-    """Without a limit of theirs, the tokenizer's cuts (128)."""
+    """Without a limit in its config, the tokenizer's limit of 128 cuts the text."""
     folder = write_pooling(make_tiny_encoder(tmp_path), "mean_tokens")
     if "do_lower_case" in said:
         tokenizer = json.loads((folder / "tokenizer.json").read_text())

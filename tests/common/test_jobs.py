@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from headrace_common.errors import RequestError
-from headrace_common.jobs import (
+from headrace_common.worker_jobs import (
     AnyJob,
     Encoded,
     EncodePairs,

@@ -65,7 +65,7 @@ def test_a_pipe_without_end_is_refused(pipe: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"", "is empty"), (b"\xff", "UTF-8"), (None, "nothing more came")]
+    ("content", "words"), [(b"", "is empty"), (b"\xff", "UTF-8"), (None, "sent nothing")]
 )
 def test_a_pipe_without_a_template_is_refused(
     content: bytes | None, words: str, pipe: tuple[str, int], monkeypatch: pytest.MonkeyPatch

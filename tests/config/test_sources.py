@@ -56,7 +56,7 @@ def test_keys_of_a_file_have_names_and_its_comments_are_none(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("line", ["ann:", ":two", ":"])
 def test_half_a_line_of_a_file_of_keys_is_refused(line: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line 2 of .* is no name:key"):
+    with pytest.raises(ConfigError, match=r"line 2 of .* is not name:key"):
         read_keys(written(tmp_path / "keys", f"one\n{line}\n"))
 
 
@@ -94,7 +94,7 @@ def test_a_file_without_keys_is_refused_with_what_to_do(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("text", ["", ",", " , "])
 def test_a_variable_for_keys_that_holds_none_opens_no_server(variable: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"{variable} holds no key"):
+    with pytest.raises(ConfigError, match=f"{variable} contains no key"):
         load({}, {variable: text}, None)
 
 
@@ -180,7 +180,7 @@ def test_a_fault_in_the_table_of_a_model_is_named(table: str, message: str, tmp_
 
 def test_adapters_are_named_beside_one_model() -> None:
     assert load({"adapter": ["sql=./a=b"]}, {}, None).models[0].adapter == ("sql=./a=b",)
-    with pytest.raises(ConfigError, match="--adapter goes with one model"):
+    with pytest.raises(ConfigError, match="--adapter is for a single model"):
         load({"adapter": ["sql=./a"], "models_at": ["m=./m", "n=./n"]}, {}, None)
     with pytest.raises(ConfigError, match="2 models are named 'm'"):
         load({"adapter": ["m=./a"], "served_model_name": ["m"]}, {}, None)
@@ -196,7 +196,7 @@ def test_two_models_of_one_name_are_refused() -> None:
 
 
 def test_more_engines_that_stay_than_there_may_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--min-replicas is 3 and --replicas 2"):
+    with pytest.raises(ConfigError, match="--min-replicas is 3, but --replicas is only 2"):
         load({"replicas": 2, "min_replicas": 3}, {}, None)
 
 
@@ -214,7 +214,7 @@ def test_a_folder_of_models_offers_what_lies_in_it(tmp_path: Path) -> None:
     assert {model.threads for model in config.models} == {2}
     with pytest.raises(ConfigError, match=r"--models-dir: .*notes has no subfolder"):
         load({"models_dir": str(tmp_path / "notes")}, {}, None)
-    with pytest.raises(ConfigError, match=r"--models-dir: .*nowhere is no folder"):
+    with pytest.raises(ConfigError, match=r"--models-dir: .*nowhere is not a folder"):
         load({"models_dir": str(tmp_path / "nowhere")}, {}, None)
 
 

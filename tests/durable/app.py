@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headrace.gateway import durable_routes
-from headrace.gateway.durable_routes import DurableRead, answer_read, written
+from headrace.gateway.durable_routes import DurableRead, answer_read, write_offset
 from headrace.gateway.http_responses import ErrorBoundary
 from headrace.gateway.middleware import cross_origin
 from headrace.generation.registry import FinishedStream
@@ -156,7 +156,7 @@ def _parts(stream: Written, body: bytes) -> list[bytes]:
 
 def _said(status: int, stream: Written, more: dict[str, str] | None = None) -> Response:
     headers = {
-        "Stream-Next-Offset": written(stream.log.next_seq),
+        "Stream-Next-Offset": write_offset(stream.log.next_seq),
         "Content-Type": stream.media_type,
     }
     if stream.is_closed:

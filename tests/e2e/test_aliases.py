@@ -133,7 +133,7 @@ def test_aliases_are_listed_with_what_they_stand_for_and_patterns_are_not(
 def test_a_name_that_no_alias_fits_is_refused_with_those_there_are(server: ServerProcess) -> None:
     refused = ask(server, "/v1/completions", {"prompt": "one"}, "gpt-5").json()["error"]
     assert refused["code"] == "model_not_found"
-    assert refused["message"].endswith("there is: ranks, talks, vectors, gpt-4o, ada.")
+    assert refused["message"].endswith("This server has: ranks, talks, vectors, gpt-4o, ada.")
 
 
 def test_a_model_that_comes_later_takes_precedence_over_an_alias(
@@ -170,7 +170,7 @@ def test_an_alias_may_stand_for_an_adapter_and_yields_to_one_that_is_loaded(
 
         assert text("sql-latest") == text("sql") == text("headrace-maxi") != text("headrace-mini")
         refused = ask(server, "/v1/embeddings", {"input": "one"}, "sql-x").json()["error"]
-        assert "is an adapter" in refused["message"]
+        assert "makes no vectors" in refused["message"]
         given = {"lora_name": "sql-new", "lora_path": str(folders[1])}
         loaded = httpx.post(f"{server.url}/v1/load_lora_adapter", json=given, timeout=LIMIT_S)
         assert loaded.is_success, loaded.text  # a pattern that fits takes no name

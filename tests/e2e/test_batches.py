@@ -316,7 +316,7 @@ def test_the_command_answers_a_file_and_goes_on_with_one_that_was_sent(
     assert "5 of 5 lines" in first.stderr
     assert len(results((tmp_path / "night.results.jsonl").read_bytes())) == 5
     again = run("--output", str(tmp_path / "again"))
-    assert "was begun before" in again.stderr
+    assert "was started before" in again.stderr
     assert (tmp_path / "again").read_bytes() == (tmp_path / "night.results.jsonl").read_bytes()
     file.write_text('{"custom_id": "a"}\n')
     assert run().returncode == 2

@@ -97,5 +97,5 @@ def test_responses_and_messages_go_the_same_way(server: ServerProcess) -> None:
 
 def test_the_log_says_it_once_for_a_model(server: ServerProcess) -> None:
     assert post(server, BODY | {"max_tokens": 1}).status_code == 200
-    said = [line for line in server.lines if "chat template that knows no tools" in line]
+    said = [line for line in server.lines if "chat template that does not support tools" in line]
     assert len(said) == 1 and "WARNING" in said[0] and "headrace-mini" in said[0]

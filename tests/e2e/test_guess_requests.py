@@ -1,7 +1,7 @@
 """Guesses change no bit of an answer of any kind: as few requests as time allows, or REQUESTS=1000.
 
-Those who guess have little memory, so that streams are preempted, and lose their engine again and
-again; who answers without guesses has neither.
+The server that guesses has little memory, so that streams are preempted, and its engine is killed
+again and again. The server without guesses has enough memory and no kills.
 """
 
 import asyncio

@@ -161,7 +161,7 @@ def test_an_address_is_followed_where_the_server_may(server, folder):
         with pytest.raises(RequestFailed) as refused:
             model.chat(messages, **more)  # this machine is not the public internet
         assert refused.value.code == "image_url_refused"
-        model._host.generation.pictures = ImageFetcher(lambda address: True, 1 << 20)
+        model._host.generation.image_fetcher = ImageFetcher(lambda address: True, 1 << 20)
         assert model.chat(messages, **more).text == expected
         site.shutdown()
 

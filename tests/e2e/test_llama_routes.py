@@ -146,11 +146,16 @@ def test_every_route_takes_llama_cpps_samplers(server: ServerProcess, path: str)
     assert answered(server, path, {"temperature": 0, "repeat_penalty": 5}) != likeliest
     off = {"temperature": 0, "repeat_penalty": 5, "repeat_last_n": 0}
     assert answered(server, path, off) == likeliest
-    asked = {"temperature": 0, "mirostat": 2, "dry_multiplier": 0.5, "samplers": "tz"}
+    # with a target of 0 bits, mirostat draws the likeliest token at any temperature
+    certain = {"temperature": 5, "seed": 3, "mirostat": 2, "mirostat_tau": 0}
+    assert answered(server, path, certain) == likeliest
+    dry = {"temperature": 0, "dry_multiplier": 100, "dry_allowed_length": 0}
+    assert answered(server, path, dry)[0] != likeliest[0]
+    assert answered(server, path, dry | {"dry_penalty_last_n": 0}) == likeliest
+    asked = {"temperature": 0, "adaptive_target": 0.5, "samplers": "tz"}
     names = answered(server, path, asked)[1].split(", ")
     assert {name.removeprefix("options.") for name in names} == {
-        "mirostat",
-        "dry_multiplier",
+        "adaptive_target",
         "samplers.z",
     }
 
@@ -163,6 +168,11 @@ def test_the_settings_of_an_answer_are_those_that_took_effect(server: ServerProc
     settings = post(server, "/completion", asked)["generation_settings"]
     assert (settings["typical_p"], settings["repeat_last_n"]) == (0.5, 7)
     assert (settings["samplers"][-1], settings["xtc_threshold"]) == ("temperature", 0.1)
+    assert "dry" not in settings["samplers"] and "dry_multiplier" not in settings
+    asked = {"prompt": "a", "n_predict": 1, "dry_multiplier": 0.5, "dry_sequence_breakers": [":"]}
+    settings = post(server, "/completion", asked)["generation_settings"]
+    assert (settings["dry_multiplier"], settings["dry_sequence_breakers"]) == (0.5, [":"])
+    assert settings["samplers"][:2] == ["penalties", "dry"]
 
 
 def test_settings_and_places_are_as_llama_cpps_page_reads_them(server: ServerProcess) -> None:

@@ -105,4 +105,4 @@ def test_unloading_needs_the_admin_key_and_a_model_that_is_served(client: httpx.
     refused = client.post("/api/generate", json={"model": "mini", "keep_alive": 0}, headers=key)
     assert refused.status_code == 403 and "admin key" in refused.json()["error"]
     refused = client.post("/api/generate", json={"model": "nope", "keep_alive": "0s"})
-    assert refused.status_code == 404 and "No model 'nope'" in refused.json()["error"]
+    assert refused.status_code == 404 and "Model 'nope' was not found" in refused.json()["error"]

@@ -15,6 +15,7 @@ import pytest
 from tests.checkpoints.small_hub import COMMIT, SmallHub, small_hub
 from tests.e2e.test_models import FLAGS, LIMIT_S, ask
 from tools.harness.eventually import eventually
+from tools.harness.gguf_files import to_gguf
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.tiny_models import make_tiny_model
 
@@ -82,6 +83,20 @@ def fetchers() -> list[str]:
         ["pgrep", "-f", f"checkpoints.fetch {ID}"], capture_output=True, text=True
     )
     return found.stdout.split()
+
+
+def test_a_model_of_the_catalog_is_pulled_by_its_short_name(repo: Path, tmp_path: Path) -> None:
+    file = tmp_path / "gguf" / "Qwen3-0.6B-Q8_0.gguf"
+    file.parent.mkdir()
+    to_gguf(repo, file, "Q8_0")
+    repos = {"unsloth/Qwen3-0.6B-GGUF": file.parent}
+    with small_hub(repos) as other, serving(other, tmp_path) as server:
+        listed = httpx.get(f"{server.url}/models/available", timeout=LIMIT_S).json()
+        (entry,) = (it for it in listed["data"] if it["id"] == "qwen3-0.6b")
+        assert entry["fits"] == (entry["memory_bytes"] <= listed["memory_bytes"])
+        assert pull(server.url, entry["id"]).json() == {"success": True}
+        eventually(lambda: value(server.url, "qwen3-0.6b") == "unloaded", within_s=LIMIT_S)
+        assert ask(server.url, "qwen3-0.6b").status_code == 200
 
 
 def test_a_model_is_downloaded_and_served_beside_the_one_that_was_there(

@@ -13,22 +13,16 @@ from tools.harness.servers import ServerProcess, running_server
 
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # what every checkout of these tests has been through
-_SET_UP = re.compile(r"make serve\n")
+_SET_UP = re.compile(r"make serve ARGS=smollm2\n")
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = [(kind, text) for kind, text in _BLOCK.findall(README) if not _SET_UP.fullmatch(text)]
 # By a word of the block, what it has to show.
 EXPECTED = {
-    "headrace chat": "1, 2, 3, 4, 5",
-    '"Count from 1 to 20."}], "stream": true}': "data: [DONE]",
+    "sentences about the sea": "data: [DONE]",
     "from openai": "headrace-mini",
-    "import Client": "18, 19, 20",
-    "import LLM": "b-a-n-a-n-a",
-    "headrace generate": "Wednesday, Thursday, Friday",
-    "headrace doctor": "native-text",
     "return_progress": '"prompt_progress":{"total":',
     "X-Conversation-Id": "data: [DONE]",
     "kill -9": "data: [DONE]",
-    "heartbeat": '"choices"',
 }
 
 
@@ -41,6 +35,9 @@ def server() -> Iterator[ServerProcess]:
 def adapted(text: str, server: ServerProcess) -> str:
     """For this server instead of the one at port 8000."""
     text = text.replace("http://127.0.0.1:8000", server.url)
+    # headrace-mini writes no stories, and it is quicker than the model of the README.
+    text = text.replace("Write a long story.", "Count from 1 to 150.")
+    text = text.replace("--max-time 1", "--max-time 0.3").replace("sleep 2", "sleep 0.5")
     return text.replace(".venv/bin/headrace", f"{sys.executable} -m headrace")
 
 

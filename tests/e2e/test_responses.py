@@ -73,6 +73,54 @@ def test_references_to_items_of_earlier_responses_stand_for_these_items(url: str
     assert [it["id"] for it in listing.json()["data"]][:-1] == [*ids, unknown["id"]]
 
 
+def message(id: str, text: str) -> dict[str, Any]:
+    return {"type": "message", "id": id, "role": "user", "content": text}
+
+
+def shown_items(url: str, response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the items that led to a response, as the server lists them."""
+    place = f"{url}/{response.json()['id']}/input_items"
+    found: list[dict[str, Any]] = httpx.get(place, params={"order": "asc"}).json()["data"]
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"store": True}])
+def test_a_reference_finds_an_item_that_the_client_named_itself(
+    url: str, more: dict[str, Any]
+) -> None:
+    id = f"msg_of_another_server{len(more)}"
+    refer = [{"type": "item_reference", "id": id}, {"role": "user", "content": "And you?"}]
+    brief = {"max_output_tokens": 4, "temperature": 0}
+    older = post(url, input=[message(id, "I am Ann.")], **brief, **more)
+    newer = post(url, input=[message(id, "I am Ben.")], **brief, **more)
+    for first, text in ((newer, "I am Ben."), (older, "I am Ann.")):
+        answer = post(url, input=refer, **brief)
+        assert "x-headrace-ignored" not in answer.headers
+        assert shown_items(url, answer)[0]["content"][0]["text"] == text
+        assert httpx.delete(f"{url}/{first.json()['id']}").status_code == 200
+    assert post(url, input=refer, **brief).headers["x-headrace-ignored"] == "input[0]"
+
+
+def test_a_reference_finds_the_input_of_a_response_that_still_runs(url: str) -> None:
+    sent = {"input": [message("msg_at_work", "Tell a story.")], "background": True}
+    running = post(url, **LONG | sent).json()["id"]
+    refer = [{"type": "item_reference", "id": "msg_at_work"}]
+    answer = post(url, input=refer, max_output_tokens=1)
+    assert httpx.post(f"{url}/{running}/cancel").json()["status"] == "cancelled"
+    assert "x-headrace-ignored" not in answer.headers
+
+
+def test_a_reference_finds_an_item_of_the_conversation_that_it_continues(url: str) -> None:
+    brief = {"max_output_tokens": 4, "temperature": 0}
+    first = post(url, input=[message("an id with blanks", "I am Ann.")], **brief)
+    id = first.json()["id"]
+    refer = [{"type": "item_reference", "id": "an id with blanks"}]
+    assert post(url, input=refer, **brief).headers["x-headrace-ignored"] == "input[0]"
+    second = post(url, input=refer, previous_response_id=id, **brief)
+    assert "x-headrace-ignored" not in second.headers
+    assert shown_items(url, second)[-1]["content"][0]["text"] == "I am Ann."
+
+
 def test_a_response_goes_on_from_an_earlier_one_as_from_the_whole(url: str) -> None:
     first = post(url, **COUNT, instructions="Be brief.").json()
     asked = [{"role": "user", "content": "And from 6 to 9?"}]
@@ -141,7 +189,8 @@ def test_a_background_response_survives_a_kill_and_belongs_to_its_key(tmp_path: 
     with running_server(*flags) as server:
         url = f"{server.url}/v1/responses"
         undisturbed = mine.post(url, json=LONG).json()["output"][0]["content"]
-        stored = mine.post(url, json=COUNT | {"store": True}).json()
+        named = {"input": [message("msg_of_another_server", COUNT["input"])]}
+        stored = mine.post(url, json=COUNT | {"store": True} | named).json()
         id = mine.post(url, json=LONG | {"background": True}).json()["id"]
         eventually(lambda: bool(mine.get(f"{url}/{id}").json()["output"]))
         assert mine.get(f"{url}/{id}").json()["status"] == "in_progress"
@@ -157,5 +206,9 @@ def test_a_background_response_survives_a_kill_and_belongs_to_its_key(tmp_path: 
         assert last["status"] == "incomplete" and last["output"][0]["content"] == undisturbed
         more = {"input": "And?", "previous_response_id": stored["id"], "max_output_tokens": 1}
         assert [who.post(url, json=more).status_code for who in (mine, others)] == [200, 404]
+        refer = {"input": [{"type": "item_reference", "id": "msg_of_another_server"}]}
+        answers = [who.post(url, json=refer | {"max_output_tokens": 1}) for who in (mine, others)]
+        ignored = [answer.headers.get("x-headrace-ignored") for answer in answers]
+        assert ignored == [None, "input[0]"]
         assert others.get(f"{url}/{id}").status_code == 404
         assert others.delete(f"{url}/{id}").status_code == 404

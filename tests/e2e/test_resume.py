@@ -262,7 +262,8 @@ def message(url: str, key: str, kills: dict[int, Callable[[], None]]) -> tuple[s
 def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path: Path) -> None:
     flags = (str(folder), "--threads", "1", "--served-model-name", "kept")
     flags += ("--state-dir", str(tmp_path / "state"))
-    body = LONG | {"max_tokens": 1200}
+    # mirostat draws by what it remembers of all tokens before
+    body = LONG | {"max_tokens": 1200, "temperature": 1, "seed": 5, "mirostat": 2}
     with running_server(*flags) as server:
         undisturbed = post(server.url, body | {"stream": False}).json()["choices"][0]["text"]
         said, _ = message(server.url, "undisturbed", {})

@@ -10,6 +10,13 @@ import pytest
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.servers import ServerProcess, running_server
 
+# A draw of mirostat depends on all draws before it.
+SAMPLERS: list[dict[str, Any]] = [
+    {},
+    {"mirostat": 2, "mirostat_eta": 0.5},
+    {"mirostat": 1},
+    {"dry_multiplier": 2, "dry_allowed_length": 1},
+]
 # temperature 1 and a seed: the smallest difference of a logit would sooner or later show
 BODIES: list[dict[str, Any]] = [
     {
@@ -19,6 +26,7 @@ BODIES: list[dict[str, Any]] = [
         "temperature": 1,
         "seed": number,
         "logprobs": 2,
+        **SAMPLERS[number % 4],
     }
     for number in range(12)
 ]
@@ -39,8 +47,8 @@ def guessing() -> Iterator[ServerProcess]:
 
 
 def instructions_of(server: ServerProcess) -> str:
-    line = next(line for line in server.lines if "kernels " in line)
-    return line.split("kernels ")[1].split(" ")[0]
+    kernels: str = httpx.get(f"{server.url}/manage/state").json()["engine"]["kernels"]
+    return kernels
 
 
 def ask(server: ServerProcess, at_once: int, kill: bool = False) -> list[Any]:

@@ -27,3 +27,19 @@ def test_a_frozen_engine_keeps_no_client_from_the_reason(tmp_path: Path) -> None
         answer = asked.result()
         assert answer.status_code == 503, answer.text
         assert answer.json()["error"]["code"] == "server_shutdown"
+
+
+def test_the_last_line_names_the_streams_that_the_next_start_continues(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    body = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    flags = (str(folder), "--threads", "1", "--state-dir", str(tmp_path / "state"))
+    with running_server(*flags, "--drain-s", "0", "--max-step-tokens", "1") as server:
+        url, mine = f"{server.url}/v1/completions", {"X-Conversation-Id": "mine"}
+        with httpx.stream("POST", url, json=body, headers=mine, timeout=60) as answer:
+            next(answer.iter_bytes())
+            assert server.stop(signal.SIGINT) == 0
+    assert server.lines[-1] == "headrace: stopped; 1 stream continues at the next start."
+    with running_server(*flags) as server:
+        assert httpx.delete(f"{server.url}/v1/stream?conv_id=mine", timeout=60).is_success
+        assert server.stop(signal.SIGINT) == 0
+    assert server.lines[-1] == "headrace: stopped."

@@ -46,6 +46,9 @@ def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         server.process.kill()
     names = {path.name for path in state.rglob("*") if path.is_file()}
     assert {"lock", "pulled.json", "desired.json", "streams.sqlite3", file["id"]} <= names
+    # The partial files of writes that the kill may have interrupted.
+    for partial in ("pulled.new", f"batches/records/file/.{file['id']}"):
+        (state / partial).write_bytes(b"a part")
     return state
 
 

@@ -46,7 +46,9 @@ def test_a_system_that_is_no_unix_is_refused_in_a_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headrace", "serve", "headrace-mini"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
-    assert said(ended.stderr) == ["headrace: This needs Linux or macOS; on Windows, run it in WSL."]
+    assert said(ended.stderr) == [
+        "headrace: This command needs Linux or macOS; on Windows, run it in WSL."
+    ]
 
 
 def test_it_serves_and_survives_a_kill_without_what_only_linux_has(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class SlowCompiler:
 
 
 class Ends(Sent):
-    """Which sequences ended, in order; lets the compiler go on after the first, ends after all."""
+    """Records ended sequences in order. Releases the compiler after the first, stops after all."""
 
     def __init__(self, inbox: Inbox, compiler: SlowCompiler, wanted: int) -> None:
         super().__init__()

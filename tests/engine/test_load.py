@@ -55,6 +55,8 @@ def test_guesses_are_made_where_they_change_no_text(
     if expected:
         assert max_guess(SchedulerConfig(guess=3), ready) == 3
     elif "generate" in ready.tasks:
-        assert "Nothing is guessed ahead" in caplog.text
-        with pytest.raises(ModelError, match=r"--guess 3 cannot be: .*use auto or off"):
+        assert "Guessing ahead is off" in caplog.text
+        with pytest.raises(
+            ModelError, match=r"--guess 3 is not possible: .* Use --guess auto or --guess off"
+        ):
             max_guess(SchedulerConfig(guess=3), ready)

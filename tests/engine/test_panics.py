@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from headrace.cli import exits
+from headrace.cli import exit_codes
 from headrace.cli import main as command
 from headrace.engines.client import EngineDown, EngineUp, NewsQueue
 from headrace.engines.local import LocalEngine
 from headrace.engines.supervisor import Supervisor
 from headrace_common import wire
 from headrace_common.messages import FinishReason, Outputs, Pong, Shutdown
-from headrace_engine.adapters import AdapterShelf, Reading
+from headrace_engine.adapters import AdapterLoader, AdapterReadDone
 from headrace_engine.engine import Engine, Inbox
 from tests.engine.fakes import Runner, Sent
 from tests.fleet.fakes import READY
@@ -46,14 +46,14 @@ def test_a_step_that_panics_ends_its_request_and_the_engine_goes_on() -> None:
 
 
 def test_an_adapter_that_panics_is_one_that_could_not_be_read() -> None:
-    shelf = AdapterShelf(cast(Any, Panicking()))
+    shelf = AdapterLoader(cast(Any, Panicking()))
     done: Future[Any] = Future()
     done.set_result("factors")
     shelf._waiting["own"] = []
-    answer, _ = shelf.take(Reading("own", done))
+    answer, _ = shelf.take(AdapterReadDone("own", done))
     assert (answer.code, answer.message) == (
         "internal_error",
-        "The adapter could not be read: Panic.",
+        "The adapter could not be read (Panic); see the server's log.",
     )
 
 
@@ -63,7 +63,7 @@ async def test_a_reader_of_news_that_panics_reports_its_end() -> None:
 
     ends: list[BaseException | None] = []
     news = NewsQueue()
-    news.hand_to(hear, hear, ends.append)
+    news.subscribe(hear, hear, ends.append)
     news.put(EngineUp(READY))
     news.put(EngineUp(READY))  # is dropped, as all later news
     news.deliver(Outputs())
@@ -80,7 +80,7 @@ async def test_outputs_that_cannot_be_delivered_end_their_reader_and_not_the_eng
     ends: list[BaseException | None] = []
     answers: list[str] = []
     news = NewsQueue()
-    news.hand_to(deliver, lambda news: None, ends.append)
+    news.subscribe(deliver, lambda news: None, ends.append)
     pulse = SimpleNamespace(beats=lambda: answers.append("pong"))
     supervisor, child = SimpleNamespace(news=news), SimpleNamespace(reader=reader)
     await Supervisor._pass_on(cast(Any, supervisor), cast(Any, child), cast(Any, pulse))
@@ -105,5 +105,5 @@ def test_a_command_that_panics_ends_with_one_line(
     monkeypatch.setattr(command.cli, "main", fail)
     with pytest.raises(SystemExit) as ended:
         command.main()
-    assert ended.value.code == exits.FAILED
-    assert "failed by a bug: Panic" in capsys.readouterr().err
+    assert ended.value.code == exit_codes.FAILED
+    assert "failed because of a bug: Panic" in capsys.readouterr().err

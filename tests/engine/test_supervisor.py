@@ -17,7 +17,7 @@ from headrace.engines import child as child_module
 from headrace.engines import supervisor as module
 from headrace.engines.child import Child
 from headrace.engines.client import EngineDown, EngineNews, EngineUp
-from headrace.engines.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, Pulse, Supervisor
+from headrace.engines.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, PingMonitor, Supervisor
 from headrace_common.config.settings import ModelConfig
 from headrace_common.ids import SequenceId, StreamId
 from headrace_common.loading import CHECKING, COMPILING, READING, WARMING
@@ -40,7 +40,7 @@ LIMIT_S = 240
 
 @contextlib.asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[tuple[Supervisor, AsyncIterator[EngineNews]]]:
-    """The supervisor of an engine, and what comes of it."""
+    """A supervisor and the messages that it emits."""
     supervisor = Supervisor(ModelConfig(model=str(folder), threads=1), LIMIT_S)
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -125,7 +125,7 @@ async def test_an_engine_that_somebody_holds_does_not_hang_by_its_own_doing(is_h
         await asyncio.to_thread(eventually, lambda: ") T" in stat.read_text())
     child.kill()
     await child.end()
-    assert child.obituary().from_outside == is_held
+    assert child.death_report().from_outside == is_held
 
 
 async def test_a_model_that_cannot_be_served_is_given_up_at_once(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_engine_that_answers_no_ping_is_killed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "PING_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "_LATE_S", 60.0)
     silent = Silent()
-    asyncio.run(Pulse(silent).watch())
+    asyncio.run(PingMonitor(silent).watch())
     assert silent.was_killed and silent.num_pings == MAX_SILENT_PINGS
 
 
@@ -202,7 +202,7 @@ def test_a_loop_that_was_late_itself_proves_no_silence(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_LATE_S", 0.001)
     silent = Silent(lost_s=0.002)
     with pytest.raises(EOFError):
-        asyncio.run(Pulse(silent).watch())
+        asyncio.run(PingMonitor(silent).watch())
     assert not silent.was_killed
 
 
@@ -217,7 +217,7 @@ def test_a_step_that_was_stopped_with_its_server_does_not_hang(
     clock = time.monotonic
     monkeypatch.setattr(module.time, "monotonic", lambda: clock() + 600 * (stopped.num_pings > 1))
     with pytest.raises(EOFError):
-        asyncio.run(Pulse(stopped).watch())
+        asyncio.run(PingMonitor(stopped).watch())
     assert not stopped.was_killed
 
 
@@ -227,7 +227,7 @@ async def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
     child._process.stderr.feed_data(b"x" * 300_000 + b"\nlast words\n")
     child.kill()
     await child.end()
-    assert "last words" in child.obituary().message
+    assert "last words" in child.death_report().message
 
 
 async def test_an_end_does_not_wait_for_others_who_hold_the_engines_stderr(
@@ -242,7 +242,7 @@ async def test_an_end_does_not_wait_for_others_who_hold_the_engines_stderr(
     async with asyncio.timeout(LIMIT_S / 4):
         await child.end()
     os.close(held)
-    assert "last words" in child.obituary().message
+    assert "last words" in child.death_report().message
 
 
 async def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:

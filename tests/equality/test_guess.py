@@ -72,6 +72,9 @@ KINDS: list[dict[str, object]] = [
         "repeat_last_n": 8,
         "num_logprobs": 1,
     },
+    {"temperature": 1, "samplers": ("temperature", "mirostat"), "mirostat": 2, "num_logprobs": 0},
+    {"temperature": 1, "samplers": ("temperature", "mirostat"), "mirostat": 1},
+    {"temperature": 0, "samplers": LLAMA_CPP_ORDER, "dry_multiplier": 1.5},
 ]
 MAX_TOKENS = 28
 Answer = tuple[tuple[tuple[int, Logprobs | None], ...], str]
@@ -81,6 +84,7 @@ class Run(NamedTuple):
     answers: dict[int, Answer]
     num_steps: int
     status: Status
+    states: dict[int, list[bytes]]  # of the samplers, behind each token
 
 
 class Heard:
@@ -88,6 +92,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[tuple[int, Logprobs | None]]] = {}
+        self.states: dict[int, list[bytes]] = {}
         self.finished: dict[int, str] = {}
 
     def put(self, message: Message) -> None:
@@ -95,6 +100,7 @@ class Heard:
             for token in message.tokens:
                 told = self.tokens.setdefault(token.sequence_id, [])
                 told.append((token.token_id, token.logprobs))
+                self.states.setdefault(token.sequence_id, []).append(token.state)
             self.finished |= {end.sequence_id: str(end.finish) for end in message.finished}
 
     def num_unsent(self) -> int:
@@ -146,7 +152,7 @@ def run(
     loaded.scheduler.memory.check()
     answers = {name: (tuple(heard.tokens.get(name, ())), heard.finished[name]) for name in names}
     status = loaded.scheduler.status()
-    return Run(answers, status.num_steps, status)
+    return Run(answers, status.num_steps, status, heard.states)
 
 
 class Prophet:
@@ -225,9 +231,9 @@ def test_experts_windows_caps_and_states_say_the_same(architecture: str, tmp_pat
 
 
 def test_preempted_streams_guess_and_say_the_same() -> None:
-    plain = run(submits(20), "off", block_size=16)
+    plain = run(submits(40), "off", block_size=16)
     told = run(
-        submits(20),
+        submits(40),
         "auto",
         lambda sequence: Prophet(sequence, plain.answers, 0.7),
         block_size=16,
@@ -243,8 +249,9 @@ def test_who_goes_on_after_a_kill_says_the_same(plain: Run) -> None:
     for submit in submits(20):
         (new,) = submit.sequences
         told = [token_id for token_id, _ in plain.answers[new.sequence_id][0]]
-        half = array("i", told[: len(told) // 2]).tobytes()
-        again = (msgspec.structs.replace(new, generated=half),)
+        half = array("i", told[: len(told) // 2])
+        state = plain.states[new.sequence_id][len(half) - 1] if half else b""
+        again = (msgspec.structs.replace(new, generated=half.tobytes(), state=state),)
         asked.append(msgspec.structs.replace(submit, sequences=again))
     rest = run(asked, "auto", lambda sequence: Prophet(sequence, plain.answers, 0.8))
     for name, (tokens, finish) in plain.answers.items():

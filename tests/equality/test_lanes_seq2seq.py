@@ -13,7 +13,7 @@ from headrace_common.plan import (
     Begin,
     Chunk,
     EncodeChunk,
-    EncodeWork,
+    EncoderInput,
     PromptInputs,
     SlotCopy,
     StepPlan,
@@ -52,7 +52,9 @@ class Answers:
     def begin(self, number: int, source: list[int], further: tuple[int, ...] = ()) -> None:
         self.tokens[number] = [*self.form.start_ids, *further]
         data = array("i", source).tobytes()
-        works = PromptInputs((EncodeWork(0, 1 << 40, len(source), self.form.num_units, data=data),))
+        works = PromptInputs(
+            (EncoderInput(0, 1 << 40, len(source), self.form.num_units, data=data),)
+        )
         ids = array("i", self.tokens[number])
         begin = Begin(SequenceId(number), ids, len(ids) - len(further), 0, GREEDY, works)
         self.runner.launch(StepPlan(begun=(begin,))).result()

@@ -1,9 +1,9 @@
-"""Greedy output does not depend on how its steps were cut, nor on how often it was preempted."""
+"""Output does not depend on how its steps were cut, nor on how often it was preempted."""
 
 from array import array
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from tools.harness.tiny_models import make_tiny_model
 
 GREEDY = Sampling(temperature=0, max_tokens=60, ignore_eos=True)
 NUM_STREAMS = 32
+MIROSTAT = ("temperature", "mirostat")
 
 
 class Case(NamedTuple):
@@ -66,6 +67,7 @@ def served(
     case: Case,
     num_blocks: int = 100,
     num_streams: int = NUM_STREAMS,
+    sampling: Sampling = GREEDY,
     **scheduler: object,
 ) -> RealEngine:
     position = 3 * 2 * case.head_dim * 2 * case.dtype.itemsize  # layers, kv heads, keys and values
@@ -83,7 +85,7 @@ def served(
     for number in range(num_streams):
         prompt = array("i", range(number + 1, number + 12 + 9 * (number % 5))).tobytes()
         sequence = NewSequence(SequenceId(number), 0, 0)
-        engine.add(Submit(StreamId(str(number)), (prompt,), (sequence,), GREEDY, arrival=0.0))
+        engine.add(Submit(StreamId(str(number)), (prompt,), (sequence,), sampling, arrival=0.0))
     engine.run()
     return engine
 
@@ -101,6 +103,27 @@ def test_greedy_output_is_the_same_with_the_budget_on_off_and_after_ten_preempti
     short_of_memory = served(folder, case, num_blocks=case.few)
     assert sum(short_of_memory.num_begun.values()) - NUM_STREAMS >= 10
     assert short_of_memory.tokens == whole.tokens
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"mirostat": 1, "samplers": MIROSTAT},
+        {"mirostat": 2, "samplers": MIROSTAT},
+        {"dry_multiplier": 2.0, "dry_allowed_length": 0, "samplers": ("dry", "temperature")},
+    ],
+    ids=["mirostat 1", "mirostat 2", "dry"],
+)
+def test_samplers_go_on_with_their_state_after_ten_preemptions(
+    asked: dict[str, Any], tmp_path: Path
+) -> None:
+    case = Case(torch.float32, 16, 16, 11)
+    folder = make_tiny_model(tmp_path / "tiny")
+    sampling = Sampling(seed=5, max_tokens=60, ignore_eos=True, **asked)
+    whole = served(folder, case, sampling=sampling, **NO_TARGET)
+    pressed = served(folder, case, case.few, sampling=sampling, **NO_TARGET)
+    assert sum(pressed.num_begun.values()) - NUM_STREAMS >= 10
+    assert pressed.tokens == whole.tokens
 
 
 @pytest.mark.parametrize(

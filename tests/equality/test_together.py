@@ -15,7 +15,7 @@ from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Finish, Progress, Tokens
 from headrace.streams.stores.memory import MemoryStore
-from headrace.workers.pool import ThreadWork
+from headrace.workers.pool import ThreadJobRunner
 from headrace_common.config.settings import ModelConfig, SchedulerConfig, ServerConfig
 from headrace_common.request import Request, Text
 from headrace_common.sampling import Sampling
@@ -24,11 +24,11 @@ PROMPTS = [f"{number}: " + "water over the wheel " * (number % 7) for number in 
 GREEDY = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = Sampling(temperature=1.2, top_p=0.95, max_tokens=24, ignore_eos=True, seed=7)
 
-Ask = Callable[[str, Sampling], Awaitable[tuple[int, ...]]]
+WriterRequest = Callable[[str, Sampling], Awaitable[tuple[int, ...]]]
 
 
 @asynccontextmanager
-async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generation, Ask]]:
+async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generation, WriterRequest]]:
     config = ModelConfig(
         model=str(folder),
         served_model_name=("tiny",),
@@ -39,7 +39,7 @@ async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generati
     engine, _ = await LocalEngine.start(config)
     server = ServerConfig(models=(config,))
     served = ServedModel(config)
-    work = ThreadWork(Jobs(served))
+    work = ThreadJobRunner(Jobs(served))
     metrics = Metrics()
     host = ModelHost(config, lambda _: engine, metrics, served)
     generation = Generation(server, (host,), MemoryStore(), work, metrics)

@@ -1,9 +1,9 @@
 """An engine that says what a test tells it to, its figures and death, and a tenant of it."""
 
 from headrace.engines.client import EngineDown, EngineNews, EngineUp, NewsQueue
-from headrace.fleet.queue_eta import TokensAsked
+from headrace.fleet.engine_users import EngineUsers, InQueue, UserNews
+from headrace.fleet.queue_eta import TokenDemand
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import InQueue, TenantNews, Tenants
 from headrace_common.errors import RequestError
 from headrace_common.ids import SequenceId
 from headrace_common.layout import MemoryLayout
@@ -101,30 +101,30 @@ class FakeTenant:
 
     def __init__(self, num_sequences: int) -> None:
         self.begun: list[EngineUp] = []
-        self.told: list[TenantNews] = []
+        self.told: list[UserNews] = []
         self.places: list[InQueue] = []
         self.lost: list[RequestError] = []
         self.loads: list[tuple[float | None, str]] = []
         self.ids: list[SequenceId] = []
-        self.engine: Tenants | None = None
+        self.engine: EngineUsers | None = None
         self._num_sequences = num_sequences
 
-    def begin(self, model: ServedModel, engine: Tenants, up: EngineUp) -> None:
+    def begin(self, model: ServedModel, engine: EngineUsers, up: EngineUp) -> None:
         self.begun.append(up)
         self.engine = engine
         self.ids = [engine.open(self) for _ in range(self._num_sequences)]
 
-    def tell(self, news: TenantNews) -> None:
+    def tell(self, news: UserNews) -> None:
         self.told.append(news)
 
-    def tell_place(self, place: InQueue) -> None:
+    def set_queue_position(self, place: InQueue) -> None:
         self.places.append(place)
 
-    def tell_load(self, progress: float | None, stage: str) -> None:
+    def set_load_progress(self, progress: float | None, stage: str) -> None:
         self.loads.append((progress, stage))
 
     def lose(self, error: RequestError) -> None:
         self.lost.append(error)
 
-    def asked(self, sequence_id: SequenceId) -> TokensAsked:
-        return TokensAsked(5, 8)
+    def asked(self, sequence_id: SequenceId) -> TokenDemand:
+        return TokenDemand(5, 8)

@@ -31,7 +31,7 @@ class Scene:
         self.engines: dict[str, list[FakeEngine]] = {name: [] for name in "abc"}
         self.loaded: list[str] = []
         self.lost: list[str] = []
-        self.gone: list[ModelHost] = []
+        self.arriving: list[ModelHost] = []  # in the folder of models, and not taken up yet
         hosts = tuple(map(self.host, names))
         streams = StreamConfig(max_num_queued_reqs=max_waiting)
         models = tuple(host.config for host in hosts)
@@ -41,8 +41,11 @@ class Scene:
             config,
             lambda host: self.loaded.append(host.name),
             lambda host: self.lost.append(host.name),
+            self._look_again,
         )
-        self.fleet.on_gone = self.gone.append
+
+    async def _look_again(self) -> None:
+        self.fleet.become((*self.fleet.hosts.all(), *self.arriving))
 
     def host(self, name: str, **settings: str) -> ModelHost:
         config = ModelConfig(model=str(self.folder), served_model_name=(name,))
@@ -136,7 +139,7 @@ async def test_a_model_larger_than_the_memory_is_refused(folder: Path) -> None:
     async with running(folder, models_memory_bytes=1) as made:
         asked = await made.ask("a")
         assert code_of(asked) == "load_failed" and not made.engines["a"]
-        assert "raise it" in made.fleet.hosts.get("a").engine.last_words
+        assert "raise that limit" in made.fleet.hosts.get("a").engine.last_words
 
 
 async def test_unload_waits_for_uses_and_a_later_request_brings_the_model_back(
@@ -212,12 +215,12 @@ async def test_a_model_no_longer_wanted_leaves_after_its_streams_and_refuses_oth
         made.fleet.become((made.host("a"), made.host("c")))
         await settle()
         assert code_of(waiting) == "model_not_found"
-        assert [host.name for host in made.gone] == ["b"]
+        assert not made.fleet.roster.leaving
         made.fleet.become((made.host("c"),))
         assert list(made.fleet.roster.leaving) == ["a"] and used.engine.state == "ok"
         made.fleet.release(used)
         await settle()
-        assert [host.name for host in made.gone] == ["b", "a"] and not made.fleet.roster.leaving
+        assert not made.fleet.roster.leaving
         assert made.states() == {"c": "unloaded"}
 
 
@@ -229,12 +232,12 @@ async def test_a_model_with_other_settings_takes_the_place_once_nobody_uses_the_
         fresh = made.host("a", tool_format="none")
         made.fleet.become((fresh, made.fleet.hosts.get("b")))
         waiting = await made.ask("a")
-        assert made.fleet.roster.changing() == ("a",) and made.fleet.hosts.get("a") is used
+        assert made.fleet.roster.changing == ("a",) and made.fleet.hosts.get("a") is used
         made.fleet.release(used)
         await settle()
-        assert made.fleet.hosts.get("a") is fresh and made.gone == [used]
+        assert made.fleet.hosts.get("a") is fresh
         await made.up("a")
-        assert waiting.result() is fresh and not made.fleet.roster.changing()
+        assert waiting.result() is fresh and not made.fleet.roster.changing
 
 
 async def test_a_model_with_other_settings_is_loaded_anew_only_if_the_old_one_was(
@@ -255,7 +258,7 @@ async def test_a_model_wanted_again_before_it_left_stays_as_it_is(folder: Path) 
         assert not made.fleet.roster.leaving and made.fleet.hosts.get("a") is used
         made.fleet.release(used)
         await settle()
-        assert made.gone == []
+        assert made.fleet.roster.all()[0] is used
 
 
 async def test_a_model_that_rests_leaves_and_one_in_use_stays(folder: Path) -> None:
@@ -280,13 +283,9 @@ async def test_as_many_wait_as_may(folder: Path) -> None:
 
 async def test_a_name_nobody_has_is_looked_for_once_more(folder: Path) -> None:
     async with running(folder) as made:
-
-        async def find_c() -> None:
-            made.fleet.become((*made.fleet.hosts.all(), made.host("c")))
-
         with pytest.raises(RequestError):
             await made.fleet.find("c")
-        made.fleet.on_unknown = find_c
+        made.arriving.append(made.host("c"))
         assert (await made.fleet.find("c")).name == "c"
 
 
@@ -339,13 +338,13 @@ async def test_what_follows_a_removal_is_done_once_nothing_of_it_runs(folder: Pa
     async with running(folder) as made:
         host = await made.use("a")
         made.fleet.become((made.fleet.hosts.get("b"),))
-        made.fleet.when_gone("a", note)
+        made.fleet.when_removed("a", note)
         await settle()
         assert not done
         made.fleet.release(host)
         await settle()
         assert done == ["gone"]
-        made.fleet.when_gone("a", note)  # it is gone already
+        made.fleet.when_removed("a", note)  # it is gone already
         await settle()
         assert done == ["gone", "gone"]
 
@@ -360,7 +359,7 @@ async def test_a_removed_models_files_stay_while_they_are_read(
         reading = fleet.fetch(fresh)
         await settle()
         fleet.become(fleet.hosts.all()[:-1])
-        fleet.when_gone("c", lambda: told(gone))
+        fleet.when_removed("c", lambda: told(gone))
         await settle()
         assert gone == []
         has_read.set()

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.fleet.memory_policy import Move, Residency, Stage
+from headrace.fleet.memory_policy import MemoryPolicy, Move, Stage
 
 SIZES = {"a": 3, "b": 4, "c": 5, "d": 20}
 MAX_MODELS, MAX_BYTES = 2, 9
@@ -22,7 +22,7 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = Residency[int](MAX_MODELS, MAX_BYTES)
+        self.policy = MemoryPolicy[int](MAX_MODELS, MAX_BYTES)
         self.tickets = itertools.count()
         for name, size in SIZES.items():
             self.policy.add(name, size)
@@ -36,10 +36,10 @@ class Histories(RuleBasedStateMachine):
         for _ in range(100):
             if (move := self.policy.next_move()) is None:
                 return
-            self.obey(move)
+            self.serve_other_servers(move)
         raise AssertionError("there is always another move")
 
-    def obey(self, move: Move[int]) -> None:
+    def serve_other_servers(self, move: Move[int]) -> None:
         match move.kind:
             case "load":
                 assert move.model not in self.there | {*self.loading, *self.leaving}
@@ -114,8 +114,8 @@ class Histories(RuleBasedStateMachine):
         self.act()
 
     @rule(name=NAMES)
-    def send_out(self, name: str) -> None:
-        self.policy.send_out(name)
+    def unload_when_idle(self, name: str) -> None:
+        self.policy.unload_when_idle(name)
         self.act()
 
     @precondition(lambda self: self.there)
@@ -168,7 +168,7 @@ TestHistories.settings = settings(
 )
 
 
-def moves(policy: Residency[int]) -> list[Move[int]]:
+def moves(policy: MemoryPolicy[int]) -> list[Move[int]]:
     found = []
     while (move := policy.next_move()) is not None:
         found.append(move)
@@ -176,7 +176,7 @@ def moves(policy: Residency[int]) -> list[Move[int]]:
 
 
 def test_later_requests_for_a_model_that_is_there_wait_behind_one_for_another() -> None:
-    policy = Residency[int](max_models=1)
+    policy = MemoryPolicy[int](max_models=1)
     policy.add("a", 1)
     policy.add("b", 1)
     first, second, third = range(3)
@@ -201,7 +201,7 @@ def test_later_requests_for_a_model_that_is_there_wait_behind_one_for_another() 
 
 
 def test_the_least_recently_used_idle_model_makes_room() -> None:
-    policy = Residency[int](max_models=2)
+    policy = MemoryPolicy[int](max_models=2)
     for name in "abc":
         policy.add(name, 1)
     for ticket, name in enumerate("abab"):
@@ -216,16 +216,16 @@ def test_the_least_recently_used_idle_model_makes_room() -> None:
 
 
 def test_a_model_that_is_to_go_is_gone_once_it_is_out_and_nobody_holds_it() -> None:
-    books = Residency[str]()
+    books = MemoryPolicy[str]()
     books.add("a", 1)
     books.ask("a", "early")
     assert books.next_move() == ("load", "a", None)
     books.loaded("a")
     assert books.next_move() == ("enter", "a", "early")
-    books.send_out("a")
+    books.unload_when_idle("a")
     books.ask("a", "late")
     assert books.next_move() is None and not books.is_gone("a")
-    assert books.send_away("a") == ["late"]
+    assert books.remove_tickets("a") == ["late"]
     books.release("a")
     assert books.next_move() == ("unload", "a", None)
     books.unloaded("a")
@@ -235,7 +235,7 @@ def test_a_model_that_is_to_go_is_gone_once_it_is_out_and_nobody_holds_it() -> N
 
 
 def test_a_model_in_memory_is_used_at_once_unless_it_leaves_or_somebody_waits() -> None:
-    policy = Residency[int](max_models=1)
+    policy = MemoryPolicy[int](max_models=1)
     policy.add("a", 1)
     policy.add("b", 1)
     policy.ask("a", 0)
@@ -245,5 +245,5 @@ def test_a_model_in_memory_is_used_at_once_unless_it_leaves_or_somebody_waits() 
     assert not policy.enter("a"), "the first request still waits"
     moves(policy)
     assert policy.enter("a")
-    policy.send_out("a")
+    policy.unload_when_idle("a")
     assert not policy.enter("a"), "it is to leave"

@@ -165,6 +165,17 @@ def test_a_model_that_was_read_before_is_not_checked_again_until_its_files_chang
             check_model(config)
 
 
+def test_a_model_is_checked_again_once_the_conversion_of_gguf_files_changes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(model=str(folder))
+    check_model(config)
+    monkeypatch.setattr(model_check.sys, "executable", "/nowhere")
+    monkeypatch.setattr(model_check, "conversion", lambda: b"another")
+    with pytest.raises(NotChecked):
+        check_model(config)
+
+
 def test_what_is_remembered_of_models_is_bounded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

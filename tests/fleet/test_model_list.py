@@ -10,8 +10,8 @@ import pytest
 
 from headrace.fleet import model_list
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_list import Desired, ModelSources, kept
-from headrace.fleet.pulls import KeptPull, Pulls
+from headrace.fleet.model_list import ModelChanges, ModelList, ModelSources, kept
+from headrace.fleet.pulls import Pulls, StoredPull
 from headrace.text.model_names import Models
 from headrace_common.config.settings import ModelConfig
 
@@ -22,7 +22,7 @@ class NoFleet:
     def __init__(self, config: ModelConfig | None = None) -> None:
         pass
 
-    def when_gone(self, name: str, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def when_removed(self, name: str, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.then = then()
 
     def become(self, hosts: object) -> None:
@@ -43,11 +43,11 @@ async def test_a_deleted_models_files_stay_if_a_model_of_the_flags_lies_among_th
     discarded: list[str] = []
     monkeypatch.setattr(model_list, "discard", discarded.append)
     kept = tmp_path / "pulled.json"
-    kept.write_bytes(msgspec.json.encode([KeptPull("owner/name:Q4_0", "stopped")]))
+    kept.write_bytes(msgspec.json.encode([StoredPull("owner/name:Q4_0", "stopped")]))
     configs = (ModelConfig(model=flag),)
     sources = ModelSources(configs, Pulls(kept), lambda: configs, None, False)
     fleet = NoFleet()
-    desired = Desired(sources, NoFleet, len, fleet)  # type: ignore[arg-type]
+    desired = ModelList(ModelChanges(sources, NoFleet, len), fleet)  # type: ignore[arg-type]
     await desired.delete("owner/name:Q4_0")
     await fleet.then
     assert discarded == removed
@@ -55,7 +55,7 @@ async def test_a_deleted_models_files_stay_if_a_model_of_the_flags_lies_among_th
 
 def test_a_pulled_model_has_the_flags_of_all_but_no_adapter_of_another(tmp_path: Path) -> None:
     kept = tmp_path / "pulled.json"
-    kept.write_bytes(msgspec.json.encode([KeptPull("owner/name", "here")]))
+    kept.write_bytes(msgspec.json.encode([StoredPull("owner/name", "here")]))
     configs = (ModelConfig(model="./base", threads=1, adapter=("sql=./sql",)),)
     pulled = ModelSources(configs, Pulls(kept), lambda: configs, None, False).all()[1]
     assert (pulled.threads, pulled.adapter) == (1, ())
@@ -66,7 +66,7 @@ async def test_of_documents_that_are_put_at_once_the_one_that_is_kept_is_served(
 ) -> None:
     file = tmp_path / "desired.json"
     sources = ModelSources((), Pulls(None), tuple, file, False)
-    desired = Desired(sources, NoFleet, len, NoFleet())  # type: ignore[arg-type]
+    desired = ModelList(ModelChanges(sources, NoFleet, len), NoFleet())  # type: ignore[arg-type]
     documents = [{"models": [{"model": f"{i} {j}"} for j in range(1 + i % 7)]} for i in range(40)]
     await asyncio.gather(*map(desired.put, documents))
     assert sources.configs == kept(file)

@@ -2,7 +2,13 @@
 
 from array import array
 
-from headrace.fleet.placement import Placed, Placement, PrefixRecord, Want, prefix_names
+from headrace.fleet.placement import (
+    Assignment,
+    Placement,
+    PlacementRequest,
+    PrefixRecord,
+    prefix_names,
+)
 from stress.simulator.placements import Simulation
 
 
@@ -13,8 +19,8 @@ def placement(num_replicas: int = 2, num_places: int = 2, num_blocks: int = 100)
     return made
 
 
-def want(num_places: int = 1, names: tuple[int, ...] = (), due: float = 0.0) -> Want:
-    return Want(num_places, len(names) + 1, names, due)
+def want(num_places: int = 1, names: tuple[int, ...] = (), due: float = 0.0) -> PlacementRequest:
+    return PlacementRequest(num_places, len(names) + 1, names, due)
 
 
 def all_moves(made: Placement) -> list[tuple[int, int]]:
@@ -100,11 +106,11 @@ def test_a_drained_replica_keeps_its_claims_and_takes_no_more() -> None:
 def test_a_long_shared_prefix_decides_and_a_short_one_only_between_equals() -> None:
     made = placement(num_places=4)
     made.ask(0, want(names=(1, 2, 3, 4)))
-    assert made.next() == Placed(0, 0, 0)
+    assert made.next() == Assignment(0, 0, 0)
     made.ask(1, want(names=(1, 2, 3, 4, 5)))
-    assert made.next() == Placed(1, 0, 4)
+    assert made.next() == Assignment(1, 0, 4)
     made.ask(2, want(names=(1, 7, 8, 9)))
-    assert made.next() == Placed(2, 1, 0)
+    assert made.next() == Assignment(2, 1, 0)
 
 
 def test_a_prefix_draws_nobody_to_a_replica_that_is_far_busier() -> None:
@@ -118,7 +124,7 @@ def test_a_replica_without_memory_for_the_prompt_is_the_last_choice() -> None:
     made = placement()
     made.set_free_blocks(0, 3)
     made.ask(0, want(names=(1, 2, 3, 4)))
-    assert made.next() == Placed(0, 1, 0)
+    assert made.next() == Assignment(0, 1, 0)
 
 
 def test_the_record_of_prefixes_forgets_tails_before_heads() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.fleet import kept_file, pulls
-from headrace.fleet.kept_file import keep_file
+from headrace.fleet import atomic_file, pulls
+from headrace.fleet.atomic_file import keep_file
 from headrace.fleet.pulls import Pull, Pulls
 from headrace_common.checkpoints.fetch import FetchFailed
 from tools.harness.eventually import settle
@@ -19,7 +19,7 @@ from tools.harness.eventually import settle
 
 @contextlib.asynccontextmanager
 async def running(made: Pulls) -> AsyncIterator[None]:
-    task = asyncio.create_task(made.run())
+    task = asyncio.create_task(made.run(lambda: None))
     await settle()
     async with asyncio.timeout(30):
         yield
@@ -43,7 +43,7 @@ async def test_a_download_that_was_stopped_and_begun_again_while_the_list_was_ke
         finally:
             running_now -= 1
 
-    monkeypatch.setattr(kept_file, "keep_file", keep_slowly)
+    monkeypatch.setattr(atomic_file, "keep_file", keep_slowly)
     monkeypatch.setattr(pulls, "_fetch", fetch)
     made = Pulls(tmp_path / "pulled.json")
     async with running(made):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from headrace.fleet.queue_eta import QueueEta, TokensAsked, Waiting, starts
+from headrace.fleet.queue_eta import QueueEta, TokenDemand, Waiting, starts
 from headrace_common.ids import SequenceId
 from headrace_common.messages import (
     Finished,
@@ -38,7 +38,7 @@ def test_while_nothing_is_measured_nothing_is_foretold() -> None:
     forecast, status = QueueEta(), msgspec.structs.replace(STATUS, queue=(SequenceId(1),))
     for _ in range(3):
         forecast.measure_pace(status, 0.0)
-        assert next(forecast.starts(status, 1, lambda _: TokensAsked(5, 8))).in_s is None
+        assert next(forecast.starts(status, 1, lambda _: TokenDemand(5, 8))).in_s is None
         forecast.hear(Outputs(started=(Started(SequenceId(0), 5, 0),)))
         forecast.hear(Outputs(tokens=(NewToken(SequenceId(0), 1),)))
 
@@ -109,8 +109,8 @@ class Server:
             if start.in_s is not None:
                 self._told.setdefault(number, (now, start.in_s))
 
-    def _asked(self, number: SequenceId) -> TokensAsked:
-        return TokensAsked(NUM_PROMPT, self._limit(self._lengths[number]))
+    def _asked(self, number: SequenceId) -> TokenDemand:
+        return TokenDemand(NUM_PROMPT, self._limit(self._lengths[number]))
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ def replicas(*taken: int) -> list[Replica]:
 
 def test_one_more_starts_once_requests_have_been_in_line_for_a_second() -> None:
     count, one = ReplicaCount(1, 2), replicas(2)
-    asked = [count.needs_more(now, one, has_line=True) for now in (5.0, 5.9, 6.0, 6.1)]
+    asked = [count.needs_more(now, one, has_queue=True) for now in (5.0, 5.9, 6.0, 6.1)]
     assert asked == [False, False, True, False]  # the last begins to count anew
 
 
 def test_a_line_that_was_empty_meanwhile_counts_anew() -> None:
     count, one = ReplicaCount(1, 2), replicas(2)
     lines = [(0.0, True), (0.5, False), (1.0, True), (1.9, True), (2.0, True)]
-    asked = [count.needs_more(now, one, has_line) for now, has_line in lines]
+    asked = [count.needs_more(now, one, has_queue) for now, has_queue in lines]
     assert asked == [False, False, False, False, True]
 
 
@@ -35,15 +35,15 @@ def test_no_more_start_than_may_nor_while_one_is_still_loading() -> None:
     one = replicas(2)
     two = [*one, Replica(1, FakeEngine())]
     for now in (0.0, 1.0, 2.0):
-        assert not full.needs_more(now, one, has_line=True)
-        assert not loading.needs_more(now, two, has_line=True)
+        assert not full.needs_more(now, one, has_queue=True)
+        assert not loading.needs_more(now, two, has_queue=True)
 
 
 def test_too_few_are_filled_up_at_once_but_not_soon_after_one_was_given_up() -> None:
     count = ReplicaCount(2, 2)
-    assert count.needs_more(0.0, replicas(0), has_line=False)
+    assert count.needs_more(0.0, replicas(0), has_queue=False)
     count.give_up(1.0)
-    asked = [count.needs_more(now, replicas(0), has_line=False) for now in (1.0, 30.9, 31.0)]
+    asked = [count.needs_more(now, replicas(0), has_queue=False) for now in (1.0, 30.9, 31.0)]
     assert asked == [False, False, True]
 
 

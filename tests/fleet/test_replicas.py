@@ -20,7 +20,7 @@ from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.events import Error, Heartbeat, Tokens
 from headrace.streams.stores.memory import MemoryStore
-from headrace.workers.pool import ThreadWork
+from headrace.workers.pool import ThreadJobRunner
 from headrace_common.config.settings import ModelConfig, ServerConfig
 from headrace_common.ids import SequenceId, StreamId
 from headrace_common.messages import Cancel, FinishReason, NewSequence, Outputs, Status, Submit
@@ -149,15 +149,16 @@ async def test_only_the_last_engine_that_is_given_up_ends_the_model() -> None:
         await made.replicas.close()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
 async def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr(replica, "_GROW_AFTER_S", 0.05)
-
-    async def until(condition: Callable[[], bool]) -> None:
-        while not condition():
-            await asyncio.sleep(0.01)
 
     async with asyncio.timeout(LIMIT_S):
         made = Scene(fewest=1, most=2, idle_s=0.1)
@@ -179,10 +180,6 @@ async def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.01)
-
-    async def until(condition: Callable[[], bool]) -> None:
-        while not condition():
-            await asyncio.sleep(0.01)
 
     def numbers(made: Scene) -> list[int]:
         return [it.number for it in made.replicas.all()]
@@ -226,7 +223,7 @@ async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngi
     model = ModelConfig(model=str(folder), served_model_name=("tiny",))
     served, metrics = ServedModel(model), Metrics()
     host = ModelHost(model, lambda _: Replicas(start_one, 2, 2), metrics, served)
-    work = ThreadWork(Jobs(served))
+    work = ThreadJobRunner(Jobs(served))
     generation = Generation(ServerConfig(models=(model,)), (host,), MemoryStore(), work, metrics)
     task = asyncio.create_task(generation.run())
     await settle()

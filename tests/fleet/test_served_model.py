@@ -1,14 +1,17 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.model_checks import admit
+from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
-from headrace_common.jobs import Encoded
 from headrace_common.request import Chat, Prompt, Request, Text
 from headrace_common.sampling import Sampling
-from tests.gateway.builders import FakeModel
+from headrace_common.worker_jobs import Encoded
+from tests.gateway.builders import READY, FakeModel
 
 
 class NoTokens:
@@ -26,3 +29,28 @@ def test_an_empty_prompt_is_named_by_its_kind_whatever_the_route(
     with pytest.raises(RequestError) as refused:
         asyncio.run(admit(NoTokens(), FakeModel(), request, b""))  # type: ignore[arg-type]
     assert (refused.value.code, refused.value.param) == ("empty_prompt", param)
+
+
+OWN = "headrace-mini reads at most 4,096 tokens; --max-model-len 131072 has no effect"
+MEMORY = (
+    "headrace-mini has memory for 3,072 tokens, but --max-model-len is 4096; "
+    "raise --kv-cache-memory-bytes"
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "longest", "notes"),
+    [
+        (None, 4096, []),
+        (2048, 2048, []),
+        (4096, 4096, []),
+        (131072, 4096, [OWN]),
+        (4096, 3072, [MEMORY]),
+    ],
+)
+def test_a_context_that_is_shorter_than_asked_is_reported(
+    asked: int | None, longest: int, notes: list[str]
+) -> None:
+    model = ServedModel(ModelConfig(model="headrace-mini", max_model_len=asked))
+    model.came_up(msgspec.structs.replace(READY, max_model_len=longest))
+    assert model.load_notes == notes

@@ -11,22 +11,27 @@ from typing import Any, ClassVar
 
 import msgspec
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 
+from headrace.batches.folder import temporary_batch_store
+from headrace.batches.store import BatchStore
 from headrace.engines.client import EngineUp
 from headrace.fleet.engine_life import EngineLife
-from headrace.fleet.load_watch import LoadWatch
-from headrace.fleet.model_list import Desired, ModelSources
+from headrace.fleet.engine_users import EngineUsers
+from headrace.fleet.load_progress import LoadProgressWatch
+from headrace.fleet.model_list import ModelChanges, ModelList, ModelSources
 from headrace.fleet.pulls import Pull, Pulls
 from headrace.fleet.roster import Roster
-from headrace.fleet.tenants import Tenants
-from headrace.generation.adapters import AdapterDesk
+from headrace.gateway.auth import Auth
+from headrace.generation.adapters import AdapterService
 from headrace.generation.readers import ReaderPause
 from headrace.generation.registry import FinishedStream
 from headrace.generation.vectors import Check, Vectors
 from headrace.metrics.metrics import Metrics
 from headrace.protocols import requests
-from headrace.protocols.dialect import dialect_of
+from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.worker import Jobs
+from headrace.server import build_gateway
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -40,24 +45,24 @@ from headrace.streams.events import (
 from headrace.streams.log import MemoryLog, follow
 from headrace.streams.record import Names, Record
 from headrace.streams.stores.memory import MemoryStore
-from headrace.streams.tally import Tally
+from headrace.streams.usage import UsageCounter
 from headrace.text.encoder import Encoder
 from headrace.text.infill import InfillMarks
 from headrace.text.model_names import Models
-from headrace.workers.pool import ThreadWork
+from headrace.workers.pool import ThreadJobRunner
 from headrace_common.checkpoints.find import find_model
-from headrace_common.checkpoints.sentences import SentenceSpec
+from headrace_common.checkpoints.sentence_transformers import SentenceSpec
 from headrace_common.checkpoints.spec import Defaults
-from headrace_common.config.settings import ModelConfig
+from headrace_common.config.settings import ModelConfig, ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
-from headrace_common.jobs import CheckedBody, EncodePairs, EncodePrompts
 from headrace_common.layout import MemoryLayout
 from headrace_common.messages import Ready
 from headrace_common.pieces import REASONING, ChannelPiece
 from headrace_common.request import Chat, Prompt, Request, ResponseOptions, Text
 from headrace_common.sampling import Sampling
 from headrace_common.vector_request import VectorRequest
+from headrace_common.worker_jobs import CheckedBody, EncodePairs, EncodePrompts
 
 _NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats(-1e308, 1e308)
 JSON = st.recursive(
@@ -67,6 +72,7 @@ JSON = st.recursive(
 )
 """Any value a strict body can hold."""
 
+CONFIG = ServerConfig()
 STREAM_ID = "chatcmpl-0123456789abcdef0123456789abcdef"
 READY = Ready(
     lane="native-text",
@@ -95,6 +101,7 @@ SPEC = SimpleNamespace(
 class Letters:
     """Each byte is a token; enough of a tokenizer for the small routes."""
 
+    vocab_size = 256
     bos_token, eos_token = "<s>", "</s>"
     special_tokens: ClassVar[dict[str, str]] = {"bos_token": bos_token, "eos_token": eos_token}
     infill_marks: InfillMarks | None = None
@@ -277,8 +284,8 @@ class FakeHost:
         self.root, self.num_bytes = model.root, 4000
         self.is_here = True
         self.metrics = metrics
-        self.loading = LoadWatch()
-        self.engine = EngineLife(Tenants(self.loading), self.loading, metrics.engine)
+        self.loading = LoadProgressWatch()
+        self.engine = EngineLife(EngineUsers(self.loading), self.loading, metrics.engine)
         self.engine.state, self.engine.num_starts = "ok", 1
         self.engine.up = EngineUp(model.ready, pid=4711) if model.ready else None
         self.streams: list[Any] = []
@@ -350,14 +357,14 @@ class FakeGeneration:
         self.queues = FakeQueues(self)
         configs = (ModelConfig(),)
         sources = ModelSources(configs, NoPulls(None), lambda: configs, None, True)
-        self.desired = Desired(sources, FakeHost, len, self.fleet)  # type: ignore[arg-type]
+        self.desired = ModelList(ModelChanges(sources, FakeHost, len), self.fleet)  # type: ignore[arg-type]
         self.script = script
         self.refusal: RequestError | None = None
         self.requests: list[Request] = []
-        self.work = ThreadWork(Jobs(self.fleet.hosts.first.model))  # type: ignore[arg-type]
+        self.work = ThreadJobRunner(Jobs(self.fleet.hosts.first.model))  # type: ignore[arg-type]
         self.streams: NoStreams = NoStreams()
         self.vectors = FakeVectors(self)
-        self.adapters = AdapterDesk(self.fleet, self.streams)  # type: ignore[arg-type]
+        self.adapters = AdapterService(self.fleet, self.streams, lambda: None)  # type: ignore[arg-type]
 
     def streams_of(self, host: FakeHost) -> list[Any]:
         return host.streams
@@ -376,6 +383,14 @@ class FakeGeneration:
         return stream
 
 
+def app_of(
+    generation: Any, config: ServerConfig = CONFIG, shelf: BatchStore | None = None
+) -> Starlette:
+    """The routes over a generation; files and batches end with the process if no shelf is given."""
+    shelf = shelf or temporary_batch_store()
+    return build_gateway(generation, config, shelf, Auth(config.http)).app
+
+
 def make_request(route: str = "/v1/chat/completions", **changes: Any) -> Request:
     sampling = Sampling(seed=7, num_logprobs=changes.pop("num_logprobs", None))
     options = ResponseOptions(**({"heartbeat": True} | changes.pop("response_options", {})))
@@ -386,7 +401,9 @@ def make_request(route: str = "/v1/chat/completions", **changes: Any) -> Request
     return msgspec.structs.replace(request, **changes)
 
 
-def parsed(schema: ModuleType, body: dict[str, Any], model: FakeModel | None = None) -> Request:
+def parsed(
+    schema: ModuleType | Dialect, body: dict[str, Any], model: FakeModel | None = None
+) -> Request:
     """The request that a body makes, with its prompts."""
     body_checked = requests.pack(schema, schema.read(body))
     request = requests.to_request(schema, body_checked, model or FakeModel())  # type: ignore[arg-type]
@@ -472,7 +489,7 @@ def log_of(record: Record, *events: AnyEvent) -> list[AnyEvent]:
     made = [accepted(record), *numbered(events, 1)]
     if made and isinstance(made[-1], Error):
         return made
-    tally = Tally()
+    tally = UsageCounter()
     for event in made:
         tally.feed(event)
     by_choice = {e.choice: e.end for e in made if isinstance(e, Tokens) and e.end}

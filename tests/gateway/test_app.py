@@ -5,13 +5,12 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.gateway.app import create_app
 from headrace.streams.events import Finish, Timings, Usage
 from headrace.streams.log import LogGone
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.messages import Loading
-from tests.gateway.builders import FakeGeneration, FakeModel, ended, tokens
+from tests.gateway.builders import FakeGeneration, FakeModel, app_of, ended, tokens
 
 FINISH = Finish(seq=0, at_ms=0, ends=(ended().end,), usage=Usage(2, 1), timings=Timings())
 HI = (tokens("Hi", 5), ended(), FINISH)
@@ -20,7 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 def client_of(generation: FakeGeneration | None = None, **http: Any) -> TestClient:
     config = ServerConfig(http=HttpConfig(**http))
-    app = create_app(generation or FakeGeneration(*HI), config)  # type: ignore[arg-type]
+    app = app_of(generation or FakeGeneration(*HI), config)
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
 
@@ -93,7 +92,7 @@ def test_a_query_of_too_many_fields_is_refused_before_it_is_parsed() -> None:
     assert client.get("/v1/models?" + "&" * 99).status_code == 200
     refused = client.get("/v1/models?" + "&" * 100)
     assert error_of(refused) == (400, "invalid_value")
-    assert "101 fields; the limit is 100" in refused.json()["error"]["message"]
+    assert "101 fields; the limit is 100. Send fewer." in refused.json()["error"]["message"]
 
 
 def test_a_405_names_what_is_allowed() -> None:

@@ -5,7 +5,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from headrace.gateway.auth import Auth
-from headrace.workers.job_line import OWNER
+from headrace.workers.job_queue import OWNER
 from headrace_common.config.settings import HttpConfig
 from headrace_common.errors import ConfigError, RequestError
 from headrace_common.log_context import KEY_NAME

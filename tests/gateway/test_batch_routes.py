@@ -7,15 +7,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace.batches import answers, batches
-from headrace.batches.answers import LineAnswers, LineAsked
-from headrace.batches.folder import folder_shelf
+from headrace.batches.answers import LineAnswers, LineRequest
+from headrace.batches.folder import folder_batch_store
 from headrace.batches.lines import PIECE
 from headrace.batches.records import FileRecord
-from headrace.gateway.app import create_app
 from headrace.gateway.file_routes import content_of
 from headrace.intake.intake import Intake
 from headrace_common.config.settings import HttpConfig, ServerConfig
-from tests.gateway.builders import FakeGeneration
+from tests.gateway.builders import FakeGeneration, app_of
 from tests.gateway.test_http_server import served
 
 CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))
@@ -25,7 +24,7 @@ PARAMS = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content"
 def test_the_requests_of_a_refused_message_batch_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = create_app(FakeGeneration(), CONFIG, shelf=folder_shelf(tmp_path))  # type: ignore[arg-type]
+    app = app_of(FakeGeneration(), CONFIG, shelf=folder_batch_store(tmp_path))
     client = TestClient(app)
     asked = {"requests": [{"custom_id": "a", "params": PARAMS}]}
     monkeypatch.setattr(batches, "MAX_OPEN", 0)
@@ -44,7 +43,7 @@ async def test_an_answer_too_large_to_keep_is_an_error_of_its_line(
     intake = Intake(generation, CONFIG)  # type: ignore[arg-type]
     of_lines = LineAnswers(generation, intake)  # type: ignore[arg-type]
     line = {"custom_id": "a", "body": {"model": "headrace-mini", "input": ["Hi"] * 9}}
-    asked = LineAsked("/v1/embeddings", "ann", "batch:1", json.dumps(line).encode())
+    asked = LineRequest("/v1/embeddings", "ann", "batch:1", json.dumps(line).encode())
     whole = await of_lines.answer(asked)
     assert whole.status == 200
     monkeypatch.setattr(answers, "MAX_ANSWER_BYTES", len(whole.body) - 1)
@@ -57,7 +56,7 @@ async def test_an_answer_too_large_to_keep_is_an_error_of_its_line(
     "names", [[str(number) for number in range(17)], ["a" * 600, "b" * 600], ["c" * 1025]]
 )
 def test_the_names_of_a_forms_fields_are_bounded_too(tmp_path: Path, names: list[str]) -> None:
-    app = create_app(FakeGeneration(), CONFIG, shelf=folder_shelf(tmp_path))  # type: ignore[arg-type]
+    app = app_of(FakeGeneration(), CONFIG, shelf=folder_batch_store(tmp_path))
     client = TestClient(app)
     file = {"file": ("a.jsonl", b"{}\n")}
     few = {"purpose": "batch", "a": "", "b": ""}
@@ -71,7 +70,7 @@ async def test_a_file_deleted_as_it_is_read_does_not_seem_whole(
     tmp_path: Path, is_deleted: bool
 ) -> None:
     whole = b"x" * (PIECE + 9)
-    blobs = folder_shelf(tmp_path).blobs
+    blobs = folder_batch_store(tmp_path).blobs
     await blobs.append("file-a", whole)
     read = blobs.read
 

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.gateway.app import create_app
 from headrace_common.config.settings import HttpConfig, ServerConfig
-from tests.gateway.builders import FakeGeneration
+from tests.gateway.builders import FakeGeneration, app_of
 
 PAGE = {"origin": "https://app.example"}
 PREFLIGHT = PAGE | {
@@ -18,7 +17,7 @@ PREFLIGHT = PAGE | {
 
 def client_of(*origins: str, **http: Any) -> TestClient:
     config = ServerConfig(http=HttpConfig(allowed_origins=origins, **http))
-    return TestClient(create_app(FakeGeneration(), config), base_url="http://localhost")  # type: ignore[arg-type]
+    return TestClient(app_of(FakeGeneration(), config), base_url="http://localhost")
 
 
 def test_a_preflight_is_answered_before_the_key() -> None:

@@ -8,11 +8,11 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from headrace.gateway import durable_routes
-from headrace.gateway.app import create_app
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import (
     FakeGeneration,
     OneStream,
+    app_of,
     ended,
     ended_stream,
     log_of,
@@ -33,14 +33,14 @@ class Expired(OneStream):
         return None
 
 
-def app_of(registry: type[OneStream] = OneStream) -> Starlette:
+def app(registry: type[OneStream] = OneStream) -> Starlette:
     generation = FakeGeneration(*log_of(RECORD, tokens(TEXT, 5), ended())[1:])
     generation.streams = registry(ended_stream(RECORD, tokens(TEXT, 5), ended()))
-    return create_app(generation, ServerConfig(http=HttpConfig()))  # type: ignore[arg-type]
+    return app_of(generation, ServerConfig(http=HttpConfig()))
 
 
 def get(headers: dict[str, str] | None = None, method: str = "GET", **query: str) -> Any:
-    client = TestClient(app_of(), base_url="http://localhost", raise_server_exceptions=False)
+    client = TestClient(app(), base_url="http://localhost", raise_server_exceptions=False)
     return client.request(method, URL, params=query, headers=headers)
 
 
@@ -130,6 +130,6 @@ def test_a_cursor_is_never_that_of_the_client() -> None:
 
 
 def test_who_was_further_hears_that_the_stream_is_gone() -> None:
-    client = TestClient(app_of(Expired), base_url="http://localhost")
+    client = TestClient(app(Expired), base_url="http://localhost")
     assert client.get(URL).status_code == 404
     assert client.get(URL, params={"offset": END}).status_code == 410

@@ -7,12 +7,11 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.batches.folder import folder_shelf
+from headrace.batches.folder import folder_batch_store
 from headrace.gateway import file_routes
-from headrace.gateway.app import create_app
 from headrace.gateway.multipart import STEP_BYTES
 from headrace_common.config.settings import BatchConfig, HttpConfig, ServerConfig
-from tests.gateway.builders import FakeGeneration
+from tests.gateway.builders import FakeGeneration, app_of
 
 CONFIG = ServerConfig(
     http=HttpConfig(allowed_host=("testserver",)), batches=BatchConfig(max_file_bytes=1000)
@@ -25,7 +24,7 @@ EMPTY = b"\r\n" * 20_000
 
 @pytest.fixture
 def client(tmp_path: Path) -> TestClient:
-    app = create_app(FakeGeneration(), CONFIG, shelf=folder_shelf(tmp_path))  # type: ignore[arg-type]
+    app = app_of(FakeGeneration(), CONFIG, shelf=folder_batch_store(tmp_path))
     return TestClient(app)
 
 
@@ -69,7 +68,7 @@ def test_a_form_that_says_it_is_too_large_is_refused_before_it_is_read(client: T
     ("form", "why"),
     [
         (PURPOSE + FILE, "last boundary"),
-        (PURPOSE + FILE + FILE + b"--b--", "two were sent"),
+        (PURPOSE + FILE + FILE + b"--b--", "two files"),
         (PURPOSE.replace(b"batch", b"") * 1000, "17 parts"),
         (FILE + b"--b--", "purpose"),
         (PURPOSE + b"--b--", "file"),

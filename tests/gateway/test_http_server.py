@@ -15,11 +15,10 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from headrace.gateway import http_server
-from headrace.gateway.app import create_app
 from headrace.gateway.delivery import while_connected
-from headrace.gateway.http_server import DESCRIPTORS_BESIDE, Bounds, HttpServer
+from headrace.gateway.http_server import OTHER_DESCRIPTORS, Bounds, HttpServer
 from headrace_common.config.settings import HttpConfig, ServerConfig
-from tests.gateway.builders import FakeGeneration, FakeStream, tokens
+from tests.gateway.builders import FakeGeneration, FakeStream, app_of, tokens
 
 POST = b"POST /wait HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n{}"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -134,7 +133,7 @@ async def test_a_client_that_sends_too_far_ahead_is_answered_and_cut(too_much: b
 
 async def test_a_client_whose_upload_is_too_large_reads_why() -> None:
     config = ServerConfig(http=HttpConfig(max_body_bytes=1000))
-    async with served(create_app(FakeGeneration(), config)) as (_, reader, writer):  # type: ignore[arg-type]
+    async with served(app_of(FakeGeneration(), config)) as (_, reader, writer):
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
         writer.write(b"Content-Type: application/json\r\nContent-Length: 500000\r\n\r\n")
         assert b" 413 " in await reader.readuntil(b"\r\n\r\n")
@@ -262,7 +261,7 @@ async def test_beyond_the_bound_the_connection_that_asks_for_nothing_is_cut() ->
 
 
 async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "TAKES_NOTHING_S", 0.2)
+    monkeypatch.setattr(http_server, "STALLED_S", 0.2)
     async with served(Paths()) as (app, _, writer):
         writer.write(STREAM)
         assert await app.left.get() == "/stream"  # it never read
@@ -276,9 +275,9 @@ async def test_a_reader_that_takes_nothing_is_a_reader_that_left(
             self.opened = await super().open(*given, **named)
             return self.opened
 
-    monkeypatch.setattr(http_server, "TAKES_NOTHING_S", 0.2)
+    monkeypatch.setattr(http_server, "STALLED_S", 0.2)
     generation = Kept(*(tokens(10_000 * "a", 5) for _ in range(6000)))  # more than sockets hold
-    async with served(create_app(generation, ServerConfig())) as (_, reader, writer):  # type: ignore[arg-type]
+    async with served(app_of(generation, ServerConfig())) as (_, reader, writer):
         body = b'{"prompt": "a", "stream": true}'
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
         writer.write(b"Content-Type: application/json\r\nContent-Length: 31\r\n\r\n" + body)
@@ -298,7 +297,7 @@ def test_a_client_that_takes_a_little_is_not_cut(monkeypatch: pytest.MonkeyPatch
         get_write_buffer_size=lambda: sizes.pop(0), abort=lambda: cuts.append(len(sizes))
     )
     monkeypatch.setattr(http_server, "Countdown", lambda _, call: due.append(call))
-    connection._watch_taking(1000)
+    connection._watch_reading(1000)
     while due:
         due.pop()()
     assert cuts == [0]  # at the third look, by which nothing more was taken
@@ -306,7 +305,7 @@ def test_a_client_that_takes_a_little_is_not_cut(monkeypatch: pytest.MonkeyPatch
 
 def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
     said = "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
-    for hard, taken in ((500, 500), (10_000, 1000 + DESCRIPTORS_BESIDE)):
+    for hard, taken in ((500, 500), (10_000, 1000 + OTHER_DESCRIPTORS)):
         lower = f"resource.setrlimit(resource.RLIMIT_NOFILE, (300, {hard}))"
         code = f"import resource; {lower}; "
         code += "from headrace.gateway import http_server; "

@@ -7,8 +7,8 @@ from headrace.fleet.served_model import ServedModel
 from headrace.gateway.introductions import introduction
 
 
-def of(root: str, num_parameters: int | None) -> dict[str, Any]:
-    model = SimpleNamespace(root=root, num_parameters=num_parameters)
+def of(root: str, num_parameters: int | None, task: str = "generate") -> dict[str, Any]:
+    model = SimpleNamespace(root=root, num_parameters=num_parameters, tasks=(task,))
     return introduction(cast(ServedModel, model))
 
 
@@ -20,6 +20,11 @@ def test_small_models_have_prompts_of_their_own() -> None:
     assert "Hello! How are you?" in [
         it["prompt"] for it in of("smollm2", 134_515_008)["suggestions"]
     ]
+
+
+def test_an_embedding_model_has_no_prompts() -> None:
+    told = of("some/embedding", 600_000_000, "embed")
+    assert told["suggestions"] == [] and "cannot write answers" in told["description"]
 
 
 def test_nothing_is_said_of_large_models_or_of_those_of_unknown_size() -> None:

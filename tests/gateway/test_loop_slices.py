@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 from starlette.applications import Starlette
 
-from headrace.gateway.app import create_app
 from headrace.protocols.dialect import WireFrames
 from headrace.streams.events import AnyEvent
-from headrace.workers.job_line import OWNER
+from headrace.workers.job_queue import OWNER
 from headrace.workers.loop_slices import SLICE_S, slice_of_loop
 from headrace_common.config.settings import ServerConfig
 from tests.gateway.builders import (
     FakeGeneration,
     OneStream,
+    app_of,
     ended,
     ended_stream,
     make_record,
@@ -54,7 +54,7 @@ def rendered() -> Iterator[Rendered]:
 def app_of_long_log() -> Starlette:
     generation = FakeGeneration()
     generation.streams = OneStream(ended_stream(RECORD, *[tokens("Hi", 5)] * 1000, ended()))
-    return create_app(generation, ServerConfig())  # type: ignore[arg-type]
+    return app_of(generation, ServerConfig())
 
 
 def ask(app: Starlette, path: str, query: str, left: asyncio.Event) -> asyncio.Task[Messages]:

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.gateway.app import create_app
 from headrace.streams.record import Names, Record
 from headrace_common.config.settings import HttpConfig, ServerConfig, StreamConfig
 from headrace_common.errors import RequestError
@@ -15,6 +14,7 @@ from headrace_common.pieces import REASONING, TOOL
 from tests.gateway.builders import (
     FakeGeneration,
     OneStream,
+    app_of,
     ended,
     ended_stream,
     error,
@@ -42,7 +42,7 @@ SAID = (
 
 def client_of(generation: FakeGeneration | None = None, *keys: str) -> TestClient:
     config = ServerConfig(http=HttpConfig(api_key=keys))
-    app = create_app(generation or FakeGeneration(*SAID), config)  # type: ignore[arg-type]
+    app = app_of(generation or FakeGeneration(*SAID), config)
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
 
@@ -180,7 +180,7 @@ def test_a_text_that_a_client_inserts_is_left_out_and_told_once(
     streams = StreamConfig(inserted_texts="keep" if keeps else "leave-out")
     generation = FakeGeneration()
     generation.refusal = RequestError("server_overloaded", "It is full.")
-    app = create_app(generation, ServerConfig(streams=streams))  # type: ignore[arg-type]
+    app = app_of(generation, ServerConfig(streams=streams))
     client, agent = TestClient(app, base_url="http://localhost"), {"user-agent": "claude-cli/2"}
     left = "<total_tokens>9 tokens left</total_tokens>"
     with caplog.at_level("INFO"):

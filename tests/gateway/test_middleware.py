@@ -3,10 +3,9 @@
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.gateway.app import create_app
 from headrace.gateway.middleware import canonical
 from headrace_common.config.settings import HttpConfig, ServerConfig
-from tests.gateway.builders import FakeGeneration
+from tests.gateway.builders import FakeGeneration, app_of
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ def test_a_path_is_read_as_its_client_means_it(path: str, expected: str) -> None
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 def test_a_base_url_may_end_in_a_slash_or_lack_v1(prefix: str) -> None:
     config = ServerConfig(http=HttpConfig(api_prefix=prefix))
-    client = TestClient(create_app(FakeGeneration(), config), base_url="http://localhost")  # type: ignore[arg-type]
+    client = TestClient(app_of(FakeGeneration(), config), base_url="http://localhost")
     assert client.get(f"http://localhost{prefix}//v1/models/").status_code == 200
     for path in ("/messages", "/messages/count_tokens", "/responses/", "//embeddings"):
         answer = client.post(f"http://localhost{prefix}{path}", json={})

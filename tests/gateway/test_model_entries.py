@@ -6,9 +6,8 @@ import pytest
 from msgspec.structs import replace
 from starlette.testclient import TestClient
 
-from headrace.gateway.app import create_app
 from headrace_common.config.settings import HttpConfig, ServerConfig
-from tests.gateway.builders import READY, FakeGeneration, FakeModel
+from tests.gateway.builders import READY, FakeGeneration, FakeModel, app_of
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 NAMES = ["headrace-mini", "org/other"]
@@ -24,7 +23,7 @@ CODEX_NEEDS = {
 
 def client_of(generation: FakeGeneration | None = None, **http: Any) -> TestClient:
     config = ServerConfig(http=HttpConfig(**http))
-    app = create_app(generation or FakeGeneration(), config)  # type: ignore[arg-type]
+    app = app_of(generation or FakeGeneration(), config)
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
 

@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.batches.folder import folder_shelf
-from headrace.gateway.app import create_app
+from headrace.batches.folder import folder_batch_store
 from headrace.gateway.routes import ROUTES
 from headrace.intake.intake import Intake
 from headrace.protocols.worker import Jobs
 from headrace.protocols.worker_model import WorkerModel
 from headrace.text.model_names import Models
-from headrace.workers.job_line import Body
+from headrace.workers.job_queue import Body
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
-from headrace_common.jobs import Job, NameModels, ReadBatch, ReadModelName, ReadNames
-from tests.gateway.builders import FakeGeneration
+from headrace_common.worker_jobs import Job, NameModels, ReadBatch, ReadModelName, ReadNames
+from tests.gateway.builders import FakeGeneration, app_of
 
 CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -76,7 +75,7 @@ def test_no_route_hands_a_worker_a_model_that_was_not_read(tmp_path: Path, path:
         return await do(job, body)
 
     fleet.read, generation.work = fail, SimpleNamespace(do=note)
-    app = create_app(generation, CONFIG, shelf=folder_shelf(tmp_path))  # type: ignore[arg-type]
+    app = app_of(generation, CONFIG, shelf=folder_batch_store(tmp_path))
     answer = TestClient(app).post(path, json=REQUESTS if path.endswith("/batches") else NAMED)
     assert all(isinstance(job, READ_NO_MODEL) for job in jobs), jobs
     if num_read:

@@ -1,4 +1,4 @@
-"""Streams by event: cursors to the last frame, and whatever else stands in a query or a header."""
+"""Streams by event: cursors to the last frame, and other values of queries and headers."""
 
 import asyncio
 from typing import Any
@@ -11,11 +11,11 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from headrace.gateway import native_routes
-from headrace.gateway.app import create_app
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import (
     FakeGeneration,
     OneStream,
+    app_of,
     ended,
     ended_stream,
     log_of,
@@ -30,14 +30,14 @@ EVENTS = f"/v1/streams/{RECORD.id}/events"
 JSON_PAGE = {"accept": "application/json"}
 
 
-def app_of(*keys: str) -> Starlette:
+def app(*keys: str) -> Starlette:
     generation = FakeGeneration(*log_of(RECORD, tokens("Hi", 5), ended())[1:])
     generation.streams = OneStream(ended_stream(RECORD, tokens("Hi", 5), ended()))
-    return create_app(generation, ServerConfig(http=HttpConfig(api_key=keys)))  # type: ignore[arg-type]
+    return app_of(generation, ServerConfig(http=HttpConfig(api_key=keys)))
 
 
 def get(path: str, headers: dict[str, str] | None = None, **query: str) -> Any:
-    client = TestClient(app_of(), base_url="http://localhost", raise_server_exceptions=False)
+    client = TestClient(app(), base_url="http://localhost", raise_server_exceptions=False)
     return client.get(path, params=query, headers=headers)
 
 
@@ -158,4 +158,4 @@ def test_no_query_and_no_header_is_a_failure_of_the_server(
     line = "&".join(f"{name}={quote(value)}" for name, value in query.items()).encode()
     given = {"x-api-key": b"k", "host": b"localhost", "content-type": b"application/json"} | raw
     headers = [(name.encode(), value) for name, value in given.items()]
-    assert asyncio.run(status_of(app_of(*keys), route, line, headers)) < 500
+    assert asyncio.run(status_of(app(*keys), route, line, headers)) < 500

@@ -4,12 +4,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace import __version__
-from headrace.gateway.app import create_app
 from headrace_common.config.settings import HttpConfig, ServerConfig
-from tests.gateway.builders import FakeGeneration
+from tests.gateway.builders import FakeGeneration, app_of
 
 CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))
-CLIENT = TestClient(create_app(FakeGeneration(), CONFIG))  # type: ignore[arg-type]
+CLIENT = TestClient(app_of(FakeGeneration(), CONFIG))
 
 
 def test_an_unknown_route_below_api_names_what_there_is() -> None:
@@ -32,7 +31,7 @@ def test_models_are_listed_by_every_name_and_shown_by_one() -> None:
     for named in ({"name": entry["name"]}, {"model": entry["name"] + ":latest"}):
         assert CLIENT.post("/api/show", json=named).json() == shown
     refused = CLIENT.post("/api/show", json={"model": "nope"})
-    assert refused.status_code == 404 and "No model 'nope'" in refused.json()["error"]
+    assert refused.status_code == 404 and "Model 'nope' was not found" in refused.json()["error"]
 
 
 def test_the_only_model_of_a_server_stays_and_the_answer_says_so() -> None:

@@ -14,18 +14,17 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
-from headrace.gateway.app import create_app
 from headrace.gateway.openapi import document
 from headrace.gateway.routes import ROUTES
 from headrace.streams.events import Finish, Timings, Usage
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.errors import KINDS
-from tests.gateway.builders import FakeGeneration, ended, tokens
+from tests.gateway.builders import FakeGeneration, app_of, ended, tokens
 
 FINISH = Finish(seq=0, at_ms=0, ends=(ended().end,), usage=Usage(2, 1), timings=Timings())
 GENERATION = FakeGeneration(tokens("Hi", 5), ended(), FINISH)
 CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))
-APP = create_app(GENERATION, CONFIG)  # type: ignore[arg-type]
+APP = app_of(GENERATION, CONFIG)
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

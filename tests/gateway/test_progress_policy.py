@@ -1,4 +1,4 @@
-"""Who is told progress unasked: the request's own word, then key and User-Agent, then the model."""
+"""Progress that nobody asked for: set by key, User-Agent or model; the request decides first."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,10 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.gateway.app import create_app
 from headrace_common.config.settings import HttpConfig, ServerConfig, StreamConfig
 from headrace_common.config.sources import load
 from headrace_common.errors import ConfigError
-from tests.gateway.builders import FakeGeneration, ended
+from tests.gateway.builders import FakeGeneration, app_of, ended
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 RULES = ("key:ann=off", "agent:opencode/*=reasoning", "agent:claude-cli/*=on")
@@ -30,7 +29,7 @@ def told(
     generation = FakeGeneration(ended())
     host = generation.fleet.hosts.first
     host.config = msgspec.structs.replace(host.config, return_progress=model)
-    app = create_app(generation, config)  # type: ignore[arg-type]
+    app = app_of(generation, config)
     client = TestClient(app, base_url="http://localhost")
     headers = {"x-api-key": key, "user-agent": agent}
     with client.stream("POST", "/v1/chat/completions", json=BODY | body, headers=headers) as got:

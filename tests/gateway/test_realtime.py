@@ -4,11 +4,10 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.gateway.app import create_app
 from headrace.gateway.realtime import _FIELDS, _cursor, _read, _text
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
-from tests.gateway.builders import FakeGeneration
+from tests.gateway.builders import FakeGeneration, app_of
 
 
 def test_a_frame_keeps_its_known_fields_alone() -> None:
@@ -41,7 +40,7 @@ def test_a_page_may_offer_its_key_as_a_subprotocol_which_is_never_sent_back(
     offered: list[str], chosen: str | None
 ) -> None:
     config = ServerConfig(http=HttpConfig(api_key=("k",)))
-    client = TestClient(create_app(FakeGeneration(), config), base_url="http://localhost")  # type: ignore[arg-type]
+    client = TestClient(app_of(FakeGeneration(), config), base_url="http://localhost")
     with client.websocket_connect("/v1/realtime-text", offered) as socket:
         assert socket.accepted_subprotocol == chosen
         socket.send_text('{"type": "request"}')  # refused for its lack of an id, not for the key
@@ -50,7 +49,7 @@ def test_a_page_may_offer_its_key_as_a_subprotocol_which_is_never_sent_back(
 
 def test_a_wrong_key_among_the_subprotocols_lets_nobody_in() -> None:
     config = ServerConfig(http=HttpConfig(api_key=("k",)))
-    client = TestClient(create_app(FakeGeneration(), config), base_url="http://localhost")  # type: ignore[arg-type]
+    client = TestClient(app_of(FakeGeneration(), config), base_url="http://localhost")
     offered = ["realtime", "openai-insecure-api-key.x"]
     with client.websocket_connect("/v1/realtime-text", offered) as socket:
         socket.send_text('{"type": "request"}')

@@ -8,24 +8,23 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
-from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.gateway.model_entries import model_kind
+from headrace.gateway.polled_events import Watch
 from headrace.gateway.state_routes import ManageRoutes, Snapshot
-from headrace.gateway.watch import Watch
-from headrace.generation.event_builder import Standing
+from headrace.generation.event_builder import ChoiceProgress
 from headrace.streams.events import Finish, Timings, Usage
 from headrace.streams.record import Names
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.messages import LaneFacts, Status, StepTrace
 from headrace_common.plan import SourceSpec
-from tests.gateway.builders import READY, FakeGeneration, NoStreams, ended
+from tests.gateway.builders import READY, FakeGeneration, NoStreams, app_of, ended
 
 STEPS = [StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, ""), StepTrace(4, 0, 0, 0.03, 0.03, None, "")]
 
 
 def client_of(generation: FakeGeneration, **http: Any) -> TestClient:
-    app = create_app(generation, ServerConfig(http=HttpConfig(**http)))  # type: ignore[arg-type]
+    app = app_of(generation, ServerConfig(http=HttpConfig(**http)))
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
 
@@ -158,19 +157,19 @@ def test_a_foreign_page_cannot_drain_a_server_without_keys() -> None:
     assert generation.state == "ok"
 
 
-def stream_of(owner: str, standings: dict[int, Standing]) -> Any:
+def stream_of(owner: str, choice_progress: dict[int, ChoiceProgress]) -> Any:
     record = SimpleNamespace(names=Names(owner=owner))
-    return SimpleNamespace(record=record, standings=lambda: standings)
+    return SimpleNamespace(record=record, choice_progress=lambda: choice_progress)
 
 
 def test_slots_show_a_key_its_own_requests_and_the_admin_key_all() -> None:
     generation = busy()
     config = HttpConfig(api_key=("ann", "bob"), admin_key="boss")
     ann = Auth(config).owner(Headers({"x-api-key": "ann"}))
-    others = {number: Standing(0, 50, 50, 0, 1, None) for number in range(7)}
+    others = {number: ChoiceProgress(0, 50, 50, 0, 1, None) for number in range(7)}
     generation.fleet.hosts.first.streams = [
         stream_of("other", others),
-        stream_of(ann, {8: Standing(0, 20, 12, 4, 3, None)}),
+        stream_of(ann, {8: ChoiceProgress(0, 20, 12, 4, 3, None)}),
     ]
     client = client_of(generation, api_key=("ann", "bob"), admin_key="boss")
     route, seen = "/slots?fail_on_no_slot=1", {}
@@ -185,8 +184,11 @@ def test_slots_show_a_key_its_own_requests_and_the_admin_key_all() -> None:
 
 def test_slots_are_places_of_what_runs() -> None:
     generation = busy()
-    standings = {7: Standing(0, 20, 12, 4, 3, None), 9: Standing(1, 20, 20, 4, 5, 6)}
-    generation.fleet.hosts.first.streams = [stream_of("", standings)]
+    choice_progress = {
+        7: ChoiceProgress(0, 20, 12, 4, 3, None),
+        9: ChoiceProgress(1, 20, 20, 4, 5, 6),
+    }
+    generation.fleet.hosts.first.streams = [stream_of("", choice_progress)]
     first, second, *idle = client_of(generation).get("/slots").json()
     assert first == {
         "id": 0,
@@ -206,8 +208,10 @@ def test_slots_are_places_of_what_runs() -> None:
 
 def test_a_server_whose_slots_are_all_busy_says_so_if_asked() -> None:
     generation = busy()
-    standings = {n: Standing(n, 2, 2, 0, 1, 1) for n in range(9)}  # one has lost its memory
-    generation.fleet.hosts.first.streams = [stream_of("", standings)]
+    choice_progress = {
+        n: ChoiceProgress(n, 2, 2, 0, 1, 1) for n in range(9)
+    }  # one has lost its memory
+    generation.fleet.hosts.first.streams = [stream_of("", choice_progress)]
     assert len(client_of(generation).get("/slots").json()) == 8
     refused = client_of(generation).get("/slots?fail_on_no_slot=1")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_idle_slot")

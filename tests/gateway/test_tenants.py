@@ -11,14 +11,14 @@ from starlette.datastructures import Headers
 from headrace.engines.local import LocalEngine
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
-from headrace.gateway.app import create_app
 from headrace.gateway.auth import Auth
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.protocols.worker import Jobs
 from headrace.streams.stores.memory import MemoryStore
-from headrace.workers.pool import ThreadWork
+from headrace.workers.pool import ThreadJobRunner
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
+from tests.gateway.builders import app_of
 
 PROMPT = "The figures of the third quarter are not to be known before Monday. " * 4
 Cached = Callable[..., Awaitable[int]]
@@ -31,11 +31,11 @@ async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
     config = ServerConfig(models=(model,), http=HttpConfig(api_key=keys))
     engine, _ = await LocalEngine.start(model)
     served = ServedModel(model)
-    work = ThreadWork(Jobs(served))
+    work = ThreadJobRunner(Jobs(served))
     metrics = Metrics()
     host = ModelHost(model, lambda _: engine, metrics, served)
     generation = Generation(config, (host,), MemoryStore(), work, metrics)
-    transport = httpx.ASGITransport(create_app(generation, config))
+    transport = httpx.ASGITransport(app_of(generation, config))
 
     async def cached(key: str = "", **fields: str) -> int:
         body, headers = {"prompt": PROMPT, "max_tokens": 1, **fields}, {"X-Api-Key": key}

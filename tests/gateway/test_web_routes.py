@@ -14,6 +14,7 @@ VENDOR = sorted(path for path in (FOLDER / "vendor").iterdir() if path.suffix in
 NAMES = [path.relative_to(FOLDER).as_posix() for path in (*FILES, *VENDOR)]
 PATHS = [*PAGES, *(f"/web/{name}" for name in NAMES if not name.endswith(".html"))]
 MAX_BYTES = 400_000  # of a first visit, packed
+BROWSER = "text/html,application/xhtml+xml,*/*;q=0.8"
 LATER = {"temml.js", "pdf.js", "pdf.worker.js"}  # loaded when they are used
 
 
@@ -74,7 +75,7 @@ def test_what_a_page_refers_to_is_there() -> None:
         for name in re.findall(r"""(?:src|href)="([^"#]+)["#]|from "\./([^"]+)\"""", text):
             wanted = f"/web/{name[1]}" if name[1] else urljoin("/", name[0])
             assert not name[0].startswith("/"), "the server may lie below a path"
-            assert wanted in PATHS, (path.name, wanted)
+            assert wanted in (*PATHS, "/openapi.json"), (path.name, wanted)
 
 
 def test_the_page_is_small() -> None:
@@ -100,6 +101,50 @@ def test_what_others_wrote_has_its_licence_and_is_as_they_published_it() -> None
         assert "Copyright" in licence and '"AS IS"' in licence
 
 
+WRONG = ("/web/", "/web/index.html", "/web/../app.py", "/web/none.js", "/nosuch", "/v1/none")
+
+
 def test_other_paths_lead_nowhere() -> None:
-    for path in ("/web/", "/web/index.html", "/web/../app.py", "/web/none.js"):
-        assert error_of(get(path)) == (404, "route_not_found")
+    for path in WRONG:
+        answer = get(path, Accept="*/*")
+        assert error_of(answer) == (404, "route_not_found") and answer.headers["vary"] == "Accept"
+
+
+@pytest.mark.parametrize("prefix", ["", "/srv/llm"])
+@pytest.mark.parametrize("path", [*WRONG, "/a/b/", "/a%2Fb/c?d/e/f"])
+def test_a_person_at_a_wrong_address_sees_a_page_with_links(prefix: str, path: str) -> None:
+    client = client_of(api_key=("k",), api_prefix=prefix)
+    address = f"http://localhost{prefix}{path}"
+    answer = client.get(address, headers={"Accept": BROWSER})
+    assert answer.status_code == 404 and answer.headers["content-type"] == TYPES[".html"]
+    assert answer.headers["vary"] == "Accept" and answer.headers["x-request-id"]
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "/openapi.json lists all routes" in answer.text
+    # A proxy may serve the server below a path of its own.
+    seen = address.replace("localhost", "localhost/proxied")
+    links = [urljoin(seen, name) for name in re.findall('(?:href|src)="([^"]*)"', answer.text)]
+    found = ["web/icon.svg", "web/theme.js", "web/style.css", "", "dashboard", "openapi.json"]
+    assert links == [f"http://localhost/proxied{prefix}/{name}" for name in found]
+
+
+def test_a_page_for_an_address_outside_the_prefix_links_below_the_prefix() -> None:
+    answer = client_of(api_prefix="/llm").get("/nosuch/x", headers={"Accept": BROWSER})
+    assert answer.status_code == 404 and "below /llm/." in answer.text
+    assert 'href="../llm/dashboard"' in answer.text
+
+
+def test_a_page_for_a_wrong_address_says_which_methods_a_route_accepts() -> None:
+    client = client_of()
+    answer = client.get("/v1/chat/completions", headers={"Accept": BROWSER})
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert "This route only accepts POST." in answer.text and "<html" in answer.text
+    sent = client.post("/nosuch", headers={"Accept": BROWSER})
+    assert error_of(sent) == (404, "route_not_found")
+
+
+def test_a_page_for_a_wrong_address_repeats_nothing_of_the_request() -> None:
+    marked = "MARK%22%3E%3Cscript%3E"
+    headers = {"Accept": f"{BROWSER}, MARK/x", "Host": "localhost", "X-Forwarded-Prefix": "/MARK"}
+    for path in (f"/{marked}", f"/v1/{marked}", f"/api/{marked}", f"/a?{marked}"):
+        answer = client_of().get(path, headers=headers)
+        assert answer.status_code == 404 and "MARK" not in answer.text

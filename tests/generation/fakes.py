@@ -20,7 +20,7 @@ from headrace.streams.events import AnyEvent, Tokens
 from headrace.streams.record import Names
 from headrace.streams.store import Store
 from headrace.streams.stores.memory import MemoryStore
-from headrace.workers.pool import ThreadWork
+from headrace.workers.pool import ThreadJobRunner
 from headrace_common.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
 from headrace_common.request import Request, Text
 from headrace_common.sampling import Sampling
@@ -39,7 +39,7 @@ async def running(
     config = ServerConfig(models=(model,), streams=StreamConfig(**options))
     engine = FakeEngine()
     served = ServedModel(model)
-    work = ThreadWork(Jobs(served))
+    work = ThreadJobRunner(Jobs(served))
     metrics = Metrics()
     hosts = (ModelHost(model, lambda _: engine, metrics, served),)
     generation = Generation(config, hosts, store or MemoryStore(), work, metrics)
@@ -72,12 +72,12 @@ async def models_of(
         return engine
 
     metrics = Metrics()
-    hosts = tuple(
+    hosts = (
         ModelHost(one, start, metrics, model if is_known else None)
         for one, model in zip(configs, served, strict=True)
     )
-    work = ThreadWork(Jobs(*served))
-    generation = Generation(config, hosts, store or MemoryStore(), work, metrics)
+    work = ThreadJobRunner(Jobs(*served))
+    generation = Generation(config, tuple(hosts), store or MemoryStore(), work, metrics)
     task = asyncio.create_task(generation.run())
     await settle()
     try:

@@ -1,17 +1,19 @@
-"""Who is let in, who is told to come back and when, and that nobody slips in between."""
+"""Admission of requests, and the time at which refused clients may retry."""
 
 import asyncio
+import gc
 import heapq
 import itertools
 import random
+import weakref
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from headrace.engines.client import EngineUp
-from headrace.fleet.queue_eta import NextStart, Schedule, Waiting, starts
-from headrace.generation.admission import Admission, Asked, Capacity, KeyLimits, Place
+from headrace.fleet.queue_eta import NextStart, QueueEta, Schedule, Waiting, starts
+from headrace.generation.admission import Admission, Capacity, Demand, KeyLimits, QueueTicket
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.streams.events import Error, Queued
@@ -22,7 +24,7 @@ from headrace_common.errors import RequestError
 from headrace_common.ids import SequenceId
 from headrace_common.messages import FinishReason
 from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine
-from tests.generation.fakes import make_request, opened, read, running
+from tests.generation.fakes import make_request, models_of, opened, read, running
 from tools.harness.eventually import settle
 
 ONE_AT_A_TIME = Capacity(1, 100)
@@ -30,14 +32,19 @@ ONE_AT_A_TIME = Capacity(1, 100)
 
 def make_admission(**options: int) -> Admission:
     config = StreamConfig(**options)
-    return Admission(config, KeyLimits(config))
+    return Admission(config, KeyLimits(config), QueueEta())
 
 
-def asked(number: int, owner: str = "", num_choices: int = 1, num_tokens: int = 5) -> Asked:
-    return Asked(owner, str(number).encode(), num_choices, num_tokens)
+def foretell(admission: Admission, schedule: Schedule, tokens_per_s: float) -> None:
+    eta = admission._eta
+    eta.schedule, eta.tokens_per_s = schedule, tokens_per_s
 
 
-def refusal(admission: Admission, request: Asked, now: float = 0.0) -> RequestError:
+def asked(number: int, owner: str = "", num_choices: int = 1, num_tokens: int = 5) -> Demand:
+    return Demand(owner, str(number).encode(), num_choices, num_tokens)
+
+
+def refusal(admission: Admission, request: Demand, now: float = 0.0) -> RequestError:
     with pytest.raises(RequestError) as refused:
         admission.enter(request, ONE_AT_A_TIME, now)
     return refused.value
@@ -123,7 +130,7 @@ def schedule(*in_s: float) -> Schedule:
     return Schedule(0.0, (NextStart(s, 10) for s in in_s))
 
 
-def told(admission: Admission, request: Asked, now: float = 0.0) -> float:
+def told(admission: Admission, request: Demand, now: float = 0.0) -> float:
     """Seconds, without the margin that is put on them."""
     return round((refusal(admission, request, now).retry_after_s - 0.1) / 1.1, 3)
 
@@ -132,7 +139,7 @@ def test_who_is_refused_is_told_when_there_is_room() -> None:
     admission = make_admission(max_num_queued_reqs=2, max_num_queued_tokens=25)
     for number in range(2):
         admission.enter(asked(number, num_tokens=10), ONE_AT_A_TIME, 0.0)
-    admission.set_schedule(schedule(2, 5, 9, 14), 100.0)
+    foretell(admission, schedule(2, 5, 9, 14), 100.0)
     assert told(admission, asked(2)) == 2
     assert told(admission, asked(2), now=0.5) == 1.5, "the same one came back"
     assert told(admission, asked(3)) == 5, "behind the one that will return"
@@ -140,7 +147,7 @@ def test_who_is_refused_is_told_when_there_is_room() -> None:
     admission = make_admission(max_num_queued_tokens=25)
     for number in range(2):
         admission.enter(asked(number, num_tokens=10), ONE_AT_A_TIME, 0.0)
-    admission.set_schedule(schedule(2, 5, 9), 100.0)
+    foretell(admission, schedule(2, 5, 9), 100.0)
     assert told(admission, asked(2, num_tokens=25)) == 5
 
 
@@ -148,10 +155,10 @@ def test_nobody_overtakes_who_was_told_to_come_back() -> None:
     admission = make_admission(max_num_queued_reqs=2)
     admission.enter(asked(0), ONE_AT_A_TIME, 0.0)
     first = admission.enter(asked(1), ONE_AT_A_TIME, 0.0)
-    admission.set_schedule(schedule(2, 5, 9, 14), 100.0)
+    foretell(admission, schedule(2, 5, 9, 14), 100.0)
     refusal(admission, asked(2))
     first.update(1, 0, 0)
-    assert "1 places are kept" in refusal(admission, asked(3), now=2.0).message
+    assert "1 places are reserved" in refusal(admission, asked(3), now=2.0).message
     admission.enter(asked(2), ONE_AT_A_TIME, 2.3)
     assert refusal(admission, asked(3), now=20.0).code == "server_overloaded"
 
@@ -168,8 +175,8 @@ class Crowd:
         self._admission = make_admission(max_num_queued_reqs=8)
         self._coming = [(at, next(self._numbers), False) for at in arrivals]
         heapq.heapify(self._coming)
-        self._ends: list[tuple[float, int, Place]] = []
-        self._waiting: list[Place] = []
+        self._ends: list[tuple[float, int, QueueTicket]] = []
+        self._waiting: list[QueueTicket] = []
 
     def run(self) -> None:
         while self._coming:
@@ -189,7 +196,8 @@ class Crowd:
         usual = itertools.repeat(Waiting(0.01, self.MEAN_S))
         left = [max(self.MEAN_S / 4, end - now) for end, _, _ in self._ends]
         foretold = starts(left, self.NUM_PLACES, 0.0, usual)
-        self._admission.set_schedule(Schedule(now, (NextStart(s, 5) for s in foretold)), 500.0)
+        coming = Schedule(now, (NextStart(s, 5) for s in foretold))
+        foretell(self._admission, coming, 500.0)
         try:
             place = self._admission.enter(asked(number), Capacity(self.NUM_PLACES, 100), now)
             self._waiting.append(place)
@@ -216,7 +224,7 @@ def test_retry_after_leads_to_admission(load: str) -> None:
 def test_a_key_that_has_used_its_minute_is_told_when_to_go_on() -> None:
     config = StreamConfig(key_requests_per_minute=2, key_tokens_per_minute=60)
     limits = KeyLimits(config)
-    admission = Admission(config, limits)
+    admission = Admission(config, limits, QueueEta())
     capacity = Capacity(8, 100)
     for number in range(2):
         admission.enter(asked(number, "a", num_tokens=10), capacity, 0.0)
@@ -308,8 +316,8 @@ async def test_a_stream_of_an_earlier_server_has_a_place_while_nobody_is_admitte
 
 
 async def test_a_model_that_was_dropped_leaves_no_queue(folder: Path) -> None:
-    async with running(folder) as (generation, _):
-        queues, host = generation.queues, generation.fleet.hosts.first
-        before = queues.of(host)
-        generation.fleet.on_gone(host)
-        assert queues.of(host) is not before
+    async with models_of(folder, "ab") as (generation, _):
+        queue = weakref.ref(generation.queues.of(generation.fleet.hosts.exact("a")))
+        generation.fleet.become((generation.fleet.hosts.exact("b"),))
+        gc.collect()
+        assert queue() is None

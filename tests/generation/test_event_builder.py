@@ -10,7 +10,7 @@ from msgspec import structs
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.choice import ChoiceWriter
 from headrace.generation.event_builder import EventBuilder
-from headrace.generation.waits import Beat, Heartbeats, PromptProgress
+from headrace.generation.wait_news import HeartbeatNews, Heartbeats, PromptProgress
 from headrace.streams.events import Served, Tokens
 from headrace.streams.record import Record
 from headrace_common.config.settings import ModelConfig
@@ -119,6 +119,6 @@ def test_readers_who_ask_within_half_an_interval_mean_the_same_heartbeat() -> No
     assert beats.wants("data", 10, 0)
     assert not beats.wants("data", 10, 60_000)  # it is still on its way
     assert beats.wants("comment", 10, 0)
-    beats.add(Beat("queued", "data"), 70_000)
+    beats.add(HeartbeatNews("queued", "data"), 70_000)
     assert not beats.wants("data", 10, 74_999)
     assert beats.wants("data", 10, 75_000)

@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,14 @@ from headrace.streams.record import Names
 from headrace.streams.store import ByConversation, Stored, StoreStalled
 from headrace.streams.stores import sqlite_writer
 from headrace.streams.stores.sqlite import SqliteStore
-from headrace.streams.stores.sqlite_schema import NAME
 from headrace_common.errors import RequestError
 from tests.fleet.fakes import FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle
+from tools.harness.stream_events import locked
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 BY_NAME = ByConversation("", "c")
-
-
-@contextlib.contextmanager
-def full(directory: Path) -> Iterator[None]:
-    """Another program holds the database, so that every commit fails, as on a full disk."""
-    with contextlib.closing(sqlite3.connect(directory / NAME)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        yield
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +48,7 @@ async def test_a_stop_is_answered_at_once_and_counts_once_the_disk_takes_it(
 ) -> None:
     async with serving(folder, tmp_path) as (generation, engine, _):
         stream = await opened(generation, engine, OPTED_IN)
-        with full(tmp_path):
+        with locked(tmp_path):
             stopping = asyncio.create_task(generation.streams.discard("", BY_NAME))
             while not engine.cancels:
                 await asyncio.sleep(0)
@@ -78,7 +69,7 @@ async def test_a_stop_outlasts_a_buffer_that_is_full(
         assert isinstance(stream, LiveStream)
         other = await opened(generation, engine, Names(conversation="d", digest=b"2"))
         other.beat("data", 5)
-        with full(tmp_path):
+        with locked(tmp_path):
             await store.stalled.wait()
             monkeypatch.setattr(sqlite_writer, "MAX_WAITING_BYTES", 1)
             stream.beat("data", 5)  # finds no room, so the stream waits to be resumed
@@ -98,7 +89,7 @@ async def test_a_request_that_cannot_be_stored_is_refused_and_generates_nothing(
 
             async def create_last(*claim: Any) -> Stored:
                 created = await create(*claim)
-                disk.enter_context(full(tmp_path))
+                disk.enter_context(locked(tmp_path))
                 return created
 
             monkeypatch.setattr(store, "create", create_last)
@@ -115,7 +106,7 @@ async def test_a_server_that_starts_on_a_full_disk_takes_its_streams_up_later(
     async with serving(folder, tmp_path) as (generation, engine, _):
         await opened(generation, engine, OPTED_IN)
     store = SqliteStore.open(tmp_path)
-    with full(tmp_path):
+    with locked(tmp_path):
         async with asyncio.timeout(20), running(folder, store) as (generation, engine):
             await store.stalled.wait()
             assert isinstance(await refused(generation.streams.find("", BY_NAME)), StoreStalled)

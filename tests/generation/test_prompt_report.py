@@ -1,6 +1,7 @@
 """The record of how a prompt was computed: exact for each lane, and only where it was asked for."""
 
 import asyncio
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,23 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from headrace.generation.prompt_report import NO_CHUNKS, describe
-from headrace.streams.events import AnyEvent, Finish, Ingestion, Progress, Usage
+from headrace.generation.prompt_report import describe, plan_of
+from headrace.generation.wait_news import NO_CHUNKS
+from headrace.protocols.prompt_ids import PromptIds
+from headrace.streams.events import AnyEvent, Finish, Progress, Usage
+from headrace_common.ingestion import Ingestion
+from headrace_common.messages import LaneFacts
+from headrace_common.plan import SourceSpec
 from headrace_common.request import Ids, Prompt, Request, ResponseOptions, Text
 from headrace_common.sampling import Sampling
 from tests.equality.test_together import asking
+from tests.fleet.fakes import READY
 from tests.gateway.builders import make_record, make_request
 from tests.kernels.own_kernels import HAS_OWN
 from tools.harness.tiny_models import make_tiny_model
 
 SHORT = Sampling(temperature=0, max_tokens=3, ignore_eos=True)
+SOURCE = SourceSpec((0,), 6, True)
 ON_SLOTS = {"layer_types": ["conv", "full_attention", "conv"]}
 
 
@@ -50,6 +58,34 @@ def ingestions(folder: Path, *prompts: tuple[Prompt, ...], cap: int = 32) -> lis
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("native") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("changes", "boundary", "numbers", "why"),
+    [
+        ({}, "step", (3, 32), "70 tokens need at least 3 chunks of at most 32 tokens."),
+        ({"is_whole": True}, "step", (1, None), "This model computes each prompt in one step."),
+        (
+            {"source": SOURCE, "facts": LaneFacts(encoder="pieces", why="it has slots")},
+            "encoder-piece",
+            (1, None),
+            "The source is encoded in 1 to 6 pieces. Memory: it has slots.",
+        ),
+        (
+            {"source": SOURCE, "facts": LaneFacts(encoder="whole")},
+            "whole",
+            (1, None),
+            "This model computes each prompt in one step.",
+        ),
+    ],
+)
+def test_a_plan_depends_on_how_the_lane_computes_prompts(
+    changes: dict[str, Any], boundary: str, numbers: tuple[int, int | None], why: str
+) -> None:
+    ready = msgspec.structs.replace(READY, max_step_tokens=32, **changes)
+    plan = plan_of(ready, PromptIds(array("i", range(70)), "given"))
+    assert (plan.boundary, plan.why) == (boundary, why)
+    assert (plan.min_chunks, plan.max_chunk_tokens) == numbers
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ async def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Pa
     async with running(folder) as (generation, engine):
         old = await opened(generation, engine, OPTED_IN)
         assert isinstance(old, LiveStream)
-        place, admitted = old._place, old._admitted
+        place, admitted = old._ticket, old._admitted
         successor = LiveStream(old.record, old._builder, old.log, place, admitted, 0.0)
         generation.streams.add(successor)
         generation.streams.remove(old)

@@ -22,9 +22,8 @@ from headrace_common.errors import RequestError
 from headrace_common.messages import FinishReason
 from tests.fleet.fakes import DOWN, READY, FakeEngine
 from tests.generation.fakes import ask, models_of, read
-from tests.generation.test_full_disk import full
 from tools.harness.eventually import settle
-from tools.harness.stream_events import opened_sqlite
+from tools.harness.stream_events import locked, opened_sqlite
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 NAME = ByConversation("", "c")
@@ -75,7 +74,7 @@ async def test_a_stream_is_resumed_after_what_its_last_writer_still_had_to_appen
         (old,) = engines["a"]
         await old.say(EngineUp(READY))
         await submit_to(old)
-        with full(tmp_path):
+        with locked(tmp_path):
             await old.start(old.newest)
             await old.say(GIVEN_UP)
             generation.fleet.need(generation.fleet.hosts.get("a"))

@@ -3,8 +3,8 @@
 from typing import Any
 
 from headrace.engines.client import EngineUp
-from headrace.fleet.load_watch import LoadWatch
-from headrace.fleet.tenants import Tenants
+from headrace.fleet.engine_users import EngineUsers
+from headrace.fleet.load_progress import LoadProgressWatch
 from headrace.generation.submission import Submission
 from headrace_common.messages import Cancel, FinishReason, NewToken, Outputs
 from tests.fleet.fakes import READY, FakeEngine, FakeTenant
@@ -12,11 +12,11 @@ from tests.fleet.fakes import READY, FakeEngine, FakeTenant
 MODEL: Any = object()  # only handed on
 
 
-def begun() -> tuple[Tenants, FakeEngine, FakeTenant, Submission]:
-    tenants, engine, tenant = Tenants(LoadWatch()), FakeEngine(), FakeTenant(0)
+def begun() -> tuple[EngineUsers, FakeEngine, FakeTenant, Submission]:
+    tenants, engine, tenant = EngineUsers(LoadProgressWatch()), FakeEngine(), FakeTenant(0)
     tenants.begin(MODEL, engine, EngineUp(READY))
     submission = Submission(tenant)
-    submission.engine = tenants
+    submission.move_to(tenants)
     return tenants, engine, tenant, submission
 
 

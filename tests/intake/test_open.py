@@ -9,8 +9,8 @@ import pytest
 from headrace.intake.intake import Intake, names_of
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedBody, ReadBody
 from headrace_common.request import ResponseOptions
+from headrace_common.worker_jobs import CheckedBody, ReadBody
 from tests.generation.fakes import running
 
 CHAT = "/v1/chat/completions"

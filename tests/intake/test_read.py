@@ -11,10 +11,10 @@ from headrace.generation.generation import Generation
 from headrace.intake.intake import Intake
 from headrace.protocols.openai import completions as openai_completions
 from headrace.protocols.requests import to_request
-from headrace.workers.job_line import LARGE
+from headrace.workers.job_queue import LARGE
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedBody, EncodePrompts, Job, ReadBody
+from headrace_common.worker_jobs import CheckedBody, EncodePrompts, Job, ReadBody
 from tests.generation.fakes import running
 
 ROUTE = "/v1/completions"

@@ -12,7 +12,7 @@ WEIGHT = torch.linspace(0.5, 2, 64)
 
 
 def work(x: Tensor) -> Tensor:
-    """Kernels of ours, views, and operations of torch, one of them in place."""
+    """Our kernels, views, and torch operations, one of them in place."""
     left, right = norm(x, WEIGHT, 1e-6).split(x.shape[1] // 2, dim=1)
     y = gated(torch.cat((left + right, right.sin()), dim=1))
     return ((y * 2).mul_(3) + y).to(torch.float64)

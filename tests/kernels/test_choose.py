@@ -100,7 +100,7 @@ def test_an_instruction_set_that_fails_its_check_is_not_used_and_one_warning_say
         found = choose_instructions("auto", torch.bfloat16)
     assert found == (second, f"{first} failed its check")
     (warning,) = caplog.records
-    assert f"Kernels {first} are not used" in warning.getMessage()
+    assert f"The kernels for {first} are not used" in warning.getMessage()
 
 
 @needs_own_kernels
@@ -116,5 +116,5 @@ def test_states_are_checked_for_models_that_have_them(
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_plain_refuses_to_quantize_and_says_what_would_do(quantize: Quantize) -> None:
-    with pytest.raises(ValueError, match=f"{quantize} .* use --quantize none"):
+    with pytest.raises(ValueError, match=f"{quantize} .* Use --quantize none"):
         choose_instructions("plain", torch.bfloat16, quantize)

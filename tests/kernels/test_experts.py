@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headrace_kernels.capture import capture
 from headrace_kernels.experts import ExpertProduct, can_route
 from headrace_kernels.groups import GroupedWeights, Scheme, quantize_groups
-from headrace_kernels.layers import Bare, CpuGatedMLP, CpuRoutedMLP
+from headrace_kernels.layers import CpuGatedMLP, CpuRoutedMLP, PlainStep
 from headrace_kernels.linear import GroupedLinear, PackedLinear, quantize_outputs
 from headrace_kernels.routing import combine, route
 from tests.kernels.own_kernels import OWN_SETS, needs_own_kernels
@@ -150,17 +150,17 @@ class _Plain(nn.Module):
 def test_a_captured_step_gives_other_tokens_their_own_experts(form: str) -> None:
     layer = CpuRoutedMLP(_Plain(form))
     steady = torch.zeros(20, INPUTS).bfloat16()
-    graph, result = capture(lambda: layer(steady, Bare), [steady], {})
+    graph, result = capture(lambda: layer(steady, PlainStep), [steady], {})
     for num_tokens in (20, 1, 7):
         x = torch.randn(num_tokens, INPUTS).bfloat16()
         steady[:num_tokens] = x
         for call in graph.first_rows(num_tokens):
             call()
-        assert torch.equal(result[:num_tokens], layer(x, Bare))
+        assert torch.equal(result[:num_tokens], layer(x, PlainStep))
 
 
 def test_a_long_step_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = CpuRoutedMLP(_Plain("4 bits")), torch.randn(50, INPUTS).bfloat16()
-    whole = layer(x, Bare)
+    whole = layer(x, PlainStep)
     monkeypatch.setattr("headrace_kernels.layers._TOKENS_AT_ONCE", 16)
-    assert torch.equal(layer(x, Bare), whole)
+    assert torch.equal(layer(x, PlainStep), whole)

@@ -10,7 +10,7 @@ import torch
 from numba.core.dispatcher import Dispatcher
 
 from headrace_kernels import launch
-from headrace_kernels.launch import listed
+from headrace_kernels.launch import Kernel, listed
 from headrace_kernels.linear import PackedLinear
 from tests.kernels.own_kernels import needs_own_kernels
 
@@ -78,6 +78,8 @@ def test_no_two_functions_of_kernels_have_one_name() -> None:
         for it in gc.get_objects()
         if issubclass(type(it), Dispatcher) and it.py_func.__module__.startswith(folder)
     }
+    kernels = [it._function for it in gc.get_objects() if type(it) is Kernel]
+    functions |= {it for it in kernels if it.__module__.startswith(folder)}
     names = Counter((it.__module__, it.__qualname__) for it in functions)
     assert len(names) > 20
     assert [name for name, count in names.items() if count > 1] == []

@@ -120,11 +120,11 @@ def test_leading_dimensions_are_kept() -> None:
 @pytest.mark.parametrize(
     ("instructions", "inputs", "kernel"),
     [
-        ("amx", 64, module._bf16_amx),
-        ("amx", 37, module._bf16_by_bf16),
-        ("bf16dot", 37, module._bf16_dot),
-        ("avx512", 64, module._bf16_by_bf16),
-        ("avx2", 64, module._bf16_by_bf16),
+        ("amx", 64, module.BF16_BY_BF16_AMX),
+        ("amx", 37, module.BF16_BY_BF16),
+        ("bf16dot", 37, module.BF16_BY_BF16_DOT),
+        ("avx512", 64, module.BF16_BY_BF16),
+        ("avx2", 64, module.BF16_BY_BF16),
     ],
 )
 def test_the_kernel_follows_the_instruction_set_and_the_number_of_inputs(

@@ -122,7 +122,7 @@ def test_rows_of_prompts_may_be_more_than_one_call_gives(runner) -> None:
     prompt = random_prompt(200, VOCAB)  # 64 rows at a time
     whole, cut = row_logits(runner, prompt), row_logits(runner, prompt, 40)
     error = (whole - cut).abs().amax(-1) / cut.abs().amax(-1)
-    # rounding sends some tokens to another expert, and all after them attend to what comes of it
+    # rounding sends some tokens to another expert, and all later tokens attend to the result
     assert error.median() < 1e-2 and (error[:60] < 1e-2).all()
 
 
@@ -183,7 +183,7 @@ def test_what_llama_cpp_does_not_know_is_one_line(tmp_path: Path) -> None:
 
 
 def test_no_more_sequences_than_it_can_tell_apart(file: Path) -> None:
-    with pytest.raises(ModelError, match="up to 128 sequences at once"):
+    with pytest.raises(ModelError, match="at most 128 sequences at the same time"):
         tiny_runner(find_model(str(file)), "llama-cpp", scheduler=SchedulerConfig(max_num_seqs=200))
 
 

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.engines.client import EngineDown
 from headrace.metrics.metrics import LiveFigures, Metrics
 from headrace.streams.events import AnyEvent
-from headrace.streams.tally import Tally
+from headrace.streams.usage import UsageCounter
 from headrace_common.errors import OVERRAN, RequestError
 from headrace_common.messages import Status, StepTrace
 from tests.gateway.builders import READY, ended, log_of, make_record, make_request, tokens
@@ -29,9 +29,9 @@ def status(num_preemptions: int = 0, **missed: int) -> Status:
     return Status(3, 2, 70, 5, 0, 9, missed=missed, steps=steps, num_preemptions=num_preemptions)
 
 
-def told(metrics: Metrics, *events: AnyEvent) -> Tally:
+def told(metrics: Metrics, *events: AnyEvent) -> UsageCounter:
     """The tally of a stream whose figures were heard as it ran."""
-    tally = Tally()
+    tally = UsageCounter()
     for event in log_of(make_record(make_request()), *events):
         tally.feed(event, metrics.requests)
     return tally
@@ -51,7 +51,7 @@ def test_a_request_is_counted_once_with_the_usage_it_was_told() -> None:
 
 def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
     metrics = Metrics()
-    metrics.requests.ended("/v1/completions", "cancelled", Tally(), 0.5)
+    metrics.requests.ended("/v1/completions", "cancelled", UsageCounter(), 0.5)
     assert figures(metrics)["headrace_ttft_seconds_count"] == 0
 
 
@@ -136,7 +136,7 @@ def test_refusals_are_counted_by_reason_and_overruns_of_templates_apart() -> Non
 def test_the_oldest_last_frame_counts_and_ended_streams_do_not() -> None:
     metrics = Metrics()
     assert figures(metrics)["headrace_heartbeat_age_seconds"] == 0
-    metrics.server.frame_left("a stream")
+    metrics.server.frame_sent("a stream")
     assert 0 < figures(metrics)["headrace_heartbeat_age_seconds"] < 60
     metrics.server.frames_ended("a stream")
     assert figures(metrics)["headrace_heartbeat_age_seconds"] == 0

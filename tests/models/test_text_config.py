@@ -93,7 +93,7 @@ def test_layer_types_must_be_as_many_as_layers() -> None:
 
 
 def test_a_stretched_rope_without_its_factor_is_corrupt() -> None:
-    with pytest.raises(ModelError, match="linear rope no factor") as caught:
+    with pytest.raises(ModelError, match="no factor for linear rope") as caught:
         read(rope_scaling={"type": "linear"})
     assert caught.value.code == "model_corrupt"
 

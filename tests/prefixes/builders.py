@@ -3,17 +3,19 @@
 from array import array
 from pathlib import Path
 
-from headrace_common.prefix import PrefixRun
+from headrace_common.prefix import PrefixSegment
 from headrace_engine.prefixes.folder import About, PrefixFolder
 
 BLOCK = 4  # tokens
 ABOUT = About("tiny", "0123456789ab", "native-text", "bfloat16", "avx2", BLOCK, "layers", "torch")
 
 
-def make_run(first: int = 0, end: int = 2, salt: bytes = b"salt", token: int = 7) -> PrefixRun:
+def make_segment(
+    first: int = 0, end: int = 2, salt: bytes = b"salt", token: int = 7
+) -> PrefixSegment:
     tokens = array("i", range(token, token + end * BLOCK))
     name = bytes([token, end]) * 8
-    return PrefixRun(name, first, end, salt, tokens.tobytes())
+    return PrefixSegment(name, first, end, salt, tokens.tobytes())
 
 
 def make_folder(root: Path, about: About = ABOUT) -> PrefixFolder:
@@ -22,10 +24,10 @@ def make_folder(root: Path, about: About = ABOUT) -> PrefixFolder:
     return folder
 
 
-def numbers_of(run: PrefixRun, size: int = 1000) -> memoryview:
+def numbers_of(run: PrefixSegment, size: int = 1000) -> memoryview:
     return memoryview(bytes((run.first + i) % 251 for i in range(size)))
 
 
-def file_of(folder: PrefixFolder, run: PrefixRun) -> Path:
+def file_of(folder: PrefixFolder, run: PrefixSegment) -> Path:
     (path,) = folder.path.glob(f"{run.name.hex()}-*")
     return path

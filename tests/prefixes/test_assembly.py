@@ -29,6 +29,6 @@ def test_two_prompts_that_begin_alike_never_share_a_run_beyond_that() -> None:
     kept = assembly.take(1.0)
     assert kept
     for one in kept:
-        tokens = array("i", one.run.token_ids)
-        for number, block_id in enumerate(one.block_ids, one.run.first):
+        tokens = array("i", one.segment.token_ids)
+        for number, block_id in enumerate(one.block_ids, one.segment.first):
             assert holders[block_id] == tuple(tokens[number * BLOCK : (number + 1) * BLOCK])

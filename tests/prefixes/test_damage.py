@@ -10,40 +10,40 @@ import msgspec
 import pytest
 
 from headrace_common.config.settings import PrefixCacheConfig
-from headrace_common.prefix import DiskNews, PrefixRun, ReadRun, RunRead
+from headrace_common.prefix import DiskNews, PrefixSegment, ReadSegment, SegmentRead
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.prefixes import format
 from headrace_engine.prefixes.folder import file_name
-from headrace_engine.prefixes.keeper import DiskSite, RunReader, Warnings
-from tests.prefixes.builders import ABOUT, BLOCK, make_folder, make_run, numbers_of
+from headrace_engine.prefixes.keeper import DiskSite, OneTimeWarnings, SegmentReader
+from tests.prefixes.builders import ABOUT, BLOCK, make_folder, make_segment, numbers_of
 from tools.harness.eventually import eventually
 
 NUMBER, SIZE = 1000, 2000
 
 
-def whole(run: PrefixRun, key: bytes = ABOUT.key) -> bytes:
+def whole(run: PrefixSegment, key: bytes = ABOUT.key) -> bytes:
     return b"".join(format.parts(key, run, numbers_of(run, SIZE)))
 
 
-def numbered(number: int) -> PrefixRun:
-    run = make_run(token=number % 199)
+def numbered(number: int) -> PrefixSegment:
+    run = make_segment(token=number % 199)
     return msgspec.structs.replace(run, name=number.to_bytes(16, "big"))
 
 
-def flipped(run: PrefixRun, dice: random.Random) -> bytes:
+def flipped(run: PrefixSegment, dice: random.Random) -> bytes:
     data = bytearray(whole(run))
     data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
     return bytes(data)
 
 
-def older(run: PrefixRun, dice: random.Random) -> bytes:
+def older(run: PrefixSegment, dice: random.Random) -> bytes:
     data, at = bytearray(whole(run)), len(format.MAGIC)
     data[at : at + 4] = (format.VERSION + dice.choice((-1, 1))).to_bytes(4, "little")
     return bytes(data)
 
 
 ANY = {"damaged", "older", "foreign"}
-WAYS: dict[str, tuple[Callable[[PrefixRun, random.Random], bytes], set[str]]] = {
+WAYS: dict[str, tuple[Callable[[PrefixSegment, random.Random], bytes], set[str]]] = {
     "a bit flipped": (flipped, ANY),
     "cut": (lambda run, dice: whole(run)[: dice.randrange(len(whole(run)))], {"damaged"}),
     "longer": (lambda run, dice: whole(run) + dice.randbytes(9), {"damaged"}),
@@ -71,14 +71,14 @@ def test_a_thousand_damaged_files_are_misses_told_once_and_nothing_else(
     sound = numbered(NUMBER)
     (folder.path / file_name(sound)).write_bytes(whole(sound))
     site = DiskSite(folder, PrefixCacheConfig(), DiskPrefixes(BLOCK, 2, SIZE // 2), False)
-    reader = RunReader(site, Warnings())
+    reader = SegmentReader(site, OneTimeWarnings())
     with caplog.at_level(logging.DEBUG):
         reader.start(news.append)
         for number in range(NUMBER + 1):
-            reader.wishes.put(ReadRun(number, numbered(number), SIZE))
+            reader.requests.put(ReadSegment(number, numbered(number), SIZE))
         eventually(lambda: len(news) == NUMBER + 1)
-        reader.wishes.put(None)
-    answers = [one for one in news if isinstance(one, RunRead)]
+        reader.requests.put(None)
+    answers = [one for one in news if isinstance(one, SegmentRead)]
     for answer in answers[:-1]:
         assert answer.numbers is None and answer.miss in expected[answer.number], answer.number
     assert bytes(answers[-1].numbers or b"") == bytes(numbers_of(sound, SIZE)), "all else is read"

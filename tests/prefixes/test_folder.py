@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace_engine.prefixes import folder as folders
-from headrace_engine.prefixes.folder import DAY_S, PrefixFolder, StoredFile, leaving, sweep
-from tests.prefixes.builders import file_of, make_folder, make_run, numbers_of
+from headrace_engine.prefixes.folder import DAY_S, PrefixFolder, StoredFile, files_to_remove, sweep
+from tests.prefixes.builders import file_of, make_folder, make_segment, numbers_of
 
 
 def names(folder: PrefixFolder) -> set[str]:
@@ -16,7 +16,7 @@ def names(folder: PrefixFolder) -> set[str]:
 
 
 def test_only_its_user_may_read_it(tmp_path: Path) -> None:
-    folder, run = make_folder(tmp_path / "prefixes"), make_run()
+    folder, run = make_folder(tmp_path / "prefixes"), make_segment()
     folder.write(run, numbers_of(run))
     assert (tmp_path / "prefixes").stat().st_mode & 0o777 == 0o700
     assert folder.path.stat().st_mode & 0o777 == 0o700
@@ -32,7 +32,7 @@ def test_a_folder_that_holds_other_things_keeps_its_mode(tmp_path: Path) -> None
 
 
 def test_what_is_written_is_listed_and_what_is_not_ours_is_not(tmp_path: Path) -> None:
-    folder, runs = make_folder(tmp_path), [make_run(0, 2), make_run(2, 4)]
+    folder, runs = make_folder(tmp_path), [make_segment(0, 2), make_segment(2, 4)]
     for run in runs:
         folder.write(run, numbers_of(run))
     for name in ("12-3", "x-1-2", "zz-1-2", "1-0.part"):
@@ -47,21 +47,21 @@ def used(at: float, size: int, first: int, name: str = "") -> StoredFile:
 def test_the_least_recently_used_leave_first() -> None:
     now = 1e9
     old, middle, new = used(now - 9000, 10, 0), used(now - 6000, 10, 0), used(now - 1, 10, 0)
-    assert leaving([new, old, middle], 30, 1, now) == []
-    assert leaving([new, old, middle], 20, 1, now) == [old]
-    assert leaving([new, old, middle], 19, 1, now) == [old, middle]
+    assert files_to_remove([new, old, middle], 30, 1, now) == []
+    assert files_to_remove([new, old, middle], 20, 1, now) == [old]
+    assert files_to_remove([new, old, middle], 19, 1, now) == [old, middle]
 
 
 def test_of_one_prompt_the_deepest_leave_first() -> None:
     runs = [used(1e9 + 1e-3 * first, 10, first) for first in (0, 8, 16)]
-    assert leaving(runs, 20, 1, 1e9 + 60) == [runs[2]]
-    assert leaving(runs, 10, 1, 1e9 + 60) == [runs[2], runs[1]]
+    assert files_to_remove(runs, 20, 1, 1e9 + 60) == [runs[2]]
+    assert files_to_remove(runs, 10, 1, 1e9 + 60) == [runs[2], runs[1]]
 
 
 def test_what_was_not_used_for_days_leaves_though_there_is_room() -> None:
     now = 1e9
     fresh, stale = used(now - 1.9 * DAY_S, 10, 0), used(now - 2.1 * DAY_S, 10, 0)
-    assert leaving([fresh, stale], 1000, 2, now) == [stale]
+    assert files_to_remove([fresh, stale], 1000, 2, now) == [stale]
 
 
 def test_what_a_killed_server_left_half_written_leaves(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_what_a_killed_server_left_half_written_leaves(tmp_path: Path) -> None:
 
 
 def test_a_sweep_counts_the_files_of_all_models(tmp_path: Path) -> None:
-    one, run = make_folder(tmp_path), make_run()
+    one, run = make_folder(tmp_path), make_segment()
     one.write(run, numbers_of(run))
     size = file_of(one, run).stat().st_size
     other = tmp_path / ("0" * 32)
@@ -88,7 +88,7 @@ def test_a_sweep_counts_the_files_of_all_models(tmp_path: Path) -> None:
 
 
 def test_use_makes_a_run_recent(tmp_path: Path) -> None:
-    folder, kept, gone = make_folder(tmp_path), make_run(token=1), make_run(token=2)
+    folder, kept, gone = make_folder(tmp_path), make_segment(token=1), make_segment(token=2)
     for run in (kept, gone):
         folder.write(run, numbers_of(run))
         os.utime(file_of(folder, run), (0, time.time() - 3600))
@@ -98,7 +98,7 @@ def test_use_makes_a_run_recent(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, run = make_folder(tmp_path), make_run()
+    folder, run = make_folder(tmp_path), make_segment()
 
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(28, "No space left on device")
@@ -111,7 +111,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    folder, run = make_folder(tmp_path), make_run()
+    folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run))
     size = file_of(folder, run).stat().st_size
     assert folders.clear(tmp_path) == (1, size)

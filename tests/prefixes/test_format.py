@@ -6,43 +6,43 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace_common.prefix import PrefixRun
+from headrace_common.prefix import PrefixSegment
 from headrace_engine.prefixes import format
 from headrace_engine.prefixes.folder import PrefixFolder
-from tests.prefixes.builders import ABOUT, file_of, make_folder, make_run, numbers_of
+from tests.prefixes.builders import ABOUT, file_of, make_folder, make_segment, numbers_of
 
 SIZE = 1000
 
 
-def read(folder: PrefixFolder, run: PrefixRun, size: int = SIZE) -> bytes:
+def read(folder: PrefixFolder, run: PrefixSegment, size: int = SIZE) -> bytes:
     return bytes(folder.read(run, size))
 
 
-def reason_of(folder: PrefixFolder, run: PrefixRun, size: int = SIZE) -> str:
+def reason_of(folder: PrefixFolder, run: PrefixSegment, size: int = SIZE) -> str:
     with pytest.raises(format.Unusable) as caught:
         read(folder, run, size)
     return caught.value.reason
 
 
 def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    folder, run = make_folder(tmp_path), make_run()
+    folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run))
     assert read(folder, run) == bytes(numbers_of(run))
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"origin": b"tlas"}, {"token_ids": make_run(token=8).token_ids}],
+    [{"origin": b"tlas"}, {"token_ids": make_segment(token=8).token_ids}],
     ids=["salt", "tokens"],
 )
 def test_equal_names_are_not_enough(tmp_path: Path, changed: dict[str, bytes]) -> None:
-    folder, run = make_folder(tmp_path), make_run()
+    folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run))
     assert reason_of(folder, msgspec.structs.replace(run, **changed)) == "foreign"
 
 
 def test_a_file_of_another_model_is_foreign(tmp_path: Path) -> None:
-    one, run = make_folder(tmp_path), make_run()
+    one, run = make_folder(tmp_path), make_segment()
     other = make_folder(tmp_path, msgspec.structs.replace(ABOUT, dtype="float32"))
     one.write(run, numbers_of(run))
     file_of(one, run).rename(other.path / file_of(one, run).name)
@@ -57,7 +57,7 @@ def test_everything_that_numbers_depend_on_has_a_folder_of_its_own(field: str) -
 
 
 def test_another_version_is_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, run = make_folder(tmp_path), make_run()
+    folder, run = make_folder(tmp_path), make_segment()
     with monkeypatch.context() as patched:
         patched.setattr(format, "VERSION", 0)
         folder.write(run, numbers_of(run))
@@ -65,7 +65,7 @@ def test_another_version_is_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_torn_file_is_damaged_wherever_it_ends(tmp_path: Path) -> None:
-    folder, run = make_folder(tmp_path), make_run()
+    folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run))
     path = file_of(folder, run)
     whole = path.read_bytes()
@@ -94,7 +94,7 @@ def damage(whole: bytes, dice: random.Random) -> bytes:
 
 
 def damaged_files_are_misses(tmp_path: Path, number: int) -> None:
-    folder, run = make_folder(tmp_path), make_run()
+    folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run))
     path = file_of(folder, run)
     whole = path.read_bytes()

@@ -11,13 +11,13 @@ import pytest
 
 from headrace_common.config.settings import PrefixCacheConfig
 from headrace_common.layout import MemoryLayout
-from headrace_common.prefix import DiskNews, PrefixRun, ReadRun, RunRead, RunsOnDisk
+from headrace_common.prefix import DiskNews, PrefixSegment, ReadSegment, SegmentRead, SegmentsOnDisk
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.memory import Lease, Memory
 from headrace_engine.memory.offers import Offers
 from headrace_engine.memory.prefix import NameChain
 from headrace_engine.prefixes import keeper as keepers
-from headrace_engine.prefixes.folder import PrefixFolder, StoredRun
+from headrace_engine.prefixes.folder import PrefixFolder, StoredSegment
 from headrace_engine.prefixes.keeper import DiskSite, PrefixKeeper
 from tests.prefixes.builders import BLOCK, make_folder
 from tools.harness.eventually import eventually
@@ -44,7 +44,7 @@ class Kept:
         self.memory = Memory(MemoryLayout(BLOCK, num_blocks=16), self.offers)
         self.folder, self.numbers = make_folder(root), FakeNumbers()
         self.disk = DiskPrefixes(BLOCK, PER_RUN, BLOCK_BYTES)
-        self.disk.know(self.folder.stored())
+        self.disk.set_segments(self.folder.stored())
         site = DiskSite(self.folder, PrefixCacheConfig(**limits), self.disk, False)
         self.keeper = PrefixKeeper(site, self.numbers, self.memory)
         self.news: list[DiskNews] = []
@@ -66,23 +66,23 @@ class Kept:
     def stored(self) -> set[tuple[int, int]]:
         return {(run.first, run.end) for run in self.folder.stored()}
 
-    def read(self, run: PrefixRun, number: int = 1) -> RunRead:
-        self.keeper.serve([], [ReadRun(number, run, run.num_blocks * BLOCK_BYTES)])
+    def read(self, run: PrefixSegment, number: int = 1) -> SegmentRead:
+        self.keeper.serve([], [ReadSegment(number, run, run.num_blocks * BLOCK_BYTES)])
         eventually(lambda: bool(self.answers(number)))
         return self.answers(number)[0]
 
-    def answers(self, number: int) -> list[RunRead]:
-        return [n for n in self.news if isinstance(n, RunRead) and n.number == number]
+    def answers(self, number: int) -> list[SegmentRead]:
+        return [n for n in self.news if isinstance(n, SegmentRead) and n.number == number]
 
 
 def test_full_blocks_become_runs_and_come_back(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     lease, ids, chain = kept.compute(5 * BLOCK + 1)
     eventually(lambda: kept.stored() == {(0, 2), (2, 4), (4, 5)})
-    answer = kept.read(kept.disk.run(ids, chain, 2, 4))
+    answer = kept.read(kept.disk.segment(ids, chain, 2, 4))
     assert answer.numbers is not None
     assert bytes(answer.numbers) == b"".join(bytes([i]) * BLOCK_BYTES for i in lease.block_ids[2:4])
-    told = [run for news in kept.news if isinstance(news, RunsOnDisk) for run in news.runs]
+    told = [run for news in kept.news if isinstance(news, SegmentsOnDisk) for run in news.runs]
     assert {(first, end) for _, first, end in told} == {(0, 2), (2, 4), (4, 5)}
     kept.keeper.close()
 
@@ -128,7 +128,7 @@ def test_a_full_disk_is_told_once_and_tried_again_later(
 ) -> None:
     kept, write, tries = Kept(tmp_path), PrefixFolder.write, []
 
-    def full(self: PrefixFolder, run: PrefixRun, numbers: memoryview) -> None:
+    def full(self: PrefixFolder, run: PrefixSegment, numbers: memoryview) -> None:
         tries.append(run)
         raise OSError(28, "No space left on device")
 
@@ -140,8 +140,9 @@ def test_a_full_disk_is_told_once_and_tried_again_later(
         kept.compute(6 * BLOCK, token=6)
         eventually(lambda: len(tries) == 2)
     assert [record.getMessage() for record in caplog.records] == [
-        f"Prefixes cannot be kept in {tmp_path}: [Errno 28] No space left on device. "
-        "Serving goes on without. This is told once."
+        f"Cached prefixes cannot be written to {tmp_path} ([Errno 28] No space left on device). "
+        "Serving continues, and writing is tried again after 60 s. "
+        "This warning is logged only once."
     ]
     monkeypatch.setattr(PrefixFolder, "write", write)
     monkeypatch.setattr(kept.keeper._writer, "_paused_until", 0.0)
@@ -188,7 +189,7 @@ def test_what_cannot_be_read_says_why_and_is_told_once(
     for path in kept.folder.path.glob("*-*-*"):
         path.write_bytes(path.read_bytes()[:-1]) if damage == "damaged" else path.unlink()
     for number, first in enumerate((0, 2)):
-        answer = kept.read(kept.disk.run(ids, chain, first, first + 2), number)
+        answer = kept.read(kept.disk.segment(ids, chain, first, first + 2), number)
         assert (answer.numbers, answer.miss) == (None, damage)
     assert len(caplog.records) == (damage == "damaged")
     assert kept.stored() == set(), "a damaged file leaves"
@@ -204,8 +205,8 @@ def test_what_others_wrote_and_removed_is_heard_of(
     eventually(lambda: bool(one.folder.stored()))
     (run,) = one.folder.stored()
 
-    def known() -> list[tuple[StoredRun, ...]]:
-        return [n.runs for n in other.news if isinstance(n, RunsOnDisk) and n.is_all]
+    def known() -> list[tuple[StoredSegment, ...]]:
+        return [n.runs for n in other.news if isinstance(n, SegmentsOnDisk) and n.is_all]
 
     eventually(lambda: known()[-1:] == [(run,)])
     for path in one.folder.path.glob("*-*-*"):
@@ -225,7 +226,7 @@ def test_short_memory_costs_misses_alone(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(PrefixFolder, "read", short)
-        assert kept.read(kept.disk.run(ids, chain, 0, 2)).miss == "failed"
+        assert kept.read(kept.disk.segment(ids, chain, 0, 2)).miss == "failed"
         patch.setattr(kept.numbers, "get", short)
         kept.compute(4 * BLOCK, token=9)
         kept.keeper.close()

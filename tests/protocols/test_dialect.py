@@ -1,17 +1,18 @@
 """Dialects unlike OpenAI's: what the code around a dialect must not take for granted."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from headrace.gateway import openapi, routes
-from headrace.protocols.dialect import spoken_at
+from headrace.protocols.dialect import dialect_at, dialect_of
 from headrace.protocols.fields.common import COMMON, TokenIds
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
 from headrace_common.errors import RequestError
 from headrace_common.request import Ids, Prompt
+from headrace_common.worker_jobs import AnyJob
 from tests.gateway.builders import parsed
 
 ERRORS = SimpleNamespace(SCHEMA={"title": "ToyError"}, status=lambda error: error.kind.status)
@@ -39,7 +40,7 @@ def test_a_wrong_id_is_named_by_the_field_it_stands_in() -> None:
 
 
 def test_the_document_shows_the_errors_of_each_dialect() -> None:
-    toy = routes.generates("/v1/toy", Toy())  # type: ignore[arg-type]
+    toy = routes.generation_route("/v1/toy", Toy())  # type: ignore[arg-type]
     responses = openapi.document([toy])["paths"]["/v1/toy"]["post"]["responses"]
     schemas = [
         response["content"]["application/json"]["schema"]
@@ -71,5 +72,11 @@ def test_the_time_for_a_path_does_not_grow_with_the_square_of_its_length() -> No
             before, found, after = str.rpartition(self, sep)
             return Counted(before), found, after
 
-    assert spoken_at(Counted("/v1/messages" + "/a" * 20_000)) is spoken_at("/v1/messages")
+    assert dialect_at(Counted("/v1/messages" + "/a" * 20_000)) is dialect_at("/v1/messages")
     assert Counted.read < 100_000
+
+
+def test_each_job_of_a_dialect_names_one_that_executes_jobs() -> None:
+    routes_of_jobs = {job.dialect for job in get_args(AnyJob)} - {None}
+    assert routes_of_jobs == {"/v1/messages", "/v1/responses"}
+    assert all(callable(getattr(dialect_of(route), "do", None)) for route in routes_of_jobs)

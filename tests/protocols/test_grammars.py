@@ -16,8 +16,8 @@ from headrace.protocols.worker import Jobs
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
 from headrace_common.grammar import Grammar, GrammarCompiler
-from headrace_common.jobs import CheckedBody
 from headrace_common.request import Route
+from headrace_common.worker_jobs import CheckedBody
 from tests.schemas import ZOD_EMAIL, Schema
 
 MINI = ServedModel(ModelConfig())
@@ -407,7 +407,7 @@ def test_a_number_whose_digits_no_pattern_has_is_refused(
     with pytest.raises(RequestError) as refused:
         read(jobs, by_schema(f'{{"{keyword}": {number}}}'))
     assert refused.value.param == f"{SCHEMA}.{keyword}"
-    assert "cannot be enforced from 1e100 on" in refused.value.message
+    assert "cannot be enforced beyond 1e100" in refused.value.message
 
 
 @pytest.mark.parametrize(("keyword", "number"), [("maximum", "1e150"), ("minimum", "-1e309")])

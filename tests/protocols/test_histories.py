@@ -17,16 +17,16 @@ from headrace.fleet.served_model import ServedModel
 from headrace.protocols.prompt_ids import render
 from headrace.protocols.worker import Jobs
 from headrace_common.config.settings import ModelConfig
-from headrace_common.jobs import (
+from headrace_common.request import Chat
+from headrace_common.worker_jobs import (
     CheckedBody,
+    ContinueResponse,
     CountTokens,
     EncodePrompts,
-    GoOn,
     ListInput,
     ReadBody,
     TokenCount,
 )
-from headrace_common.request import Chat
 from tests.text.strict_templates import GEMMA
 from tools.harness.histories import History, history
 from tools.harness.servers import running_server
@@ -128,7 +128,7 @@ def test_what_was_stored_comes_back_as_it_came_and_is_continued_as_if_it_were_se
         more = [{"role": "user", "content": "More."}]
         asked = {"input": more, "previous_response_id": "resp_1"}
         packed = (first.kept, json.dumps([SAID]).encode(), read(History(case.route, asked, ())), {})
-        goes_on = WORKER.do(GoOn(), msgspec.msgpack.encode(packed))
+        goes_on = WORKER.do(ContinueResponse(), msgspec.msgpack.encode(packed))
         whole = read(History(case.route, {"input": [*case.body["input"], SAID, *more]}, ()))
         assert chat_of(goes_on).messages == chat_of(whole).messages, seed  # type: ignore[arg-type]
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from headrace.protocols.inserted_texts import client_of, take_out
+from headrace.protocols.inserted_texts import client_of, remove_inserted
 from headrace.protocols.worker import Jobs
-from headrace_common.jobs import CheckedBody, CountTokens, ReadBody
+from headrace_common.worker_jobs import CheckedBody, CountTokens, ReadBody
 from tests.gateway.builders import FakeModel
 
 ROUTE = "/v1/messages"
@@ -29,7 +29,10 @@ def blocks(*texts: str) -> list[dict[str, str]]:
 )
 def test_what_differs_in_each_request_is_no_part_of_the_prompt(system: Any) -> None:
     body = sent(system)
-    assert take_out(body, ROUTE, CLIENT) == {"the billing header": BILLING, "the tokens left": LEFT}
+    assert remove_inserted(body, ROUTE, CLIENT) == {
+        "the billing header": BILLING,
+        "the tokens left": LEFT,
+    }
     shown = body["system"] if isinstance(system, str) else "".join(b["text"] for b in system)
     assert shown == "Be brief."
     assert body["messages"] == sent("")["messages"]  # of what stands behind it nothing is taken
@@ -40,7 +43,7 @@ def test_what_differs_in_each_request_is_no_part_of_the_prompt(system: Any) -> N
 )
 def test_nothing_that_is_not_in_the_table_is_touched(route: str, client: str) -> None:
     body = sent(f"{BILLING}\nBe brief.\n\n{LEFT}")
-    assert not take_out(body, route, client)
+    assert not remove_inserted(body, route, client)
     assert body == sent(f"{BILLING}\nBe brief.\n\n{LEFT}")
 
 
@@ -49,7 +52,7 @@ def test_nothing_that_is_not_in_the_table_is_touched(route: str, client: str) ->
 )
 def test_it_is_no_such_text_elsewhere_and_other_types_are_left_to_the_dialect(system: Any) -> None:
     body = sent(system)
-    assert not take_out(body, ROUTE, CLIENT) and body == sent(system)
+    assert not remove_inserted(body, ROUTE, CLIENT) and body == sent(system)
 
 
 def test_other_browsers_and_tools_are_no_client_of_the_table() -> None:
@@ -70,5 +73,5 @@ def test_a_worker_leaves_them_out_of_prompt_and_count() -> None:
 def test_a_run_of_line_breaks_is_read_once() -> None:
     body = {"system": "\n" * 1_000_000 + "Be brief."}
     started = time.thread_time()
-    assert not take_out(body, "/v1/messages", "Claude Code")
+    assert not remove_inserted(body, "/v1/messages", "Claude Code")
     assert time.thread_time() - started < 3.0  # was minutes

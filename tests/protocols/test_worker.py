@@ -7,7 +7,7 @@ import pytest
 
 from headrace.protocols.worker import Jobs
 from headrace_common.errors import RequestError
-from headrace_common.jobs import (
+from headrace_common.worker_jobs import (
     CheckedBody,
     Encoded,
     EncodePairs,

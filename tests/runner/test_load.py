@@ -108,7 +108,7 @@ def test_a_model_that_fits_in_int8_alone_is_told_so_and_then_taken(tmp_path: Pat
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_sizes(folder: Path) -> None:
     error = refusal(folder, kv_cache_memory_bytes=992 * POSITION)
     assert error.code == "model_too_large"
-    assert "992 tokens" in str(error) and "1024 must fit" in str(error)
+    assert "992 tokens" in str(error) and "1024 tokens must fit" in str(error)
     assert "--kv-cache-memory-bytes" in str(error)
 
 
@@ -116,19 +116,19 @@ def test_a_cache_larger_than_what_is_free_is_refused_with_both_sizes(folder: Pat
     free(64 << 20)
     error = refusal(folder, kv_cache_memory_bytes=65 << 20)
     assert error.code == "model_too_large"
-    assert "asks for 65 MiB beside 0 MiB of weights" in str(error)
-    assert "64 MiB are free; ask for 63 MiB or less" in str(error)
+    assert "asks for 65 MiB besides 0 MiB of weights" in str(error)
+    assert "64 MiB are free; set it to at most 63 MiB" in str(error)
 
 
 def test_a_model_that_leaves_no_room_for_one_sequence_is_refused_before_it_is_read(
     folder: Path, free, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = footprint(read_spec(folder), torch.float32, "avx512", "none")
-    monkeypatch.setattr(load, "guarded", None)  # would be a TypeError
+    monkeypatch.setattr(load, "watch_memory", None)  # would be a TypeError
     free(weights.peak + 1000)
     error = refusal(folder)
     assert error.code == "model_too_large"
-    assert "a cache of" in str(error) and "Close other programs" in str(error)
+    assert "to cache one sequence" in str(error) and "Close other programs" in str(error)
 
 
 def test_a_load_beside_a_program_that_takes_the_memory_is_given_up_in_time(
@@ -139,7 +139,7 @@ def test_a_load_beside_a_program_that_takes_the_memory_is_given_up_in_time(
     monkeypatch.setattr(room, "free_bytes", lambda device: next(left))
     error = refusal(folder)
     assert error.code == "model_too_large"
-    assert "0 MiB are left" in str(error) and "51 MiB are kept free" in str(error)
+    assert "0 MiB are free" in str(error) and "51 MiB must stay free" in str(error)
 
 
 def test_a_short_model_need_only_fit_itself(folder: Path) -> None:

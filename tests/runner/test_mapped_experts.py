@@ -77,7 +77,7 @@ def test_a_disk_without_room_or_in_memory_is_named(
     needed = footprint(read_spec(folder), torch.bfloat16, OWN_SETS[0], "none")
     have(monkeypatch, needed.peak - 1)
     monkeypatch.setattr(mapped_file, "_kind", lambda path: "tmpfs")
-    with pytest.raises(ModelError, match=r"experts cannot stay on disk: .* lies in memory"):
+    with pytest.raises(ModelError, match=r"experts cannot be kept on disk: .* is in memory"):
         load_runner(CONFIG, folder)
     monkeypatch.undo()
     assert "MiB free for" in str(mapped_file.objection(1 << 60))

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace_common.system.memory_limits import free_group_bytes, installed_bytes
 from headrace_engine.runner import probe
-from headrace_engine.runner.probe import _container_bytes, is_portable, num_threads
+from headrace_engine.runner.probe import is_portable, num_threads
 
 
 def group(folder: Path, **files: str) -> Path:
@@ -15,14 +16,14 @@ def group(folder: Path, **files: str) -> Path:
 def test_a_container_leaves_its_limit_less_what_cannot_be_given_up(tmp_path: Path) -> None:
     stat = "anon 300\ninactive_file 500\nactive_file 50\n"
     files = {"memory_max": "1000\n", "memory_current": "900\n", "memory_stat": stat}
-    assert _container_bytes(group(tmp_path, **files), tmp_path / "none") == 600
+    assert free_group_bytes(group(tmp_path, **files), tmp_path / "none") == 600
 
 
 def test_a_container_without_a_limit_leaves_everything(tmp_path: Path) -> None:
-    assert _container_bytes(tmp_path, tmp_path) == UNLIMITED
+    assert free_group_bytes(tmp_path, tmp_path) == UNLIMITED
     stat = {"memory_current": "5", "memory_stat": ""}
     unlimited = group(tmp_path, memory_max="max\n", **stat)
-    assert _container_bytes(unlimited, tmp_path) == UNLIMITED
+    assert free_group_bytes(unlimited, tmp_path) == UNLIMITED
 
 
 UNLIMITED = 1 << 60
@@ -46,19 +47,21 @@ def test_the_tightest_of_all_groups_that_hold_a_process_counts(
 ) -> None:
     own, root = tmp_path / "own", tmp_path / "groups" / base
     own.write_text(f"{line}\n")
-    assert _container_bytes(tmp_path / "groups", own) >= UNLIMITED
+    assert free_group_bytes(tmp_path / "groups", own) >= UNLIMITED
+    whole = installed_bytes(tmp_path / "groups", own)
     limit(root / "user" / "job", names, 5000, 1000)
-    assert _container_bytes(tmp_path / "groups", own) == 4050
+    assert free_group_bytes(tmp_path / "groups", own) == 4050
     limit(root / "user", names, 3000, 2500)  # with others' programs
-    assert _container_bytes(tmp_path / "groups", own) == 550
+    assert free_group_bytes(tmp_path / "groups", own) == 550
     limit(root / "user" / "other", names, 100, 100)
-    assert _container_bytes(tmp_path / "groups", own) == 550
+    assert free_group_bytes(tmp_path / "groups", own) == 550
+    assert installed_bytes(tmp_path / "groups", own) == 3000 < whole
 
 
 def test_a_group_outside_the_container_is_none_of_ours(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("0::/../../elsewhere\n9:cpuset:/user\n")
     limit(tmp_path / "user", V2, 10, 10)
-    assert _container_bytes(tmp_path, tmp_path / "own") >= UNLIMITED
+    assert free_group_bytes(tmp_path, tmp_path / "own") >= UNLIMITED
 
 
 @pytest.mark.parametrize(

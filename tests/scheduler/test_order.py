@@ -1,4 +1,4 @@
-"""Who goes first: the key, the walk, the places."""
+"""The order of waiting requests: sort keys, traversal and queue positions."""
 
 import pytest
 

@@ -4,7 +4,7 @@ from array import array
 
 from headrace_common.config.settings import SchedulerConfig
 from headrace_common.layout import MemoryLayout
-from headrace_common.prefix import ReadRun, RunRead
+from headrace_common.prefix import ReadSegment, SegmentRead
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.scheduler.restores import LONGEST_WAIT_S, MAX_RESTORES, PATIENCE_S
 from headrace_engine.scheduler.scheduler import Scheduler
@@ -29,14 +29,14 @@ class OnDisk(Engine):
             for end in range(PER_RUN, tokens // BLOCK + 1, PER_RUN):
                 self.disk.add(chain.name(ids, end - 1), end - PER_RUN, end)
 
-    def asked(self) -> list[ReadRun]:
+    def asked(self) -> list[ReadSegment]:
         self.step()
-        return self.scheduler.take_wishes()
+        return self.scheduler.take_reads()
 
-    def answer(self, wishes: list[ReadRun], miss: str = "", seconds: float = 1e-6) -> None:
+    def answer(self, wishes: list[ReadSegment], miss: str = "", seconds: float = 1e-6) -> None:
         for wish in wishes:
             numbers = None if miss else memoryview(bytes(wish.num_bytes))
-            self.scheduler.hear(RunRead(wish.number, numbers, seconds, miss), self.now)
+            self.scheduler.apply_news(SegmentRead(wish.number, numbers, seconds, miss), self.now)
 
 
 def misses(engine: OnDisk) -> dict[str, int]:
@@ -68,7 +68,7 @@ def test_others_go_on_while_a_prompt_is_read() -> None:
     engine.add(make_submit(1, 210), make_submit(3, 30))
     plan = engine.step()
     assert sequence_ids(plan) == [2, 3], "neither the stream nor the prompt behind it waits"
-    engine.answer(engine.scheduler.take_wishes())
+    engine.answer(engine.scheduler.take_reads())
     plan = engine.step()
     assert plan is not None and [load.sequence_id for load in plan.loads] == [1]
     assert sequence_ids(plan) == [2, 3]
@@ -79,7 +79,7 @@ def test_nothing_is_planned_while_there_is_nothing_but_reading() -> None:
     assert engine.step() is None
     rest_s = engine.scheduler.rest_s(engine.now)
     assert rest_s is not None and 0 < rest_s <= LONGEST_WAIT_S
-    engine.answer(engine.scheduler.take_wishes())
+    engine.answer(engine.scheduler.take_reads())
     assert engine.step() is not None
     assert engine.scheduler.rest_s(engine.now) == 0
 
@@ -89,7 +89,7 @@ def test_a_run_that_is_gone_is_computed_and_not_asked_for_again() -> None:
     engine.answer(engine.asked(), miss="damaged")
     assert lengths(engine.step()) == [210]
     assert misses(engine) == {"damaged": 3}
-    assert engine.scheduler.take_wishes() == []
+    assert engine.scheduler.take_reads() == []
 
 
 def test_what_was_read_before_a_missing_run_counts() -> None:
@@ -110,10 +110,10 @@ def test_a_late_run_is_computed_and_the_disk_left_alone_for_a_while() -> None:
     assert lengths(engine.step()) == [210]
     assert misses(engine) == {"late": 1}
     engine.add(make_submit(2, 210)).step()
-    assert engine.scheduler.take_wishes() == [], "it hangs"
+    assert engine.scheduler.take_reads() == [], "it hangs"
     engine.now += PATIENCE_S
     engine.add(make_submit(3, 210)).step()
-    assert engine.scheduler.take_wishes() == [], "it still has not answered"
+    assert engine.scheduler.take_reads() == [], "it still has not answered"
     engine.answer(late)
     engine.add(make_submit(4, 210)).step()
     engine.scheduler.memory.check()
@@ -125,7 +125,7 @@ def test_a_disk_that_is_slower_than_computing_is_not_read() -> None:
     engine.run()
     engine.add(make_submit(2, 210))
     assert lengths(engine.step()) == [210]
-    assert engine.scheduler.take_wishes() == [] and misses(engine) == {"slower": 1}
+    assert engine.scheduler.take_reads() == [] and misses(engine) == {"slower": 1}
 
 
 def test_a_prompt_that_takes_no_credit_is_not_read() -> None:
@@ -146,7 +146,7 @@ def test_only_a_few_prompts_are_read_at_once_and_the_others_wait_their_turn() ->
     engine.answer(wishes)
     plan = engine.step()
     assert plan is not None and len(plan.loads) == MAX_RESTORES and not plan.chunks
-    more = engine.scheduler.take_wishes()
+    more = engine.scheduler.take_reads()
     assert len(more) == 6, "the two that waited"
     engine.answer(more)
     engine.run()
@@ -178,7 +178,7 @@ def test_a_run_may_begin_before_what_memory_has() -> None:
     engine = OnDisk(1).add(make_submit(1, 210))
     engine.answer(engine.asked(), miss="gone")
     engine.run()
-    engine.disk.know([])
+    engine.disk.set_segments([])
     ids, chain = array("i", [1001] * 300), engine.scheduler.memory.chain("")
     engine.disk.add(chain.name(ids, 15), 12, 16)
     engine.add(make_submit(1, 300))  # 13 blocks are in memory still

@@ -1,6 +1,6 @@
 """Work that is due before tokens: pieces, spans, and encoders that have a step to themselves."""
 
-from headrace_common.plan import EncodeWork, PromptInputs
+from headrace_common.plan import EncoderInput, PromptInputs
 from headrace_engine.scheduler.budget import StepTimes, TimeBudget
 from headrace_engine.scheduler.cost import StepShape
 from tests.scheduler.builders import (
@@ -12,10 +12,10 @@ from tests.scheduler.builders import (
     make_submit,
 )
 
-SOURCE = EncodeWork(0, 1 << 40, 300, 6, is_source=True)
+SOURCE = EncoderInput(0, 1 << 40, 300, 6, is_source=True)
 
 
-def with_works(*works: EncodeWork, spans: tuple[tuple[int, int], ...] = ()) -> dict[str, object]:
+def with_works(*works: EncoderInput, spans: tuple[tuple[int, int], ...] = ()) -> dict[str, object]:
     return {"inputs": (PromptInputs(works, spans),)}
 
 
@@ -45,7 +45,7 @@ def test_pieces_of_a_known_encoder_fit_the_room():
     for num_units in (1, 2, 4, 8) * 4:
         scheduler.observe_encoding(100, num_units, 0.1 * num_units)
     engine = Engine(scheduler)
-    engine.add(make_submit(1, 1, max_tokens=1, **with_works(EncodeWork(0, 1, 100, 12))))
+    engine.add(make_submit(1, 1, max_tokens=1, **with_works(EncoderInput(0, 1, 100, 12))))
     for _ in range(8):
         scheduler.observe([(0, 64)], 0.01)
         scheduler.observe([(0, 8)], 0.01)
@@ -56,7 +56,7 @@ def test_pieces_of_a_known_encoder_fit_the_room():
 
 def test_an_image_in_the_middle_of_a_prompt_is_encoded_when_it_is_reached():
     engine = Engine(make_scheduler())
-    engine.add(make_submit(1, 40, max_tokens=1, **with_works(EncodeWork(10, 30, 64))))
+    engine.add(make_submit(1, 40, max_tokens=1, **with_works(EncoderInput(10, 30, 64))))
     plans = engine.run()
     assert [(lengths(plan), pieces(plan)) for plan in plans] == [
         ([10], []),
@@ -69,8 +69,8 @@ def test_one_piece_a_step_and_another_prompt_takes_what_is_left():
     engine = Engine(make_scheduler(max_step_tokens=64))
     engine.add(make_submit(3, 200, max_tokens=1))
     engine.step()
-    engine.add(make_submit(1, 4, max_tokens=1, **with_works(EncodeWork(0, 4, 64))))
-    engine.add(make_submit(2, 4, max_tokens=1, **with_works(EncodeWork(0, 4, 64))))
+    engine.add(make_submit(1, 4, max_tokens=1, **with_works(EncoderInput(0, 4, 64))))
+    engine.add(make_submit(2, 4, max_tokens=1, **with_works(EncoderInput(0, 4, 64))))
     plan = engine.step()
     assert pieces(plan) == [(1, 0, 0, 1)] and [c.sequence_id for c in plan.chunks] == [3]
 
@@ -79,7 +79,7 @@ def test_an_encoder_that_cannot_be_cut_has_every_other_step_to_itself():
     engine = Engine(make_scheduler(max_stall_s=0.1))
     engine.add(make_submit(1, 4, max_tokens=20))
     engine.step()
-    whole = [EncodeWork(i, i + 1, 64, 2, is_whole=True) for i in range(2)]
+    whole = [EncoderInput(i, i + 1, 64, 2, is_whole=True) for i in range(2)]
     engine.add(make_submit(2, 2, max_tokens=1, **with_works(*whole)))
     plans = [engine.step() for _ in range(6)]
     assert [(lengths(plan), pieces(plan)) for plan in plans] == [
@@ -96,7 +96,7 @@ def test_an_encoder_that_cannot_be_cut_has_every_other_step_to_itself():
 def test_an_encoder_that_cannot_be_cut_may_take_long_before_it_counts_as_hung():
     scheduler = make_scheduler()
     engine = Engine(scheduler)
-    work = EncodeWork(0, 1, 100_000, 1, is_whole=True)
+    work = EncoderInput(0, 1, 100_000, 1, is_whole=True)
     engine.add(make_submit(1, 1, max_tokens=1, **with_works(work)))
     plan = scheduler.plan(0.0)
     assert plan is not None and plan.allowed_s >= 60
@@ -138,7 +138,7 @@ def test_siblings_share_the_source_that_their_leader_encoded():
 
 def test_a_cached_prefix_saves_what_it_alone_needed():
     engine = Engine(make_scheduler())
-    works = with_works(EncodeWork(0, 32, 64, mark=b"a"), EncodeWork(40, 50, 64, mark=b"b"))
+    works = with_works(EncoderInput(0, 32, 64, mark=b"a"), EncoderInput(40, 50, 64, mark=b"b"))
     engine.add(make_submit(1, 60, max_tokens=1, **works))
     engine.run()
     engine.finished.clear()
@@ -149,7 +149,7 @@ def test_a_cached_prefix_saves_what_it_alone_needed():
 
 def test_swapped_images_share_no_prefix():
     engine = Engine(make_scheduler())
-    a, b = (EncodeWork(0, 32, 64, mark=mark) for mark in (b"a", b"b"))
+    a, b = (EncoderInput(0, 32, 64, mark=mark) for mark in (b"a", b"b"))
     engine.add(make_submit(1, 60, max_tokens=1, **with_works(a)))
     engine.run()
     engine.finished.clear()
@@ -162,5 +162,5 @@ def test_what_was_at_hand_says_nothing_of_the_cost_of_encoding():
     shape = StepShape()
     shape.encode(100, 4)
     for _ in range(50):
-        budget.took(shape, StepTimes(0.0, 0.0, 0.01), False, "")
+        budget.learn_step(shape, StepTimes(0.0, 0.0, 0.01), False, "")
     assert not budget.encoding.is_measured

@@ -16,7 +16,7 @@ from headrace_engine.scheduler.plan import Planner
 from headrace_engine.scheduler.restores import Read, Restores
 from headrace_engine.scheduler.sequence import Sequence, by_key
 from headrace_engine.scheduler.step import PlannedStep
-from headrace_engine.scheduler.table import Quarantine, SequenceTable, WaitingLines
+from headrace_engine.scheduler.table import Quarantine, SequenceTable, WaitingQueues
 from stress.simulator.fake_disk import FakeDisk
 from stress.simulator.simulation import Violation, run_seed
 
@@ -45,10 +45,10 @@ def a_block_is_public_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
 @plant
 def one_client_has_every_turn(patch: pytest.MonkeyPatch) -> None:
     def in_order(self, without=()):
-        everybody = [s for line in self._lines.values() for s in line if s not in without]
+        everybody = [s for line in self._queues.values() for s in line if s not in without]
         return iter(sorted(everybody, key=by_key))
 
-    patch.setattr(WaitingLines, "in_turn", in_order)
+    patch.setattr(WaitingQueues, "in_order", in_order)
 
 
 @plant
@@ -79,7 +79,7 @@ def a_state_keeps_what_was_guessed_wrong(patch: pytest.MonkeyPatch) -> None:
 
     def not_back(self, sequence, chunk, drawn):
         num_right = commit(self, sequence, chunk, drawn)
-        sequence.num_again = 0
+        sequence.num_to_recompute = 0
         return num_right
 
     patch.setattr(InFlight, "_commit_guess", not_back)
@@ -153,7 +153,7 @@ def credit_covers_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def blocks_that_others_took_are_kept_on_disk(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Memory, "still_holds", lambda self, block_ids, takings: True)
+    patch.setattr(Memory, "still_holds", lambda self, block_ids, take_counts: True)
 
 
 @plant
@@ -306,7 +306,7 @@ def a_match_takes_blocks_without_their_state(patch: pytest.MonkeyPatch) -> None:
 
 @plant
 def tokens_do_not_wait_for_their_work(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sequence, "next_work", lambda self, num_cached: None)
+    patch.setattr(Sequence, "next_encoding", lambda self, num_cached: None)
 
 
 @plant
@@ -338,8 +338,8 @@ def streams_sit_out_one_such_step_after_the_other(patch: pytest.MonkeyPatch) -> 
 
     def greedy(self, now, can_preempt):
         candidates = [*self._table.waiting, *self._table.running]
-        wanting = (s for s in candidates if s.next_work(s.num_planned) is not None)
-        self._declared, self._was_exclusive = self._declared or next(wanting, None), False
+        wanting = (s for s in candidates if s.next_encoding(s.num_planned) is not None)
+        self._promised, self._was_exclusive = self._promised or next(wanting, None), False
         return plan(self, now, can_preempt)
 
     patch.setattr(Planner, "plan", greedy)

@@ -13,7 +13,7 @@ from headrace.text.model_names import (
     paths_of,
     root_of,
     settled_aliases,
-    told_apart,
+    with_unique_names,
 )
 from headrace_common.config.settings import ModelConfig
 from headrace_common.config.sources import check_names
@@ -32,7 +32,7 @@ def names(*models: str, **given: str) -> list[tuple[str, ...]]:
     configs += [
         ModelConfig(model=model, served_model_name=(name,)) for name, model in given.items()
     ]
-    return [config.served_model_name for config in told_apart(tuple(configs))]
+    return [config.served_model_name for config in with_unique_names(tuple(configs))]
 
 
 def test_a_model_is_called_by_the_name_of_its_file_or_folder(
@@ -67,7 +67,7 @@ def test_models_of_one_name_are_told_apart_by_the_folders_before_it(tmp_path: Pa
 def test_one_path_twice_needs_names_of_its_own(tmp_path: Path) -> None:
     config = ModelConfig(model=gguf(tmp_path, "m.gguf"))
     with pytest.raises(ConfigError, match="2 models are named 'm'; give each a name"):
-        check_names(told_apart((config, config)))
+        check_names(with_unique_names((config, config)))
 
 
 def test_the_path_finds_the_model_and_is_shown_to_nobody(
@@ -87,7 +87,7 @@ def test_the_path_finds_the_model_and_is_shown_to_nobody(
         assert called(model, name) == called(model, None) == "m"
     with pytest.raises(RequestError) as unknown:
         models.get("/other/m.gguf")
-    assert "there is: first, m." in str(unknown.value)
+    assert "This server has: first, m." in str(unknown.value)
 
 
 def models_named(*names: str, aliases: tuple[str, ...]) -> Models[WorkerModel]:
@@ -153,7 +153,7 @@ def test_the_model_of_an_alias_may_be_given_as_it_was_to_the_server(tmp_path: Pa
     [
         (
             ("a=nosuch",),
-            "--alias a=nosuch: no model or adapter is named 'nosuch'; there is: m, sql.",
+            "--alias a=nosuch: no model or adapter is named 'nosuch'; served names: m, sql.",
         ),
         (("a=m", "a=sql"), "--alias a is given for 'm' and 'sql'; keep one of them."),
         (("a=m", "b=a"), "no model or adapter is named 'a'"),

@@ -358,7 +358,7 @@ def test_a_config_that_is_no_json_is_a_model_error(tmp_path):
 @pytest.mark.parametrize("config", [[], {"chat_template": 5}, {"chat_template": [{"name": "x"}]}])
 def test_a_config_of_another_shape_is_a_model_error(tmp_path, config):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="neither a text nor a list"):
+    with pytest.raises(ModelError, match="must be a text or a list"):
         ChatTemplate.load(tmp_path, {})
 
 

@@ -1,4 +1,4 @@
-"""The counting of calls in a process that knows nothing of it."""
+"""Counts calls in a process that does not know it is being counted."""
 
 import os
 import subprocess

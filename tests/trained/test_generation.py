@@ -56,7 +56,7 @@ def test_greedy_texts_are_transformers_own(
 @pytest.mark.slow
 def test_the_same_tokens_follow_8000(smollm2: Path, smollm2_reference: Any) -> None:
     """In chunks of 512; transformers reads all of it at once."""
-    words = "\n".join(file.read_text() for file in (TEXT, *sorted((ROOT / "docs").glob("*.md"))))
+    words = "\n".join(file.read_text() for file in (TEXT, *sorted((ROOT / "docs").rglob("*.md"))))
     ids = list(Tokenizer.load(smollm2).encode(words, False))[:LONG]
     assert len(ids) == LONG
     one = {"max_model_len": 8192, "scheduler": SchedulerConfig(max_num_seqs=1)}

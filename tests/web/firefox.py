@@ -1,6 +1,6 @@
 """Firefox behind Selenium's interface, by its own protocol: Debian has no driver program for it.
 
-What the tests ask of Chromium by its developer tools is done here by Firefox's own means.
+Does with Firefox's own means what the tests do in Chromium through its developer tools.
 """
 
 import contextlib

@@ -31,6 +31,9 @@ new MutationObserver(note).observe(document, { subtree: true, childList: true })
 """
 
 
+MODELS = "#model option:not([value=' get'])"
+"""The models in the list, without the entry that gets more."""
+
 # a file that the browser lost (its network changed, say) leaves a page without its script
 HAS_BEGUN = "return document.querySelector('#thread')?.childElementCount !== 0"
 
@@ -51,6 +54,9 @@ def new_driver(width: int = 1200, height: int = 800) -> webdriver.Remote:
     options.binary_location = "/usr/bin/chromium"
     for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
         options.add_argument(flag)
+    # Without a screen, Chromium reports no mouse, so that nothing could be hovered over.
+    mouse = "primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"
+    options.add_argument(f"--blink-settings={mouse}")
     options.add_argument(f"--window-size={width},{height}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     return webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
@@ -76,6 +82,11 @@ class Page:
     def texts(self, css: str) -> list[str]:
         script = "return [...document.querySelectorAll(arguments[0])].map(n => n.textContent)"
         return self.driver.execute_script(script, css)
+
+    def start_load_test(self) -> None:
+        eventually(lambda: self.find("#try").is_enabled())
+        self.find("#try").click()
+        self.find("#ask button[value=run]").click()
 
     def send(self, text: str) -> None:
         script = "const i = document.getElementById('input'); i.value = arguments[0]; i.focus()"

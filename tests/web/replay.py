@@ -1,6 +1,6 @@
 """The page from a real server, with answers that were recorded: the engine is idle meanwhile.
 
-What it is asked for is kept in `asked`. Paths that it does not know go to the real server.
+Requests are recorded in `asked`. Unknown paths are forwarded to the real server.
 """
 
 import json

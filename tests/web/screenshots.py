@@ -72,7 +72,7 @@ def main() -> None:
         page.open("/dashboard")
         eventually(lambda: page.texts('[data-name="State"]') == ["ok"])
         eventually(lambda: "not measured yet" not in page.texts("#live .soft"))
-        page.find("#try").click()
+        page.start_load_test()
         eventually(lambda: len(page.texts("#rows strong")) == 5)
         eventually(lambda: MANY.search(page.find("#steps-text").text))
         time.sleep(0.5)

@@ -169,7 +169,7 @@ def start(page: Page) -> None:
 def models(page: Page) -> None:
     start(page)
     page.driver.execute_script(MODELS)
-    eventually(lambda: len(page.texts("#model option")) == 4)
+    eventually(lambda: len(page.texts("#model option")) == 5)
     eventually(lambda: "sees images" in page.texts(".can li"))
 
 
@@ -177,7 +177,7 @@ def key(page: Page) -> None:
     start(page)
     page.driver.execute_script(LOCKED)
     page.find("#key input").send_keys("wrong", Keys.ENTER)
-    eventually(lambda: "does not take this key" in page.find("#key-fault").text)
+    eventually(lambda: "does not accept this key" in page.find("#key-fault").text)
 
 
 def files(page: Page) -> None:
@@ -198,7 +198,7 @@ def refused_file(page: Page) -> None:
 def too_much(page: Page) -> None:
     start(page)
     give(page, "paste", "long.txt", b"water wheel mill " * 3000)
-    eventually(lambda: "too much" in page.find("#room").text)
+    eventually(lambda: "too long" in page.find("#room").text)
 
 
 def dropping(page: Page) -> None:
@@ -235,7 +235,7 @@ def busy(page: Page) -> None:
 
 
 def queued(page: Page) -> None:
-    held(page, "Place 3", {"queue": {"position": 3, "waiting": 7, "eta_ms": 64_000}})
+    held(page, "Position 3", {"queue": {"position": 3, "waiting": 7, "eta_ms": 64_000}})
 
 
 def prompt(page: Page) -> None:
@@ -350,6 +350,7 @@ def settings(page: Page) -> None:
 def options(page: Page) -> None:
     put(page, TURNS[:1])
     page.find("#options").click()
+    page.find("#advanced summary").click()
     page.find("#choices [name=tools]").send_keys("no list")
     click(page, "#choices", "Save")
     eventually(lambda: page.find("#fault").text)
@@ -366,7 +367,12 @@ def downloads(page: Page) -> None:
     page.driver.execute_script(PULLS)
     open_list(page)
     choose_from(page, "#others", "Get a model")
-    eventually(lambda: len(page.texts("#pulled li")) == 5)
+    eventually(lambda: "someone/small" in page.texts("#pulled strong"))
+
+
+def missing(page: Page) -> None:
+    page.open("/nosuch/page")
+    assert page.texts("h1") == ["There is no page at this address"]
 
 
 def batches(page: Page) -> None:
@@ -382,9 +388,15 @@ def dashboard(page: Page) -> None:
 
 def dashboard_busy(page: Page) -> None:
     dashboard(page)
+    page.start_load_test()
+    eventually(lambda: len(page.texts("#requests tbody tr")) >= 4)
+
+
+def dashboard_question(page: Page) -> None:
+    dashboard(page)
     eventually(lambda: page.find("#try").is_enabled())
     page.find("#try").click()
-    eventually(lambda: len(page.texts("#requests tbody tr")) >= 4)
+    assert page.find("#ask").is_displayed()
 
 
 STATES: dict[str, Callable[[Page], None]] = {
@@ -394,6 +406,6 @@ STATES: dict[str, Callable[[Page], None]] = {
         *(busy, queued, prompt, recovering, answering, thinking, conversation, first_messages),
         *(broken, editing, results, versions, confidence, other_models, list_of, searching),
         *(found_nothing, row_menu, renaming, deleted, list_menu, settings, options, shortcuts),
-        *(downloads, batches, dashboard, dashboard_busy),
+        *(downloads, missing, batches, dashboard, dashboard_busy, dashboard_question),
     )
 }

@@ -1,15 +1,20 @@
 """More than the text of an answer: thoughts, calls, data, and how sure the model was."""
 
 import json
+import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from tests.web.page import Page, eventually
+from tests.web.page import MODELS, Page, eventually, new_driver
 from tests.web.replay import Replay
+from tests.web.server import Server
 from tests.web.test_chat import click
+from tests.web.test_everybody import press, tab_to
 
 DATA = {"name": "Ann", "tags": ["a", "b"], "more": {"deep": {"deeper": {"n": 1}}}, "none": None}
 CALL = {
@@ -77,7 +82,7 @@ def test_an_answer_is_made_anew_by_another_model(replayed: tuple[Page, Replay]) 
     assert not page.texts(AGAIN)
     replay.models = ["ann", "bob"]
     page.driver.refresh()
-    eventually(lambda: page.texts("#model option") == ["ann", "bob"])
+    eventually(lambda: page.texts(MODELS) == ["ann", "bob"])
     answer(replayed, "It is so.")
     eventually(lambda: page.texts(AGAIN))
     page.find(AGAIN).click()
@@ -104,3 +109,59 @@ def test_the_tokens_of_an_answer_show_how_sure_the_model_was(page: Page) -> None
     assert " %" in page.texts(".detail")[0] and page.texts(".tokens .chosen")
     click(page, ".message.assistant", "Confidence")
     assert not page.texts(".tokens") and page.find(".message.assistant .body").is_displayed()
+
+
+SEEN = """
+const first = document.querySelector(".message.assistant .foot");
+const last = document.querySelector(".message.assistant:last-child .foot");
+return [first, last].map((foot) => getComputedStyle(foot).opacity);
+"""
+
+
+def test_only_the_last_answer_shows_its_figures_and_actions_at_rest(page: Page) -> None:
+    for number in range(2):
+        page.send("Spell the word banana.")
+        eventually(lambda n=number: len(page.answers()) == n + 1 and page.wait_for_end())
+        eventually(lambda: "tokens/s" in page.texts(".message:last-child .foot")[0])
+    seen = partial(page.driver.execute_script, SEEN)
+    pointer = ActionChains(page.driver)
+    pointer.move_to_element(page.find("#input")).perform()
+    eventually(lambda: seen() == ["0", "1"])
+    pointer.move_to_element(page.find(".message.assistant .body")).perform()
+    eventually(lambda: seen() == ["1", "1"])
+    pointer.move_to_element(page.find("#input")).perform()
+    eventually(lambda: seen() == ["0", "1"])
+    page.driver.execute_script("document.getElementById('thread').focus()")
+    tab_to(page, "Copy message")  # of the question
+    press(page, Keys.TAB)
+    assert seen() == ["0", "1"]
+    tab_to(page, "Copy message")  # of its answer
+    assert seen() == ["1", "1"]
+
+
+@pytest.mark.skipif(os.environ.get("BROWSER") == "firefox", reason="it cannot pretend to touch")
+def test_a_tap_on_an_answer_shows_its_actions(server: Server) -> None:
+    driver = new_driver()  # of its own: one that touches cannot hover again
+    driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    try:
+        page = Page(driver, server)
+        page.open()
+        for number in range(2):
+            page.send("Spell the word banana.")
+            eventually(lambda n=number: len(page.answers()) == n + 1 and page.wait_for_end())
+        seen = partial(driver.execute_script, SEEN)
+        eventually(lambda: seen() == ["0", "1"])
+        tap(page, ".message.assistant .body")
+        eventually(lambda: seen() == ["1", "1"])
+        tap(page, ".message:last-child .body")
+        eventually(lambda: seen() == ["0", "1"])
+    finally:
+        driver.quit()
+
+
+def tap(page: Page, css: str) -> None:
+    box = page.find(css).rect
+    point = {"x": box["x"] + 5, "y": box["y"] + 5}
+    for kind, points in (("touchStart", [point]), ("touchEnd", [])):
+        given = {"type": kind, "touchPoints": points}
+        page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", given)

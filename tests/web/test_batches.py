@@ -32,6 +32,21 @@ return boxes.flatMap((one, i) => [
 """
 """What of the first row cannot be read."""
 
+TOO_WIDE = """
+const table = document.querySelector(".table");
+return table.scrollWidth > table.clientWidth;
+"""
+
+UNALIGNED = """
+const left = (css) => document.querySelector(css).getBoundingClientRect().left;
+const ofBatches = (kind, name) => left(`#batches ${kind}.${name}`);
+return ["what", "state", "done", "failed"].filter((name) => {
+  const [head, cell] = ["th", "td"].map((kind) => ofBatches(kind, name));
+  return head < 0 || Math.abs(head - cell) > 1;
+});
+"""
+"""The important columns whose title is out of sight, or not above the cells."""
+
 
 def line(number: int, max_tokens: int) -> str:
     body = {"messages": [{"role": "user", "content": f"{number}?"}], "max_tokens": max_tokens}
@@ -62,7 +77,7 @@ def test_a_file_is_answered_and_its_results_are_downloaded(page: Page, tmp_path:
     assert {json.loads(it)["custom_id"] for it in text.splitlines()} == {"0", "1", "2"}
 
 
-@pytest.mark.parametrize("width", [390, 768, 1280])
+@pytest.mark.parametrize("width", [320, 390, 704, 720, 1280])
 def test_a_row_can_be_read_at_every_width(page: Page, tmp_path: Path, width: int) -> None:
     page.open("/batches")
     sent(page, tmp_path, "a-file-with-a-longer-name.jsonl", 40, 1)
@@ -71,6 +86,8 @@ def test_a_row_can_be_read_at_every_width(page: Page, tmp_path: Path, width: int
     page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         assert page.driver.execute_script(OUTSIDE) == []
+        assert page.driver.execute_script(UNALIGNED) == []
+        assert page.driver.execute_script(TOO_WIDE) is False
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -88,4 +105,12 @@ def test_what_is_no_request_is_told(page: Page, tmp_path: Path) -> None:
     file = tmp_path / "wrong.jsonl"
     file.write_text("not JSON\n")
     page.driver.find_element(By.ID, "given").send_keys(str(file))
-    eventually(lambda: "no request" in page.find("#news").text)
+    eventually(lambda: "not a request" in page.find("#news").text)
+
+
+def test_a_batch_that_fails_says_why_below_its_name(page: Page, tmp_path: Path) -> None:
+    page.open("/batches")
+    sent(page, tmp_path, "refused.jsonl", 2, -5)
+    eventually(lambda: "failed" in row_of(page, "refused.jsonl"))
+    assert "Line 1: max_tokens is -5" in page.texts("#batches .what .trouble")[0]
+    assert page.texts("#batches td.state")[0] == "failed"

@@ -7,6 +7,7 @@ from urllib.error import HTTPError
 
 import pytest
 from selenium.common.exceptions import JavascriptException
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -14,13 +15,15 @@ from tests.web.page import Page, eventually
 
 
 def click(page: Page, css: str, words: str) -> None:
-    """The last button of these words, once there is one."""
+    """The last button of these words, once there is one; the pointer passes its message first."""
 
     def found() -> list[Any]:
         buttons = page.driver.find_elements(By.CSS_SELECTOR, f"{css} button")
-        return [button for button in buttons if button.text == words]
+        return [one for one in buttons if one.get_property("textContent") == words]
 
-    eventually(found)[-1].click()
+    button = eventually(found)[-1]
+    ActionChains(page.driver).move_to_element(button).perform()
+    button.click()
 
 
 def choose_from(page: Page, menu: str, words: str) -> None:
@@ -37,7 +40,7 @@ def test_a_message_is_answered(page: Page) -> None:
     assert answer["text"] == page.log_text(answer)
     eventually(lambda: page.texts(".message.assistant .body") == [answer["text"]])
     assert page.texts("#list li") == ["Count from 1 to 20."]
-    assert "tokens/s" in page.texts(".message.assistant .status")[0]
+    assert "tokens/s" in page.texts(".message.assistant .foot")[0]
 
 
 def test_an_answer_can_be_stopped(page: Page) -> None:

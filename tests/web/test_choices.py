@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from selenium import webdriver
 
-from tests.web.page import SAID, Page, eventually
+from tests.web.page import MODELS, SAID, Page, eventually
 from tests.web.server import Server
 from tests.web.test_chat import click
 
@@ -35,6 +35,7 @@ import("/web/store.js?another").then(({ changeConversation }) =>
   changeConversation(location.hash.slice(1), fields)).then(done);
 """
 
+ADVANCED = ["top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"]
 CURRENT = "#list li:nth-child(2) [aria-current]"
 CUT = """
 const pen = document.createElement("canvas").getContext("2d");
@@ -115,6 +116,7 @@ def test_a_conversation_keeps_its_own_choices(page: Page) -> None:
     assert page.driver.execute_script(VALUES) == ["Be brief.", "5"]
     shown = "return document.querySelector('#numbers input[name=top_p]').placeholder"
     eventually(lambda: page.driver.execute_script(shown) == "1")
+    page.find("#advanced summary").click()
     assert page.driver.execute_script(CUT) == []
     click(page, "#choices", "Cancel")
     page.send("Count from 1 to 150.")
@@ -123,6 +125,38 @@ def test_a_conversation_keeps_its_own_choices(page: Page) -> None:
     (body,) = sent(page)
     assert body["max_tokens"] == 5
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+LOOK = """
+const { fontSize, backgroundColor } = getComputedStyle(document.body);
+return [fontSize, backgroundColor];
+"""
+FIELDS = """
+const fields = [...document.querySelectorAll("#choices [name]")];
+return fields.filter((field) => field.checkVisibility()).map((field) => field.name);
+"""
+
+
+def test_settings_begin_with_the_look_and_fold_what_is_rarely_changed(page: Page) -> None:
+    page.find("#settings").click()
+    assert page.driver.execute_script(FIELDS) == ["theme", "size", "system", "temperature"]
+    page.find("#advanced summary").click()
+    assert page.driver.execute_script(FIELDS)[4:] == [*ADVANCED, "tools", "key"]
+    click(page, "#choices", "Cancel")
+    assert page.driver.execute_script(LOOK) == ["16px", "rgb(255, 255, 255)"]
+    choose(page, "#settings", theme="dark", size="125%")
+    assert page.driver.execute_script(LOOK) == ["20px", "rgb(18, 24, 29)"]
+    page.driver.refresh()
+    eventually(lambda: page.texts("#model option"))
+    assert page.driver.execute_script(LOOK) == ["20px", "rgb(18, 24, 29)"]
+    page.find("#options").click()
+    assert page.driver.execute_script(FIELDS) == ["system", "temperature"]
+    page.find("#advanced summary").click()
+    page.find("#choices [name=tools]").send_keys("no list")
+    page.find("#advanced summary").click()
+    click(page, "#choices", "Save")
+    eventually(lambda: "tools" in page.driver.execute_script(FIELDS))
+    click(page, "#choices", "Cancel")
 
 
 def test_what_another_tab_changes_is_taken_while_an_answer_comes(page: Page) -> None:
@@ -139,13 +173,13 @@ def test_what_another_tab_changes_is_taken_while_an_answer_comes(page: Page) -> 
 
 def test_a_conversation_remembers_its_model(page: Page) -> None:
     page.driver.execute_script(SENT)
-    eventually(lambda: page.texts("#model option") == ["headrace-mini"])
+    eventually(lambda: page.texts(MODELS) == ["headrace-mini"])
     page.send("Spell the word banana.")
     page.wait_for_end()
     assert sent(page)[0]["model"] == "headrace-mini"
     page.driver.execute_script("localStorage['headrace-settings'] = arguments[0]", '{"model":"x"}')
     page.find("#new").click()
-    eventually(lambda: page.texts("#model option") == ["headrace-mini", "x (not served)"])
+    eventually(lambda: page.texts(MODELS) == ["headrace-mini", "x (not served)"])
     page.send("Spell the word banana.")
     eventually(lambda: len(page.answers()) == 2)
     refused = page.wait_for_end()

@@ -9,6 +9,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.web.page import Page, eventually
 from tests.web.test_everybody import press
+from tests.web.test_files import give
 
 DEAF = """
 const send = window.fetch;
@@ -83,6 +84,39 @@ def test_escape_stops_the_answer(page: Page) -> None:
     assert page.wait_for_end()["outcome"] == "stopped"
 
 
+NO_MODEL = """
+window.fetch = async () => Response.json({ data: [] });
+document.getElementById("model").dispatchEvent(new Event("focus"));
+"""
+OBSTACLE = "const { disabled, title } = document.getElementById('send'); return disabled && title"
+
+
+def test_send_is_disabled_with_the_reason_while_it_cannot_work(page: Page) -> None:
+    def obstacle() -> Any:
+        return page.driver.execute_script(OBSTACLE)
+
+    eventually(lambda: page.texts("#model option") and page.texts("#presence") == ["Connected"])
+    assert obstacle() == "The message is empty."
+    page.find("#input").send_keys("  ", Keys.ENTER)
+    assert page.texts("#news") == ["The message is empty."] and page.stored() == []
+    page.find("#input").send_keys("Hello")
+    assert obstacle() is False
+    page.offline(True)
+    eventually(lambda: obstacle() == "The server cannot be reached.")
+    page.find("#input").send_keys(Keys.ENTER)
+    assert field(page) == "  Hello"
+    page.offline(False)
+    eventually(lambda: obstacle() is False)
+    give(page, "paste", "long.txt", b"mill " * 9000)
+    eventually(lambda: obstacle() == "The message is too long for the model.")
+    page.find("#input").send_keys(Keys.ENTER)
+    assert field(page) == "  Hello" and page.stored() == []
+    page.find("#attached button").click()
+    eventually(lambda: obstacle() is False)
+    page.driver.execute_script(NO_MODEL)
+    eventually(lambda: obstacle() == "The server has no model.")
+
+
 def test_a_stop_is_asked_for_until_it_is_heard(page: Page) -> None:
     page.driver.execute_script(DEAF)
     page.send("Count from 1 to 150.")
@@ -109,7 +143,7 @@ def test_a_file_that_comes_again_is_merged(page: Page, tmp_path: Path) -> None:
     eventually(lambda: page.texts(".message .body") == ["a ban"])
     load(page, tmp_path, {"title": "Old", "updated": 0}, {"title": "New", "updated": 2}, text="a")
     eventually(lambda: page.texts("#list .name") == ["New", "Fruit"])
-    told = "Imported: 1 brought up to date, 1 here already."
+    told = "Imported: 1 updated, 1 already here."
     eventually(lambda: page.texts(".toast span")[-1:] == [told])
     load(page, tmp_path, {"title": "Fruit"}, text="a banana")
     eventually(lambda: "a banana" in [one["text"] for one in page.stored()])

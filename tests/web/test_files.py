@@ -6,6 +6,7 @@ from pathlib import Path
 from selenium.webdriver.common.keys import Keys
 
 from tests.web.page import Page, eventually
+from tests.web.test_chat import click
 from tests.web.test_choices import SENT, sent
 
 GIVE = """
@@ -26,7 +27,16 @@ return ["dragover", "drop"].map((kind) => document.querySelector(arguments[0])
   .dispatchEvent(new DragEvent(kind, { dataTransfer, bubbles: true, cancelable: true })));
 """
 """Whether the browser does with a text what it does of itself."""
+
+UNCOUNTED = """
+const send = window.fetch;
+window.fetch = async (url, options) =>
+  String(url).endsWith("/tokenize") ? new Response("", { status: 503 }) : send(url, options);
+"""
+"""A server that cannot count tokens now, so that a message is sent although it is too long."""
+
 CHIPS = "#attached .chip .name"
+FIELD = "return document.getElementById('input').value"
 
 
 def give(page: Page, kind: str, name: str, data: bytes, **texts: str) -> None:
@@ -131,10 +141,48 @@ def test_what_is_no_text_is_refused_in_words(page: Page) -> None:
 def test_too_much_for_the_context_is_said_before_it_is_sent(page: Page) -> None:
     eventually(lambda: page.texts("#model option"))
     give(page, "paste", "long.txt", b"water wheel mill " * 3000)
-    eventually(lambda: "of 4,096 tokens · too much" in page.find("#room").text)
+    eventually(lambda: "of 4,096 tokens · too long" in page.find("#room").text)
     page.find("#input").send_keys("So?", Keys.ENTER)
-    refused = page.wait_for_end()
-    assert (refused["outcome"], refused["code"]) == ("failed", "context_length_exceeded")
-    words = "This is more than the model can read at once."
-    eventually(lambda: page.texts(".status .trouble")[0].startswith(words))
-    assert refused["error"] in page.texts(".status .said")
+    assert page.stored() == [] and not page.find("#send").is_enabled()
+    page.find("#attached button").click()
+    eventually(lambda: page.find("#send").is_enabled())
+
+
+def test_a_message_that_was_too_long_is_put_back_with_its_files(page: Page) -> None:
+    eventually(lambda: page.texts("#model option"))
+    page.send("Spell the word banana.")
+    page.wait_for_end()
+    page.driver.execute_script(UNCOUNTED)
+    give(page, "paste", "long.txt", b"water wheel mill " * 3000)
+    give(page, "paste", "short.txt", b"water")
+    eventually(lambda: page.texts(CHIPS) == ["long.txt", "short.txt"])
+    page.find("#input").send_keys("So?", Keys.ENTER)
+    eventually(lambda: len(page.answers()) == 2)
+    assert page.wait_for_end()["code"] == "context_length_exceeded"
+    told = ["With this message, the conversation is too long for the model."]
+    eventually(lambda: page.texts(".message.assistant:last-child .status span") == told)
+    page.find("#input").send_keys("now")
+    assert page.find("main").text.count("too long") == 1 and not page.find("#send").is_enabled()
+    click(page, ".message.assistant", "Put it back to shorten it")
+    eventually(lambda: page.texts(CHIPS) == ["long.txt", "short.txt"])
+    assert page.driver.execute_script(FIELD) == "So?\n\nnow" and len(page.texts(".message")) == 2
+    page.driver.refresh()
+    eventually(lambda: "too long" in page.find("#room").text and len(page.texts(".message")) == 2)
+    assert page.find("main").text.count("too long") == 1
+    page.find("#attached [aria-label='Remove long.txt']").click()
+    eventually(lambda: page.find("#send").is_enabled())
+    page.find("#send").click()
+    eventually(lambda: len(page.answers()) == 3)
+    assert page.wait_for_end()["outcome"] == "done"
+
+
+def test_a_first_message_that_was_too_long_is_put_back_too(page: Page) -> None:
+    eventually(lambda: page.texts("#model option"))
+    page.driver.execute_script(UNCOUNTED)
+    give(page, "paste", "long.txt", b"water wheel mill " * 3000)
+    eventually(lambda: page.texts(CHIPS) == ["long.txt"])
+    page.find("#send").click()
+    page.wait_for_end()
+    click(page, ".message.assistant", "Put it back to shorten it")
+    eventually(lambda: page.texts(CHIPS) == ["long.txt"] and page.texts(".welcome h2"))
+    assert not page.texts(".message")

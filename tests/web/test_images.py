@@ -115,7 +115,7 @@ def test_a_model_without_eyes_is_shown_nothing(page: Page) -> None:
     eventually(lambda: page.texts("#model option"))
     page.driver.execute_script(PASTE, base64.b64encode(DOT).decode(), "paste")
     notice = eventually(lambda: page.find("#notice").text)
-    assert notice == "The model headrace-mini takes no images."
+    assert notice == "The model headrace-mini does not accept images."
     assert not page.texts("#attached img")
 
 

@@ -36,10 +36,10 @@ def is_shown(page: Page, css: str) -> bool:
 
 def test_a_key_is_asked_for_once(page: Page, locked: Server) -> None:
     eventually(lambda: is_shown(page, "#key"))
-    assert "asks for a key" in page.find("#key").text
+    assert "needs a key" in page.find("#key").text
     assert violations(page) == []
     page.find("#key input").send_keys("wrong", Keys.ENTER)
-    eventually(lambda: "does not take this key" in page.find("#key-fault").text)
+    eventually(lambda: "does not accept this key" in page.find("#key-fault").text)
     page.find("#key input").clear()
     page.find("#key input").send_keys("secret", Keys.ENTER)
     eventually(lambda: not is_shown(page, "#key"))
@@ -55,7 +55,7 @@ def test_a_key_is_asked_for_once(page: Page, locked: Server) -> None:
 def test_enter_keeps_a_key_that_was_typed_in_the_settings(page: Page) -> None:
     eventually(lambda: is_shown(page, "#key"))
     page.find("#key .cancel").click()
-    eventually(lambda: "asks for a key" in page.find("#notice").text)
+    eventually(lambda: "needs a key" in page.find("#notice").text)
     page.find("#settings").click()
     page.find("#choices [name=key]").send_keys("secret", Keys.ENTER)
     eventually(lambda: page.texts("#model option"))

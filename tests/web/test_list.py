@@ -40,6 +40,13 @@ return [found.map(String), top > 0 && top < innerHeight];
 """
 
 
+DOTTED = """
+return ["#title", "#list .name"].map((css) => document.querySelector(css)).map((node) =>
+  node.scrollWidth > node.clientWidth && getComputedStyle(node).textOverflow === "ellipsis");
+"""
+"""Whether the browser cuts each title, and ends it with dots."""
+
+
 def test_days_are_named_as_people_name_them(page: Page) -> None:
     days = [[10, 0], [9, 23], [9, 0], [8, 23], [3, 0], [2, 23], [-22, 12]]
     names = ["Today", "Yesterday", "Yesterday", "Last 7 days", "Last 7 days", "Last 30 days"]
@@ -51,6 +58,26 @@ def test_the_list_is_grouped(page: Page, tmp_path: Path) -> None:
     load(page, tmp_path, {"title": "Old"}, {"title": "New", "updated": now})
     eventually(lambda: page.texts("#list .name") == ["New", "Old"])
     assert page.texts("#list h3") == ["Today", "January 1970"]
+
+
+def test_a_long_title_ends_with_dots_and_is_whole_as_a_tooltip(page: Page) -> None:
+    whole = "Count from 1 to 5. " + "Please. " * 20
+    page.send(whole)
+    page.wait_for_end()
+    eventually(lambda: page.texts("#list .name") == [whole.strip()])
+    titles = "return ['#title', '#list .open'].map((css) => document.querySelector(css).title)"
+    assert page.driver.execute_script(titles) == [whole.strip()] * 2
+    assert page.driver.execute_script(DOTTED) == [True, True]
+    page.find("#new").click()
+    eventually(lambda: not page.texts(".message"))
+    page.send("Count from 1 to 5.\n" + "Please. " * 40)
+    eventually(lambda: len(page.answers()) == 2 and page.wait_for_end())
+    (title, _) = page.texts("#list .name")
+    assert (
+        len(title) <= 200
+        and title.endswith("Please. Plea…")
+        and title.startswith("Count from 1 to 5. P")
+    )
 
 
 def test_what_is_found_is_marked_at_its_place(page: Page, tmp_path: Path) -> None:
@@ -82,7 +109,7 @@ def test_a_conversation_is_exported_and_known_again(page: Page, tmp_path: Path) 
     assert markdown == "# On Fruit!\n\n## Answer\n\na **banana**\n"
     (conversation,) = json.loads(whole)["conversations"]
     load(page, tmp_path, conversation, text="a **banana**")
-    eventually(lambda: page.texts(".toast span") == ["Imported: 1 here already."])
+    eventually(lambda: page.texts(".toast span") == ["Imported: 1 already here."])
 
 
 def test_messages_in_a_circle_are_shown(page: Page, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_large_message_has_its_time_to_be_sent(page: Page) -> None:
 
 def test_what_the_browser_does_not_keep_stays_in_the_field(page: Page) -> None:
     def is_told() -> bool:
-        return page.find("#notice").text.startswith("This browser keeps nothing more")
+        return page.find("#notice").text.startswith("This browser cannot save messages")
 
     page.driver.execute_script(FULL)
     page.send("Count from 1 to 60.")

@@ -19,9 +19,9 @@ from headrace.workers import process
 from headrace.workers.pool import WorkerPool
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
-from headrace_common.jobs import EncodePrompts, ReadBody, encode_job
 from headrace_common.request import Chat, Text
 from headrace_common.system import framing
+from headrace_common.worker_jobs import EncodePrompts, ReadBody, encode_job
 from tools.harness import processes
 from tools.harness.eventually import settle
 
@@ -162,7 +162,7 @@ async def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> N
             task.cancel()
         assert await render(pool, "fine") == "2 tokens"
         async with asyncio.timeout(30):  # 50 slow ones would take minutes
-            while len(pool._line):
+            while len(pool._queue):
                 await asyncio.sleep(0.01)
 
 
@@ -171,7 +171,7 @@ async def test_a_job_in_work_ends_with_its_client(config: ModelConfig) -> None:
         assert await render(pool, "fine") == "2 tokens"
         packed = msgspec.msgpack.encode((Text("many words " * 3_000_000),))
         asking = asyncio.create_task(pool.do(EncodePrompts(1 << 30), [packed]))
-        while not pool._line._in_work:
+        while not pool._queue._running:
             await asyncio.sleep(0)
         before = workers()
         asking.cancel()

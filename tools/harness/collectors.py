@@ -1,4 +1,4 @@
-"""A small collector of traces on loopback, which decodes what servers send by OTLP over HTTP."""
+"""A small OpenTelemetry collector on loopback. Decodes the traces that servers send by HTTP."""
 
 import contextlib
 import gzip
@@ -11,7 +11,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector(http.server.ThreadingHTTPServer):
-    """`spans` as they came. While `answers` is not set it takes them and says nothing."""
+    """Collects spans as they arrive. While `answers` is not set, the collector sends no answers."""
 
     daemon_threads = True
 
@@ -49,7 +49,7 @@ class _Taker(http.server.BaseHTTPRequestHandler):
 
 
 def values(attributes: Any) -> dict[str, Any]:
-    """The attributes of a span as Python's values."""
+    """Return the attributes of a span as Python values."""
     found = {}
     for pair in attributes:
         kind = pair.value.WhichOneof("value")

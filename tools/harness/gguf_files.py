@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written by the gguf package in the names of llama.cpp."""
+"""Writes GGUF files of tiny models with the gguf package and llama.cpp's names."""
 
 import json
 import re
@@ -30,14 +30,18 @@ def gguf_name(name: str, architecture: str = "") -> str:
         return f"blk.{number}.{back[rest]}"
     if stem.startswith("model.layers."):
         _, _, number, rest = stem.split(".", 3)
-        rest = re.sub(r"mlp\.experts\.\d+\.", "", rest)  # all experts are one stack
+        # All experts are stored in one tensor.
+        rest = re.sub(r"mlp\.experts\.\d+\.", "", rest)
         return f"blk.{number}.{back[rest]}.{kind}"
     return f"{back[stem]}.{kind}"
 
 
 def add_merge(folder: Path) -> int:
-    """Gives the tokenizer of make_tiny_model a merged token, without which llama.cpp loads no
-    byte-level one; the number of its tokens, which the model's `vocab_size` must be."""
+    """Adds a merged token to the tokenizer of make_tiny_model; returns the new number of tokens.
+
+    llama.cpp loads no byte-level tokenizer without merges. The model's `vocab_size` must be the
+    returned number.
+    """
     path = folder / "tokenizer.json"
     described = json.loads(path.read_text())
     number = 1 + max(token["id"] for token in described["added_tokens"])
@@ -50,10 +54,11 @@ def add_merge(folder: Path) -> int:
 def to_gguf(
     folder: Path, target: Path, kind: str, mixed: Mapping[str, str] = NONE, **fields: Any
 ) -> Path:
-    """Writes a model folder of make_tiny_model as one file, and rounds the folder's own weights
-    to what the file holds, so that folder and file are the same model.
+    """Writes a model folder of make_tiny_model as one GGUF file.
 
-    `mixed`: another type for tensors of these names of llama.cpp's, without layer and kind.
+    The folder's own weights are rounded to the weights of the file, so that the folder and the file
+    are the same model. `mixed` sets another type for some tensors, by llama.cpp's name without
+    layer and kind.
     """
     config = json.loads((folder / "config.json").read_text())
     name = config["model_type"].replace("mistral", "llama").replace("_text", "").replace("_", "")
@@ -106,7 +111,7 @@ def to_gguf(
 
 
 def write_file(writer: gguf.GGUFWriter) -> None:
-    """Write all that the writer was given, and close its file."""
+    """Write everything that was added to the writer, and close its file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -116,7 +121,7 @@ def write_file(writer: gguf.GGUFWriter) -> None:
 def _of_hybrid(
     key: str, tensor: torch.Tensor, stored: str, config: dict[str, Any]
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """The bytes, and the values that they stand for, in the original's order."""
+    """Return the tensor's bytes for the file, and its rounded values in the original order."""
     values = tensor.float().numpy()
     if key.endswith(".A_log"):
         return -np.exp(values)[file_rows(key, config, len(values))], tensor
@@ -135,7 +140,7 @@ def _of_hybrid(
 
 
 def _in_parts(name: str, raw: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
-    """Queries, keys and values of Qwen3-Next apart from the gates."""
+    """Split Qwen3-Next's joined tensor into two tensors: "qkv" and the gates."""
     if not name.endswith("ssm_in.weight"):
         return [(name, raw)]
     first = len(raw) - config["linear_num_value_heads"] * config["linear_value_head_dim"]
@@ -157,7 +162,11 @@ def _add_gemma(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def encoded(values: np.ndarray, kind: str, key: str) -> np.ndarray:
-    """The K types cannot be written by the package: any bytes are a matrix, under small scales."""
+    """Return the values in a GGUF type.
+
+    The package cannot write K types. For K types, return random bytes with small scales, because
+    such bytes are valid K types.
+    """
     if not kind.endswith("_K"):
         return quantize(values, Kind[kind])
     generator = np.random.default_rng(sum(key.encode()))
@@ -175,7 +184,7 @@ def encoded(values: np.ndarray, kind: str, key: str) -> np.ndarray:
 def add_tokenizer(
     writer: gguf.GGUFWriter, described: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    """A byte-level tokenizer.json; `fields` override or add to what is written."""
+    """Writes a byte-level tokenizer.json. `fields` are added to the file, or replace its keys."""
     model, added = described["model"], described["added_tokens"]
     tokens = model["vocab"] | {token["content"]: token["id"] for token in added}
     ordered = sorted(tokens, key=tokens.__getitem__)
@@ -196,7 +205,7 @@ def add_tokenizer(
             getattr(writer, f"add_{key}")(given[key])
     for key in given:
         if key.startswith("general."):
-            add = writer.add_int32 if isinstance(given[key], int) else writer.add_float32
-            add(key, given[key])
+            adders = {int: writer.add_int32, float: writer.add_float32, str: writer.add_string}
+            adders[type(given[key])](key, given[key])
     if "add_bos_token" in given:
         writer.add_add_bos_token(given["add_bos_token"])

@@ -1,4 +1,4 @@
-"""How llama.cpp's converter lays the tensors of hybrids, written down from its own rules."""
+"""Reorders tensors of hybrid models as llama.cpp's converter does."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 
 IN_FULL = ("conv1d", "shared_expert_gate", "mlp.gate")
-"""Those that stay in float32, by the ends of their names."""
+"""The last parts of the names of tensors that stay in float32."""
 
 
 def add_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -28,12 +28,13 @@ def add_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def file_rows(key: str, config: dict[str, Any], num: int) -> np.ndarray:
-    """Numbers of the original rows in the file's order."""
+    """Return the number of the original row for each row of the file."""
     heads, dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
     values = config["linear_num_value_heads"]
     share, width = values // heads, config["linear_value_head_dim"]
     rows = np.arange(num)
-    if "in_proj_qkvz" in key:  # as Qwen3-Next has it: head by head
+    # Qwen3-Next stores this tensor head by head.
+    if "in_proj_qkvz" in key:
         cuts = np.cumsum([dim, dim, share * width])
         parts = np.split(rows.reshape(heads, -1), cuts, axis=1)
         return np.concatenate([part.reshape(-1) for part in parts])

@@ -1,4 +1,4 @@
-"""Folders and GGUF files of tiny gpt-oss models, laid out as such models are published."""
+"""Makes folders and GGUF files of tiny gpt-oss models, in the layout of the published models."""
 
 import json
 import re
@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def to_mxfp4(folder: Path) -> Path:
-    """Rounds the experts of a folder of make_tiny_model, in place; returns the folder."""
+    """Rounds the experts of a folder of make_tiny_model to MXFP4 in place; returns the folder."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         matrices = tensors.pop(name).transpose(1, 2).float()  # [experts, outputs, inputs]
@@ -45,18 +45,21 @@ def to_mxfp4(folder: Path) -> Path:
 
 
 def _rounded(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks [experts, outputs, groups, 16], two neighbours in a byte, and scales."""
+    """Return blocks [experts, outputs, groups, 16] and scales. A byte has two adjacent values."""
     raw = quantize(matrices.contiguous().numpy(), Kind.MXFP4)
     groups = raw.reshape(*matrices.shape[:2], -1, 17)
-    scales, halves = groups[..., 0], groups[..., 1:]  # a byte has values n and n + 16
+    # In GGUF, a byte has the values n and n + 16.
+    scales, halves = groups[..., 0], groups[..., 1:]
     codes = np.concatenate((halves & 15, halves >> 4), axis=-1)
     blocks = codes[..., 0::2] | codes[..., 1::2] << 4
     return torch.from_numpy(blocks.copy()), torch.from_numpy(scales.copy())
 
 
 def gpt_oss_to_gguf(folder: Path, target: Path, **fields: Any) -> Path:
-    """A folder of to_mxfp4, or of make_tiny_model, as one file: the same bits for experts in MXFP4,
-    float32 for all else."""
+    """Writes a folder of to_mxfp4 or make_tiny_model as one GGUF file.
+
+    Experts in MXFP4 keep the same bits; everything else is float32.
+    """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(target, "gpt-oss")
     writer.add_block_count(config["num_hidden_layers"])
@@ -92,7 +95,8 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, scales: Tensor | No
     found = re.fullmatch(r"(?:layers\.(\d+)\.)?([\w.]+?)(_blocks|_bias|\.weight|\.bias)?", name)
     assert found
     layer, stem, kind = found.groups()
-    if kind is None and stem.endswith("_proj"):  # stacks lie transposed
+    # The matrices of experts are stored transposed.
+    if kind is None and stem.endswith("_proj"):
         tensor, kind = tensor.transpose(1, 2), ".weight"
     prefix = f"blk.{layer}." if layer else ""
     end = "bias" if kind and kind.endswith("bias") else "weight"
@@ -115,7 +119,7 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, scales: Tensor | No
 
 
 def _interleaved(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The bytes [experts, outputs, bytes] of llama.cpp: each scale before its 32 values."""
+    """Return llama.cpp's bytes [experts, outputs, bytes]; a scale precedes its 32 values."""
     codes = np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(*blocks.shape[:3], 32)
     halves = codes[..., :16] | codes[..., 16:] << 4
     return np.concatenate((scales[..., None], halves), axis=-1).reshape(*blocks.shape[:2], -1)

@@ -1,6 +1,7 @@
-"""Makes histories from a seed, as sent by clients that began a conversation at another provider.
+"""Generates message histories of clients that started a conversation with another provider.
 
-Each text that the model has to see is a word that no other history has. `History.texts` lists them.
+A seed decides everything about a history. Each text that the model has to see is a word that no
+other history contains; `History.texts` lists these words.
 """
 
 import base64
@@ -25,13 +26,14 @@ class History(NamedTuple):
 
 
 class HistoryBuilder:
-    """Makes the values of one history."""
+    """Generates the values of one history."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self._prefix = f"w{seed:x}"
         self._count = 0
-        self._texts: dict[str, str] = {}  # each with the form in which it is sent
+        # Maps each text to the format in which the text is sent.
+        self._texts: dict[str, str] = {}
 
     def word(self) -> str:
         self._count += 1
@@ -52,11 +54,11 @@ class HistoryBuilder:
         return f"data:text/plain;base64,{self._texts[word]}"
 
     def forget(self) -> None:
-        """Leave the texts so far out of those that the model has to see."""
+        """Stop requiring the texts made so far: the model no longer has to see these texts."""
         self._texts.clear()
 
     def build(self, route: str, body: Json) -> History:
-        """Return the history; texts that were made but not used in the body are left out."""
+        """Return the history. `History.texts` has only texts that are used in the body."""
         sent = json.dumps(body)
         return History(
             route, body, tuple(word for word, form in self._texts.items() if form in sent)
@@ -69,7 +71,7 @@ class HistoryBuilder:
         return self.random.choice(values)
 
     def maybe(self, **fields: Any) -> Json:
-        """Return each field, null in its place, or nothing."""
+        """Return each field as it is, as null, or not at all."""
         kept = {name: self.one(value, None) for name, value in fields.items() if self.chance()}
         if self.chance(0.1):
             kept["x_future"] = self.one("on", 7, {"a": [1]}, None)
@@ -79,7 +81,7 @@ class HistoryBuilder:
         return [self.random.choice(makers)(self) for _ in range(self.random.randint(1, most))]
 
     def pair(self, call: Json, output: Json) -> list[Json]:
-        """Return a call and its output; now and then one of them was lost."""
+        """Return a call and its output. Sometimes only the call or only the output is returned."""
         whole = [call, output]
         if self.chance(0.85):
             return whole
@@ -87,12 +89,12 @@ class HistoryBuilder:
 
 
 def history(seed: int) -> History:
-    """Return the history of that seed."""
+    """Return the history of a seed."""
     builder = HistoryBuilder(seed)
     return builder.one(_responses, _chat, _messages)(builder)
 
 
-# OpenAI's responses
+# OpenAI's responses API.
 
 
 def _input_part(b: HistoryBuilder) -> Json:
@@ -281,7 +283,8 @@ _ITEMS: list[Maker] = [
 
 def _responses(b: HistoryBuilder) -> History:
     items = [item for made in b.some(_ITEMS, 12) for item in made]
-    if b.chance(0.2):  # calls in parallel: their outputs come behind all of them
+    # Parallel calls come first, and the outputs follow after the last call.
+    if b.chance(0.2):
         items.sort(key=lambda item: "output" in str(item.get("type")))
     items.append({"role": "user", "content": b.text()})
     tools = b.some([_tool_of_responses]) if b.chance() else []
@@ -303,7 +306,7 @@ def _tool_of_responses(b: HistoryBuilder) -> Json:
     return b.one(*tools, *({"type": kind} for kind in hosted))
 
 
-# OpenAI's chat
+# OpenAI's chat API.
 
 
 def _chat_part(b: HistoryBuilder) -> Json:
@@ -381,7 +384,7 @@ def _chat(b: HistoryBuilder) -> History:
     return b.build("/v1/chat/completions", body)
 
 
-# Anthropic's messages
+# Anthropic's messages API.
 
 
 def _block(b: HistoryBuilder) -> Json:
@@ -445,7 +448,7 @@ def _turn_tools(b: HistoryBuilder) -> list[Json]:
 
 
 def _turn_hosted(b: HistoryBuilder) -> list[Json]:
-    """A turn in which the provider ran a tool."""
+    """Return a turn in which the provider itself executed a tool."""
     id, kind = f"srvtoolu_{b.word()}", b.random.randrange(6)
     document = {"type": "document", "source": {"type": "text", "data": "x"}}
     if kind == 0:
@@ -474,7 +477,8 @@ def _turn_hosted(b: HistoryBuilder) -> list[Json]:
 
 
 def _turn_compacted(b: HistoryBuilder) -> list[Json]:
-    b.forget()  # a summary replaces all earlier turns
+    # A summary replaces all earlier turns.
+    b.forget()
     block = {"type": "compaction", "content": b.text()} | b.maybe(signature="A")
     return [{"role": "assistant", "content": [block, _block(b)]}]
 

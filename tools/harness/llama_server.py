@@ -1,4 +1,4 @@
-"""llama-server itself over HTTP: the server of the wheel xllamacpp, or a program of one's own."""
+"""Runs llama-server: either the server of the xllamacpp wheel, or a different program."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ import httpx
 from tools.harness.processes import free_port
 
 _LOAD_TIMEOUT_S = 300
-# llama.cpp's own server in a process of its own: its symbols are those of llama-cpp-python's
+# llama.cpp's server runs in a separate process, because llama-cpp-python uses the same symbols.
 _SERVE = """
 import json, signal, sys, xllamacpp
 given = json.loads(sys.argv[1])
@@ -39,9 +39,9 @@ signal.pause()
 def llama_server(
     model: Path, threads: int = 1, streams: int = 1, positions: int = 1024, batch: int = 2048
 ) -> Iterator[str]:
-    """The URL of a server with that many places for streams, of so many positions each.
+    """Starts a server for `streams` sequences of `positions` positions each, and yields its URL.
 
-    `batch`: the most tokens of a step; llama-server's own default is 2,048.
+    `batch` is the largest number of tokens in a step; llama-server's own default is 2,048.
     """
     url = f"http://127.0.0.1:{(port := free_port())}"
     program = os.environ.get("LLAMA_SERVER")
@@ -56,20 +56,21 @@ def llama_server(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: list[str] = []
     assert process.stdout
-    # a pipe that is full would stop whoever writes to it
+    # A full pipe would block the server.
     reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
     reader.start()
     try:
         _wait_until_ready(url, process, lines)
         yield url
     finally:
-        process.send_signal(signal.SIGKILL)  # it keeps nothing
+        # The server has no state to save.
+        process.send_signal(signal.SIGKILL)
         process.wait()
         reader.join(timeout=5)
 
 
 def greedy(url: str, prompt: list[int], num: int) -> list[int]:
-    """The tokens of llama-server's own route, without what its cache may hold."""
+    """Return greedy tokens from llama-server's own route, without its prompt cache."""
     body: dict[str, Any] = {"prompt": prompt, "n_predict": num, "temperature": 0}
     body |= {"cache_prompt": False, "ignore_eos": True, "return_tokens": True}
     answer = httpx.post(f"{url}/completion", json=body, timeout=300)
@@ -79,7 +80,7 @@ def greedy(url: str, prompt: list[int], num: int) -> list[int]:
 
 
 def drawn(url: str, prompt: list[int], **more: Any) -> dict[str, Any]:
-    """The next token and the best, with logarithms of their shares."""
+    """Return the next token and the two most probable tokens, with their log probabilities."""
     body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 2} | more
     answer = httpx.post(f"{url}/completion", json=body, timeout=300)
     found: dict[str, Any] = answer.raise_for_status().json()["completion_probabilities"][0]

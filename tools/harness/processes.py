@@ -1,4 +1,4 @@
-"""Processes as /proc shows them; one that has gone has no children, no memory and no time."""
+"""Reads processes from /proc. An ended process has no children, no memory and no time."""
 
 import contextlib
 import socket
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def children(pid: int) -> list[int]:
-    """Children that any of its threads started."""
+    """Return the children that any of the process's threads started."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -15,12 +15,12 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, and theirs."""
+    """Return the children of a process, and their descendants."""
     return [one for child in children(pid) for one in (child, *descendants(child))]
 
 
 def command(pid: int) -> bytes:
-    """Its arguments, each ended by a zero; empty if it has gone."""
+    """Return a process's arguments, each followed by a zero byte; empty for an ended process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
@@ -31,22 +31,22 @@ def is_engine(pid: int) -> bool:
 
 
 def engines(pid: int) -> list[int]:
-    """The engines among a server's children."""
+    """Return the engine processes, which are children of the server's process."""
     return [child for child in children(pid) if is_engine(child)]
 
 
 def parent(pid: int) -> int:
-    """0 if there is none."""
+    """Return the parent of a process, or 0 if there is none."""
     return int(_stat(pid)[1])
 
 
 def ticks(pid: int) -> int:
-    """Processor ticks that it has used."""
+    """Return the processor ticks that a process has used."""
     return sum(map(int, _stat(pid)[11:13]))
 
 
 def proportional_bytes(pid: int) -> int:
-    """Its memory; what is shared counts in part."""
+    """Return a process's memory in bytes. Shared memory counts in proportion to its users (PSS)."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -55,7 +55,7 @@ def proportional_bytes(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields behind its name, which may have spaces."""
+    """Return the fields after the process name, which may contain spaces."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Debian's redis-server, a process of a test's own; without it such tests are skipped."""
+"""Starts Debian's redis-server for a test. Tests with Redis are skipped if it is missing."""
 
 import contextlib
 import os
@@ -21,13 +21,14 @@ needs_redis = pytest.mark.skipif(
 
 
 class RedisServer:
-    """One server, which keeps its data, socket and port over restarts."""
+    """One server. A restarted server has the same data, socket and port."""
 
     def __init__(self, folder: Path, *flags: str, port: int = 0) -> None:
         self._folder = folder
         self._flags = flags
         self._port = port
-        self._sockets = tempfile.TemporaryDirectory(prefix="redis-")  # paths of sockets are short
+        # The path of a Unix socket must be short.
+        self._sockets = tempfile.TemporaryDirectory(prefix="redis-")
         self.socket = Path(self._sockets.name) / "s"
         self.process: subprocess.Popen[bytes]
         self.start()

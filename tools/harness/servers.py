@@ -1,4 +1,4 @@
-"""Real servers for tests: a process of its own, a free port, stopped at the end."""
+"""Starts real servers for tests. Each server is a process on a free port."""
 
 import contextlib
 import os
@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from tools.harness import processes
 
 LOAD_TIMEOUT_S = 300
-_LOADS = re.compile(r"headrace: .* \(\d+ s\)")
+_LOADS = re.compile(r"headrace: .*\.\.\.")
 
 
 def said(stderr: str) -> list[str]:
-    """Its lines, but those that tell what a load does."""
+    """Return the lines of stderr, except lines that report the progress of loading."""
     return [line for line in stderr.splitlines() if not _LOADS.fullmatch(line)]
 
 
 class ServerProcess:
-    """A running `headrace serve`. `lines` is what it wrote to stderr.
+    """A running `headrace serve`; `lines` contains the lines that the server wrote to stderr.
 
-    `prefix` is a command that runs the rest of its line, with a limit say, in the same process;
-    `program` is another Headrace than the one that runs this.
+    `prefix` is a command that executes its arguments in the same process, for instance with a
+    limit. `program` starts a different version of Headrace.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """The process of its engine; of several, of one."""
+        """The process id of the server's engine, or of the first engine if there are several."""
         return processes.engines(self.process.pid)[0]
 
     def kill_engine(self) -> None:
@@ -85,7 +85,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def running_server(*flags: str, **kwargs: dict[str, str]) -> Iterator[ServerProcess]:
-    """A server that answers, stopped when the context is left."""
+    """Starts a server, waits until the server answers, and stops the server at the end."""
     server = ServerProcess(*flags, **kwargs)
     try:
         yield server.wait_until_ready()

@@ -1,9 +1,9 @@
-"""A server on a slow machine: prompts take as long as is asked for, and nothing computes for it.
+"""Simulates a server on a slow machine: prompts take a given time.
 
-`python -m tools.harness.slow_engine SECONDS SIGN_S COMMAND serve ...` runs the server of COMMAND
-with engines whose steps sleep SECONDS for each 1,000 tokens of a prompt. Signs of life that
-clients count come each SIGN_S, where the route has them. As a prefix of ServerProcess:
-`prefix=slow(10)`.
+`python -m tools.harness.slow_engine SECONDS SIGN_S COMMAND serve ...` runs the server of
+COMMAND. The steps of its engines sleep SECONDS for each 1,000 tokens of a prompt. SIGN_S
+replaces all times in VISIBLE_SIGN_S: such a route sends an event after SIGN_S seconds of
+silence. For ServerProcess, pass `prefix=slow(10)`.
 """
 
 import os
@@ -16,7 +16,7 @@ _VARIABLE = "SLOW_ENGINE_S"
 
 
 def slow(seconds: float, sign_s: str = "20") -> tuple[str, ...]:
-    """The prefix for a server whose prompts take so long for each 1,000 tokens."""
+    """Return the prefix for a server that takes `seconds` for each 1,000 tokens of a prompt."""
     return (sys.executable, "-m", "tools.harness.slow_engine", str(seconds), sign_s)
 
 
@@ -26,10 +26,10 @@ def _serve() -> None:
 
     os.environ[_VARIABLE] = sys.argv[1]
     child.MODULE = "tools.harness.slow_engine"
-    signs: Any = dialect.SIGN_S
+    signs: Any = dialect.VISIBLE_SIGN_S
     for route in signs:
         signs[route] = float(sys.argv[2])
-    # what follows COMMAND, which is `python -m headrace`
+    # COMMAND is `python -m headrace`; keep the arguments after COMMAND.
     sys.argv = ["headrace", *sys.argv[6:]]
     runpy.run_module("headrace", run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""Small real tokenizers of every kind that models come with, trained here on a few lines."""
+"""Small tokenizers of every kind that models use, trained here on a few lines of text."""
 
 import json
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def digits_from_the_right() -> Tokenizer:
 
 
 def _byte_fallback() -> Tokenizer:
-    """A trained BPE with tokens for the 256 bytes, which a trainer does not add."""
+    """Return a trained BPE with tokens for the 256 bytes, which a trainer does not add."""
     built = Tokenizer(models.BPE())
     built.pre_tokenizer = pre_tokenizers.Metaspace()
     tokens = [*SPECIALS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -96,7 +96,7 @@ def _byte_fallback() -> Tokenizer:
 
 
 def _with_bytes(trained: Tokenizer) -> Tokenizer:
-    """The same vocabulary, with byte fallback on and only the true special tokens special."""
+    """Return the vocabulary with byte fallback; only the real special tokens are special."""
     model = json.loads(trained.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
     bpe = models.BPE(model["vocab"], merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
@@ -127,7 +127,7 @@ def _llama_decoder() -> decoders.Decoder:
 
 
 def llama2() -> Tokenizer:
-    """No pre-tokenizer: a normalizer writes the space marks, the whole text is one word."""
+    """Has no pre-tokenizer. A normalizer replaces spaces, so the whole text is one word."""
     built = _with_bytes(_byte_fallback())
     built.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -140,7 +140,7 @@ def llama2() -> Tokenizer:
 
 
 def gemma() -> Tokenizer:
-    """As before without the prepended mark."""
+    """Like llama2, but adds no space in front of the text."""
     built = _with_bytes(_byte_fallback())
     built.normalizer = normalizers.Replace(" ", "▁")
     built.decoder = decoders.Sequence(
@@ -183,7 +183,7 @@ def wordpiece() -> Tokenizer:
 
 
 def joined_words() -> Tokenizer:
-    """No pre-tokenizer either, and merges that go across spaces: nowhere to cut."""
+    """Has no pre-tokenizer, and merges across spaces, so that a text cannot be divided."""
     built = Tokenizer(models.BPE())
     built.normalizer = normalizers.Replace(" ", "▁")
     built.decoder = decoders.Replace("▁", " ")
@@ -197,7 +197,7 @@ def single_digits() -> Tokenizer:
 
 
 def stripped_unigram() -> Tokenizer:
-    """Blanks at both ends of a text are dropped."""
+    """Removes spaces at both ends of a text."""
     built = unigram()
     built.normalizer = normalizers.Sequence([normalizers.Strip(), built.normalizer])
     return built
@@ -208,7 +208,7 @@ def _with_added(build: Callable[[], Tokenizer]) -> Callable[[], Tokenizer]:
 
 
 def _add(built: Tokenizer) -> Tokenizer:
-    """Added tokens that eat the spaces beside them, ask for word borders, or are plain text."""
+    """Adds tokens that absorb adjacent spaces, match only whole words, or are normalized."""
     built.add_special_tokens([AddedToken("<mask>", lstrip=True), AddedToken("<r>", rstrip=True)])
     built.add_tokens([AddedToken("lot", single_word=True), AddedToken("süß", normalized=True)])
     return built
@@ -242,7 +242,7 @@ KINDS = sorted(BUILDERS)
 
 @cache
 def library(kind: str) -> Tokenizer:
-    """The library's tokenizer, as an oracle."""
+    """Return the tokenizers library's own tokenizer, whose results count as correct."""
     return BUILDERS[kind]()
 
 

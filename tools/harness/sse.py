@@ -1,4 +1,4 @@
-"""Server-sent events read back: whole bodies as frames, lines as the JSON that they carry."""
+"""Parses server-sent events: whole bodies into frames, and data lines into JSON."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Frame(NamedTuple):
-    """One complete frame; own frames of a connection have no id."""
+    """A complete frame. A frame for one connection only, such as a heartbeat, has no id."""
 
     id: str | None
     event: str | None
@@ -29,7 +29,7 @@ class Frame(NamedTuple):
 
 
 def frames_of(body: bytes) -> list[Frame]:
-    """The complete frames; a partial last one and comments are dropped."""
+    """Return the complete frames; comments and an incomplete last frame are dropped."""
     blocks = bytes(body).split(b"\n\n")[:-1]
     frames = [_frame(block) for block in blocks]
     return [frame for frame in frames if frame is not None]
@@ -48,13 +48,13 @@ def _frame(block: bytes) -> Frame | None:
 
 
 def data_of(lines: Iterable[str]) -> Iterator[Any]:
-    """The JSON of each line of data, as it comes; [DONE], names and comments are left out."""
+    """Yield the JSON of each data line on arrival; [DONE] and other lines are skipped."""
     for line in lines:
         if line.startswith("data: {"):
             yield msgspec.json.decode(line[6:])
 
 
 def data_in(body: bytes | str) -> list[Any]:
-    """The same of a body that has come."""
+    """Return the JSON of each data line of a complete body."""
     text = body if isinstance(body, str) else body.decode()
     return list(data_of(text.split("\n")))

@@ -1,11 +1,12 @@
-"""Small records and events, and each store behind one call."""
+"""Makes small records and events, and opens each kind of store with one call."""
 
 import atexit
 import contextlib
 import functools
+import sqlite3
 import tempfile
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from headrace.streams.events import (
@@ -22,6 +23,7 @@ from headrace.streams.record import Names, Record
 from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.sqlite import SqliteStore
+from headrace.streams.stores.sqlite_schema import NAME
 from headrace_common.ids import StreamId
 from headrace_common.pieces import ChannelPiece
 from headrace_common.request import Chat, Request
@@ -65,13 +67,21 @@ def error(seq: int, retryable: bool) -> Error:
 
 
 async def everything(log: Log, after: int = -1) -> list[AnyEvent]:
-    """All events of a log that ends."""
+    """Return all events of a log that has an end."""
     return [event async for event in follow(log, after)]
 
 
 @contextlib.asynccontextmanager
 async def opened_memory(directory: Path) -> AsyncIterator[MemoryStore]:
     yield MemoryStore()
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Locks the database from a second connection, so that every commit fails as on a full disk."""
+    with contextlib.closing(sqlite3.connect(directory / NAME)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
 
 
 @contextlib.asynccontextmanager
@@ -86,7 +96,7 @@ async def opened_sqlite(directory: Path) -> AsyncIterator[SqliteStore]:
 
 @functools.cache
 def shared_redis() -> RedisServer:
-    """One server for all tests of the process that share it by prefixes."""
+    """Return the server that all tests of this process share. Each test uses its own key prefix."""
     folder = tempfile.TemporaryDirectory(prefix="redis-")
     server = RedisServer(Path(folder.name))
     atexit.register(folder.cleanup)
@@ -95,7 +105,7 @@ def shared_redis() -> RedisServer:
 
 
 def redis_url(directory: Path) -> str:
-    """Where a test has a Redis to itself, as far as it can see."""
+    """Return a URL with which a test sees only its own data."""
     return f"{shared_redis().url}?prefix={directory}:"
 
 

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of made-up numbers, in the folders that PEFT writes."""
+"""Makes LoRA adapters with random numbers, as folders in PEFT's format."""
 
 import json
 import re
@@ -16,9 +16,10 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 def make_adapter(
     folder: Path, base: Path, rank: int, targets: tuple[str, ...], seed: int = 0, **config: Any
 ) -> Path:
-    """An adapter for the model in `base` with factors large enough to change its text.
+    """Makes an adapter for the model in `base`, with factors large enough to change its text.
 
-    `config` are further keys of adapter_config.json; ranks follow its rank_pattern.
+    `config` has additional keys of adapter_config.json. If `config` has a rank_pattern, the ranks
+    follow this pattern.
     """
     folder.mkdir(parents=True)
     options = {
@@ -47,7 +48,7 @@ def make_adapter(
 
 
 def _linears(base: Path) -> dict[str, tuple[int, int]]:
-    """Shapes of the matrices within layers, by module."""
+    """Return the shape of each matrix in the layers, by module name."""
     found = {}
     for file in base.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:

@@ -1,4 +1,4 @@
-"""Tiny models with seeded random weights, made by transformers and written as real folders."""
+"""Makes tiny models with seeded random weights, written by transformers as real model folders."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 320
-END = 258  # <|im_end|>
+# The id of <|im_end|>.
+END = 258
 POOLING_MODES = (
     "cls_token",
     "max_tokens",
@@ -20,7 +21,7 @@ POOLING_MODES = (
     "weightedmean_tokens",
     "lasttoken",
 )
-"""By the names in the files of sentence-transformers, in the order in which they are joined."""
+"""The names of sentence-transformers' pooling modes, in the order of the joined results."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -52,7 +53,8 @@ _HYBRID = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 64,  # as wide as a kernel's tile
+    # This width is the width of a kernel's tile.
+    "linear_value_head_dim": 64,
     "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
 }
 _MORE = {
@@ -77,10 +79,11 @@ _EYES = {
 def make_tiny_model(
     folder: Path, architecture: str = "Qwen3ForCausalLM", seed: int = 0, **config: Any
 ) -> Path:
-    """A model folder (weights, config, byte-level tokenizer, chat template); returns it.
+    """Makes a model folder and returns its path.
 
-    `config` overrides keys of the model's config; a key that is None is left to its default.
-    `dtype` and `max_shard_size` are for the weight files.
+    The folder has weights, a config, a byte-level tokenizer and a chat template. `config` overrides
+    keys of the model's config; a key that is None keeps its default. `dtype` and `max_shard_size`
+    are for the weight files.
     """
     dtype = config.pop("dtype", torch.float32)
     max_shard_size = config.pop("max_shard_size", "1GB")
@@ -96,7 +99,7 @@ def make_tiny_model(
 
 
 def _config_of(model_class: Any, keys: dict[str, Any]) -> Any:
-    """The config of a model; of one that also sees, `keys` are its text side's."""
+    """Return a model's config; for a model with vision, `keys` belong to its text config."""
     if not _sees(model_class.__name__):
         return model_class.config_class(**keys)
     tied = {"tie_word_embeddings": keys.get("tie_word_embeddings", False)}
@@ -108,10 +111,14 @@ def _sees(architecture: str) -> bool:
 
 
 def _unsettle(model: torch.nn.Module) -> None:
-    """Gives norms and biases, which start as ones and zeros, values that a mix-up would show."""
+    """Adds noise to norms, which start as ones, and to biases, which start as zeros.
+
+    Without the noise, tests could not notice that two norms or two biases are mixed up.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("_bias"):  # of a stack of experts
+            # The biases of several experts are stored in one matrix.
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
@@ -141,7 +148,7 @@ HARMONY_TEMPLATE = (
 
 
 def speak_harmony(folder: Path) -> dict[str, int]:
-    """Gives a model of make_tiny_model the markers and a template of harmony; ids by marker."""
+    """Adds harmony's markers and template to a model folder; returns ids by marker."""
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     markers = [f"<|{name}|>" for name in HARMONY]
@@ -202,18 +209,19 @@ TURNS_TEMPLATE = (
     "[{{ 'model' if m.role == 'assistant' else m.role }}]{{ m.content }}"
     "{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
 )
-"""As strict as those of Gemma 2 and the first Mistral."""
+"""A template that is as strict as the templates of Gemma 2 and the first Mistral."""
 
 
 def make_tiny_seq2seq(folder: Path, kind: str = "T5", **changes: Any) -> Path:
-    """An encoder-decoder of kind T5, GatedT5 or BART; a source ends with <|im_end|>."""
+    """Makes an encoder-decoder of kind T5, GatedT5 or BART; a source ends with <|im_end|>."""
     architecture, further = _SEQ2SEQ[kind]
     further = further | changes
     model_class = getattr(transformers, architecture)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**_SEQ2SEQ_SHAPE | further))
     _unsettle(model)
-    with torch.no_grad():  # as they begin, answers are one token over and over
+    # With the initial weights, an answer would be one token repeated.
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed_positions" in name or (parameter.ndim == 2 and "embed" not in name):
                 parameter.mul_(4.0 if "shared" not in name else 1.0)
@@ -239,7 +247,7 @@ IMAGE_MARKS = {
     "Qwen3.5": "<|vision_start|><|image_pad|><|vision_end|>",
     "Qwen3.5-MoE": "<|vision_start|><|image_pad|><|vision_end|>",
 }
-"""What a chat template writes where an image stands."""
+"""Maps a kind of model to the text that the model's chat template writes for an image."""
 IMAGE_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -259,7 +267,7 @@ _TEXT = {key: value for key, value in _SHAPE.items() if value is not None}
 
 
 def make_tiny_image_model(folder: Path, kind: str) -> Path:
-    """An image-text model with its processor, of a kind in IMAGE_MARKS."""
+    """Makes an image-text model with its processor; `kind` is a key of IMAGE_MARKS."""
     kinds = {
         "LLaVA": _llava,
         "Qwen2-VL": _qwen2_vl,
@@ -331,7 +339,8 @@ def _qwen3_5_moe(
     tokenizer: Any, ids: dict[str, int], template: str, folder: Path
 ) -> tuple[Any, Any]:
     text = _TEXT | _HYBRID | _EXPERTS | _SHARED
-    torch.manual_seed(1)  # by seed 0 it answers with the token that stands for an image
+    # With seed 0, the model answers with the token that represents an image.
+    torch.manual_seed(1)
     model = transformers.Qwen3_5MoeForConditionalGeneration(
         transformers.Qwen3_5MoeConfig(**_seeing_hybrid(ids, text))
     )
@@ -357,7 +366,7 @@ def _qwen_ids(ids: dict[str, int]) -> dict[str, int]:
 
 
 def _grid(tokenizer: Any, template: str, folder: Path) -> Any:
-    """The part of Qwen's processor that needs no package for videos."""
+    """Return the part of Qwen's processor that does not need the package for videos."""
     sizes = {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64}
     images = transformers.Qwen2VLImageProcessorPil(
         patch_size=8, merge_size=2, temporal_patch_size=2, size=sizes
@@ -398,7 +407,7 @@ ENCODER_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def make_tiny_encoder(folder: Path, architecture: str = "BertModel", **config: Any) -> Path:
-    """A bidirectional encoder's folder, with a WordPiece tokenizer that puts texts in pairs."""
+    """Makes a bidirectional encoder with a WordPiece tokenizer that accepts text pairs."""
     model_class = getattr(transformers, architecture)
     vocab_size = _write_word_pieces(folder)
     torch.manual_seed(0)
@@ -424,7 +433,8 @@ def _write_word_pieces(folder: Path) -> int:
         special_tokens=[("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])],
     )
     folder.mkdir(parents=True, exist_ok=True)
-    # as sentence-transformers writes them: its own limits must not cut what we are sent
+    # sentence-transformers also writes these limits. Such limits must not truncate a request's
+    # texts.
     tokenizer.enable_truncation(max_length=16)
     tokenizer.enable_padding(length=16)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -441,9 +451,9 @@ def _write_word_pieces(folder: Path) -> int:
 def write_pooling(
     folder: Path, *modes: str, stages: tuple[str, ...] = ("Normalize",), **settings: Any
 ) -> Path:
-    """The files by which sentence-transformers pools; `settings` are its prompts and the like.
+    """Writes the files that configure pooling in sentence-transformers.
 
-    A stage Dense makes 24 numbers, by random weights.
+    `settings` has prompts and similar keys. A Dense stage makes 24 numbers with random weights.
     """
     kinds = ("Transformer", "Pooling", *stages)
     types = [f"sentence_transformers.models.{kind}" for kind in kinds]

@@ -1,19 +1,21 @@
 """Measures how long the paths through the code are, in calls and files, on a running server.
 
     python -m tools.paths                        # this tree
-    python -m tools.paths --sources OTHER/src    # another one
+    python -m tools.paths --sources OTHER/src    # a different tree
     python -m tools.paths --tree token           # who calls what; also step and request
 
-Starts a server with headrace-mini and counts, in its gateway and its engine, how often functions
-of `headrace` and `headrace_kernels` are entered, as `sys.setprofile` reports it: a coroutine or
-generator that continues after a yield is entered again. Workers and libraries are not counted.
+Starts a server with headrace-mini and counts how often functions of `headrace` and
+`headrace_kernels` are entered in the gateway and the engine. `sys.setprofile` reports the
+entries: a coroutine or generator that continues after a yield is entered again. Workers and
+libraries are not counted.
 
-token: entries in the gateway per token of one stream, from the difference of a long and a short
-answer. step: entries in the engine per step of the same stream; without guessing, a step gives one
-token. request: entries in the gateway for one word and one token, the median of the second to the
-tenth request, less what an idle server enters in the same time. A file belongs to a path if one of
-its functions is entered at least once in two tokens: what happens a few times a second, such as
-the engine's status, counts as calls only.
+token: entries in the gateway per token of one stream, from the difference between a long and a
+short answer. step: entries in the engine per step of the same stream; without guessing, a step
+makes one token. request: entries in the gateway for a prompt of one word and an answer of one
+token, less the entries in an idle server in the same time. The result is the median of the
+second to the tenth request. A file belongs to a path if one of its functions is entered at
+least once in two tokens. Rarer functions, such as the report of the engine's status, only count
+as calls.
 """
 
 import argparse
@@ -32,11 +34,14 @@ import httpx
 from tools.harness.servers import running_server
 
 HERE = Path(__file__).parent
-SHORT, LONG, ROUNDS = 40, 280, 3  # tokens of answers, and how often both are asked for
+# The numbers of tokens of short and long answers, and the number of rounds with both answers.
+SHORT, LONG, ROUNDS = 40, 280, 3
 REQUESTS = 10
-OFTEN, SHOWN = 0.5, 0.05  # entries from which a function belongs to a path, or to its tree
+# A function belongs to a path from OFTEN entries on, and is shown in its tree from SHOWN on.
+OFTEN, SHOWN = 0.5, 0.05
 LONG_FUNCTION = 40
-SETTLED_S = 0.2  # what a server does after the last byte of an answer belongs to the request
+# Work within this time after the last byte of an answer is counted for that request.
+SETTLED_S = 0.2
 
 
 class Function(NamedTuple):
@@ -46,21 +51,21 @@ class Function(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """How often a function was entered; `resumed` after a yield."""
+    """How often a function was called, and how often the function was `resumed` after a yield."""
 
     started: float = 0.0
     resumed: float = 0.0
 
 
 Way = tuple[Function, ...]
-"""A function behind those that called it, the outermost first."""
+"""A function preceded by its callers, the outermost first."""
 
 Counts = dict[Way, Entries]
-"""In the order in which they were first entered."""
+"""Entries by call path, in the order of the first entries."""
 
 
 class Probe:
-    """The counters in a server's processes (see hook/sitecustomize.py)."""
+    """A client of the counters in a server's processes (see hook/sitecustomize.py)."""
 
     def __init__(self, folder: str, processes: tuple[str, ...] = ("gateway", "engine")) -> None:
         self._folder, self._processes = folder, processes
@@ -85,7 +90,7 @@ class Probe:
 
 
 def total(*parts: tuple[float, Counts]) -> Counts:
-    """The sum of counts, each times its factor."""
+    """Return the sum of counts. Each part is multiplied by its factor."""
     sums: dict[Way, tuple[float, float]] = {}
     for factor, counts in parts:
         for way, (started, resumed) in counts.items():
@@ -99,7 +104,7 @@ def calls(counts: Counts) -> float:
 
 
 def functions(counts: Counts) -> dict[Function, float]:
-    """The functions of a path, with their entries."""
+    """Return the functions at the ends of call paths, with the entries of each function."""
     sums: defaultdict[Function, float] = defaultdict(float)
     for way, entries in counts.items():
         sums[way[-1]] += sum(entries)
@@ -107,9 +112,10 @@ def functions(counts: Counts) -> dict[Function, float]:
 
 
 def per_token(client: httpx.Client, probe: Probe) -> dict[str, Counts]:
-    """Measure what another token costs the gateway, and another step the engine."""
+    """Count the gateway's calls per additional token, and the engine's per additional step."""
     parts: dict[str, list[tuple[float, Counts]]] = {"gateway": [], "engine": []}
-    ask(client, "Count from 1 to 500.", LONG, stream=True)  # warms up
+    # This request warms up.
+    ask(client, "Count from 1 to 500.", LONG, stream=True)
     for _ in range(ROUNDS):
         for num_tokens, sign in ((LONG, 1), (SHORT, -1)):
             probe.begin()
@@ -121,7 +127,7 @@ def per_token(client: httpx.Client, probe: Probe) -> dict[str, Counts]:
 
 
 def one_request(client: httpx.Client, probe: Probe) -> Counts:
-    """The counts of the request that is the median of all but the first."""
+    """Return the counts of the median request, without the first request."""
     counted = []
     for _ in range(REQUESTS):
         probe.begin()
@@ -159,7 +165,7 @@ def measure(sources: Path) -> dict[str, Counts]:
 
 
 def lengths(sources: Path, found: set[Function]) -> dict[Function, int]:
-    """Lines of functions, decorators not counted."""
+    """Return the number of lines of each function, without decorators."""
     lines: dict[tuple[str, int], int] = {}
     for file in {function.file for function in found}:
         for node in ast.walk(ast.parse((sources / file).read_text())):
@@ -170,7 +176,7 @@ def lengths(sources: Path, found: set[Function]) -> dict[Function, int]:
 
 
 def show(name: str, counts: Counts, sources: Path) -> set[Function]:
-    """Prints the figures of a path; returns its long functions."""
+    """Print the figures of a path; return its long functions."""
     found = functions(counts)
     resumed = sum(entries.resumed for entries in counts.values())
     files = {function.file for function in found}
@@ -185,7 +191,7 @@ def show(name: str, counts: Counts, sources: Path) -> set[Function]:
 
 
 def show_tree(counts: Counts) -> None:
-    """Prints a line for each way of calls, indented below its caller."""
+    """Print a line for each call path, indented below its caller."""
     first = {way: number for number, way in enumerate(counts)}
     for way in sorted(counts, key=lambda it: [first[it[: n + 1]] for n in range(len(it))]):
         started, resumed = counts[way]

@@ -1,4 +1,7 @@
-"""All batches of a server: made, found, stopped, and each run by one server at a time."""
+"""Manages all batches of a server: creates, finds, stops and runs them.
+
+If servers share a store, only one server at a time runs a batch.
+"""
 
 import asyncio
 import logging
@@ -20,26 +23,29 @@ from headrace.batches.records import (
     now_s,
     read_record,
 )
-from headrace.batches.run import BatchRun, Bench
-from headrace.batches.shelf import ClaimLost, Shelf
+from headrace.batches.run import BatchDependencies, BatchRun
+from headrace.batches.store import BatchStore, ClaimLost
 from headrace.streams.store import StoreStalled
-from headrace.workers.pool import Work
+from headrace.workers.pool import JobRunner
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
 MAX_OPEN = 100
-"""Batches that one key may have unfinished."""
+"""The maximum number of unfinished batches per API key."""
 MAX_ENDED = 1000
-"""Ended ones that are kept of a key; before another begins, the oldest leave with their results."""
+"""The maximum number of ended batches per API key.
+
+When a key creates another batch, the oldest ended batches are deleted with their results.
+"""
 _LOOK_S = 1.0
 _SWEEP_EVERY = 60
 _PREFIXES = {"openai": "batch_", "anthropic": "msgbatch_"}
 
 
-class BatchWish(NamedTuple):
-    """A batch that is asked for, of lines in a file of the key."""
+class NewBatch(NamedTuple):
+    """A batch that a client wants to create. Its lines are in a file of the client's API key."""
 
     owner: str
     api: str
@@ -50,10 +56,10 @@ class BatchWish(NamedTuple):
 
 
 class Batches:
-    """`run` is its one task, and owns those of all batches that this server works on."""
+    """Creates, lists and runs batches. `run` owns the tasks of all running batches."""
 
     def __init__(
-        self, shelf: Shelf, config: ServerConfig, work: Work, answers: LineAnswers
+        self, shelf: BatchStore, config: ServerConfig, work: JobRunner, answers: LineAnswers
     ) -> None:
         self.files = Files(shelf, config.batches)
         self._records = shelf.records
@@ -61,25 +67,30 @@ class Batches:
         self._config = config.batches
         most = config.http.max_body_bytes
         check = LineCheck(shelf.blobs, work, answers, most)
-        self._bench = Bench(shelf, self.files, answers, check, config.batches.max_batch_lines, most)
+        self._dependencies = BatchDependencies(
+            shelf, self.files, answers, check, config.batches.max_batch_lines, most
+        )
         self._runs: dict[str, BatchRun] = {}
         self._news = asyncio.Event()
 
-    # what clients ask
+    # The methods below serve requests of clients.
 
     @property
     def max_lines(self) -> int:
-        """The lines that a batch may have."""
+        """Return how many lines a batch may have."""
         return self._config.max_batch_lines
 
-    async def create(self, wish: BatchWish) -> BatchRecord:
-        """RequestError if the key has too many unfinished ones, or no such file."""
+    async def create(self, wish: NewBatch) -> BatchRecord:
+        """Create a batch.
+
+        Raises RequestError if the API key has too many unfinished batches, or lacks the input file.
+        """
         await self.files.get(wish.owner, wish.input_id)
         batches = await self.of(wish.owner)
         num_open = sum(not batch.has_ended for batch in batches)
         if num_open >= MAX_OPEN:
-            message = f"This key has {num_open} unfinished batches, and {MAX_OPEN} are taken; "
-            message += "wait for one to end, or cancel it."
+            message = f"This key has {num_open} unfinished batches, and the limit is "
+            message += f"{MAX_OPEN}; wait for one to end, or cancel one."
             raise RequestError("quota_exceeded", message)
         for oldest in [batch for batch in batches if batch.has_ended][MAX_ENDED - 1 :]:
             await self.remove(oldest)
@@ -94,13 +105,13 @@ class Batches:
         return batch
 
     async def of(self, owner: str, api: str = "") -> list[BatchRecord]:
-        """The batches of a key, newest first, of one API or of all."""
+        """Return the batches of an API key, newest first; all of them if `api` is empty."""
         batches = in_slices(await self._records.all(BATCH), BatchRecord)
         mine = [it async for it in batches if it.owner == owner and api in ("", it.api)]
         return sorted(mine, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     async def get(self, owner: str, id: str, api: str) -> BatchRecord:
-        """RequestError if this key has no such batch."""
+        """Return a batch. Raises RequestError if the API key has no such batch."""
         batch = read_record(await self._records.get(BATCH, id), BatchRecord)
         if batch is None or (batch.owner, batch.api) != (owner, api):
             raise RequestError(
@@ -109,14 +120,17 @@ class Batches:
         return batch
 
     async def cancel(self, batch: BatchRecord) -> BatchRecord:
-        """Has it stopped, by whichever server works on it. Nothing if it has ended."""
+        """Ask the server that runs the batch to stop. Do nothing if the batch has ended."""
         if batch.has_ended or batch.status == "cancelling":
             return batch
         await self._records.put(STOP, batch.id, b"canceled")
         return batch.moved("cancelling")
 
     async def remove(self, batch: BatchRecord) -> None:
-        """Forgets an ended batch with its lines and results; RequestError if it has not ended."""
+        """Delete an ended batch and its results. For Anthropic's API, also delete its lines.
+
+        Raises RequestError if the batch has not ended.
+        """
         if not batch.has_ended:
             message = "The batch has not ended; cancel it first, and wait until it has."
             raise RequestError("batch_not_ended", message, "id")
@@ -127,17 +141,21 @@ class Batches:
         await self._records.remove(BATCH, batch.id)
 
     async def remove_file(self, owner: str, id: str) -> None:
-        """RequestError if the key has no such file, or a batch still needs it."""
+        """Delete a file.
+
+        Raises RequestError if the API key has no such file, or if an unfinished batch needs the
+        file.
+        """
         file = await self.files.get(owner, id)
         if file.id in await self._in_use():
-            message = "A batch that has not ended needs this file; cancel that first."
+            message = "An unfinished batch needs this file; cancel the batch first."
             raise RequestError("file_in_use", message, "id")
         await self.files.remove(file.id)
 
-    # what runs
+    # The methods below run the batches.
 
     async def run(self) -> None:
-        """Works on every unfinished batch that no other server has."""
+        """Run every unfinished batch that no other server runs."""
         async with asyncio.TaskGroup() as tasks:
             number = 0
             while True:
@@ -165,11 +183,12 @@ class Batches:
             if id in self._runs or not await self._records.claim(id):
                 continue
             batch = read_record(await self._records.get(BATCH, id), BatchRecord)
-            if batch is None or batch.has_ended:  # it ended since, or a kill left it listed
+            # The batch ended after it was listed, or a killed server left the batch in the list.
+            if batch is None or batch.has_ended:
                 for kind in (OPEN, STOP):
                     await self._records.remove(kind, id)
                 continue
-            run = BatchRun(self._bench, batch, partial(self._share, id))
+            run = BatchRun(self._dependencies, batch, partial(self._share, id))
             self._runs[id] = run
             tasks.create_task(self._run(run), name="batch")
 
@@ -177,28 +196,34 @@ class Batches:
         try:
             await run.run()
         except* ClaimLost:
-            logger.warning("The claim on a batch was lost; whoever has it next goes on with it")
-        except* Exception:  # one batch, and not the server
-            logger.exception("A batch cannot go on; it is tried again in a minute")
+            logger.warning(
+                "The claim on a batch was lost; the server that claims the batch next continues it"
+            )
+        # The failure concerns one batch, not the server.
+        except* Exception:
+            logger.exception("A batch failed; it is retried in one minute")
             await asyncio.sleep(60)
         finally:
             del self._runs[run.batch.id]
 
     def _share(self, id: str) -> int:
-        """Lines of a batch that may be in work: keys share alike, and so do the batches of one."""
+        """Return how many lines of a batch may be answered at the same time.
+
+        API keys get equal shares, and a key's share is divided equally among its batches.
+        """
         by_owner = Counter(run.batch.owner for run in self._runs.values())
         mine = by_owner[self._runs[id].batch.owner]
         return max(1, self._answers.num_at_once // len(by_owner) // mine)
 
     async def _in_use(self) -> set[str]:
-        """Files that unfinished batches read or write."""
+        """Return the ids of files that unfinished batches read or write."""
         batches = in_slices(await self._records.all(BATCH), BatchRecord)
         unfinished = [batch async for batch in batches if not batch.has_ended]
         ids = {id for it in unfinished for id in (it.input_id, it.output_id, it.error_id)}
         return {id for id in ids if id is not None}
 
     async def _sweep(self) -> None:
-        """Forgets ended batches and files that are kept no longer; lists what only began."""
+        """Delete expired batches and files; add missing OPEN records of unfinished batches."""
         oldest = now_s() - self._config.keep_files_days * 24 * 3600
         listed = set(await self._records.all(OPEN))
         async for batch in in_slices(await self._records.all(BATCH), BatchRecord):

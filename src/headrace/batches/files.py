@@ -1,4 +1,4 @@
-"""Files of keys: taken in piece by piece, within a size and a quota, kept for a while."""
+"""Stores the files of API keys, and enforces a size limit per file and a quota per key."""
 
 import asyncio
 from collections import Counter
@@ -14,117 +14,125 @@ from headrace.batches.records import (
     now_s,
     read_record,
 )
-from headrace.batches.shelf import Shelf
+from headrace.batches.store import BatchStore
 from headrace_common.config.settings import BatchConfig
 from headrace_common.errors import RequestError
 
 MAX_FILES = 1000
-"""Files that one key may have."""
-_PIECE = 1 << 18  # bytes that each running upload holds in memory
+"""The maximum number of files per API key."""
+# The bytes that a running upload collects in memory before it writes them.
+_PIECE = 1 << 18
 _DAY_S = 24 * 3600
 LEAST_S, MOST_S = 3600, 30 * _DAY_S
 
 
 class Files:
-    def __init__(self, shelf: Shelf, config: BatchConfig) -> None:
+    def __init__(self, shelf: BatchStore, config: BatchConfig) -> None:
         self.config = config
-        self._shelf = shelf
-        self._coming: Counter[str] = Counter()  # bytes of uploads under way, by owner
-        self._adding = asyncio.Lock()  # from counting a key's files to there being one more
+        self._batch_store = shelf
+        # The bytes of running uploads, by owner.
+        self._uploading: Counter[str] = Counter()
+        # Held while counting a key's files and adding a new file.
+        self._adding = asyncio.Lock()
 
     async def of(self, owner: str) -> list[FileRecord]:
-        """The files of a key, newest first."""
-        files = in_slices(await self._shelf.records.all(FILE), FileRecord)
+        """Return the files of a key, newest first."""
+        files = in_slices(await self._batch_store.records.all(FILE), FileRecord)
         mine = [file async for file in files if file.owner == owner]
         return sorted(mine, key=lambda file: (file.created_at, file.id), reverse=True)
 
     async def get(self, owner: str, id: str) -> FileRecord:
-        """RequestError if this key has no such file."""
-        file = read_record(await self._shelf.records.get(FILE, id), FileRecord)
+        """Return a file. Raises RequestError if the API key has no such file."""
+        file = read_record(await self._batch_store.records.get(FILE, id), FileRecord)
         if file is None or file.owner != owner:
             raise RequestError("file_not_found", "There is no such file, or it has expired.", "id")
         return file
 
     async def begin(self, owner: str) -> "Upload":
-        """A file that is to come; RequestError if the key has no room for any."""
-        return Upload(self, self._shelf, owner, await self._used(owner))
+        """Start an upload. Raises RequestError if the API key has too many files."""
+        return Upload(self, self._batch_store, owner, await self._used(owner))
 
     async def add(self, file: FileRecord) -> None:
-        """Another file of its key; RequestError beyond the number or the quota.
+        """Add a file to its API key.
 
-        An upload that began before others ended knows nothing of those, so it is asked here again.
+        Raises RequestError if the key would then have too many files or too many bytes. Both limits
+        are checked again here, because other uploads may have ended since this upload started.
         """
         async with self._adding:
             self.check_quota(await self._used(file.owner) + file.num_bytes)
             await self.put(file)
 
     def check_quota(self, num_bytes: int) -> None:
-        """RequestError if that is more than all files of a key may have."""
+        """Raise RequestError if `num_bytes` exceeds the limit for all files of an API key."""
         if num_bytes > self.config.key_file_bytes:
             raise RequestError(
                 "quota_exceeded",
-                f"The files of this key would have {num_bytes} bytes, and it may have "
+                f"The files of this key would have {num_bytes} bytes, and the limit is "
                 f"{self.config.key_file_bytes}; delete some, or raise --key-file-bytes.",
                 "file",
             )
 
     async def _used(self, owner: str) -> int:
-        """Bytes of a key's files; RequestError if it can have no further one."""
+        """Return the bytes of an API key's files.
+
+        Raises RequestError if the key already has the maximum number of files.
+        """
         files = await self.of(owner)
         if len(files) >= MAX_FILES:
-            message = f"This key has {len(files)} files, and {MAX_FILES} are kept; delete some."
+            message = f"This key has {len(files)} files, and the limit is {MAX_FILES}; delete some."
             raise RequestError("quota_exceeded", message, "file")
         return sum(file.num_bytes for file in files)
 
     async def put(self, file: FileRecord) -> FileRecord:
-        await self._shelf.records.put(FILE, file.id, encode_record(file))
+        await self._batch_store.records.put(FILE, file.id, encode_record(file))
         return file
 
     async def resized(self, id: str, num_bytes: int) -> None:
-        """Notes how large a file of results has become."""
-        file = read_record(await self._shelf.records.get(FILE, id), FileRecord)
+        """Record the new size of a file that holds results."""
+        file = read_record(await self._batch_store.records.get(FILE, id), FileRecord)
         if file is not None:
             await self.put(msgspec.structs.replace(file, num_bytes=num_bytes))
 
     async def remove(self, id: str) -> None:
-        await self._shelf.records.remove(FILE, id)
-        await self._shelf.blobs.remove(id)
+        await self._batch_store.records.remove(FILE, id)
+        await self._batch_store.blobs.remove(id)
 
     async def sweep(self, in_use: set[str]) -> None:
-        """Removes what has expired, but for what a batch still reads or writes."""
+        """Delete expired files, except files that an unfinished batch reads or writes."""
         now = now_s()
-        async for file in in_slices(await self._shelf.records.all(FILE), FileRecord):
+        async for file in in_slices(await self._batch_store.records.all(FILE), FileRecord):
             if file.expires_at <= now and file.id not in in_use:
                 await self.remove(file.id)
 
     def new(self, owner: str, name: str, purpose: str, num_bytes: int = 0) -> FileRecord:
-        """A file that is kept as long as files are."""
+        """Make the record of a new file. The file expires after the default time."""
         now = now_s()
         expires_at = now + int(self.config.keep_files_days * _DAY_S)
         return FileRecord(new_id("file-"), owner, name, purpose, num_bytes, now, expires_at)
 
     def coming(self, owner: str) -> int:
-        """Bytes of a key's uploads that are under way."""
-        return self._coming[owner]
+        """Return the bytes received so far in an API key's running uploads."""
+        return self._uploading[owner]
 
     def count(self, owner: str, num_bytes: int) -> None:
-        """Counts bytes that come, or that do no longer."""
-        self._coming[owner] += num_bytes
-        if not self._coming[owner]:
-            del self._coming[owner]
+        """Add bytes to an API key's running uploads; a negative number subtracts."""
+        self._uploading[owner] += num_bytes
+        if not self._uploading[owner]:
+            del self._uploading[owner]
 
 
 class Upload:
-    """The bytes of one file on their way; use it as a context, which drops what is not finished."""
+    """Receives the bytes of one file. As a context manager, it deletes an unfinished file."""
 
-    def __init__(self, files: Files, shelf: Shelf, owner: str, used: int) -> None:
+    def __init__(self, files: Files, shelf: BatchStore, owner: str, used: int) -> None:
         self.num_bytes = 0
         self._files = files
-        self._shelf = shelf
+        self._batch_store = shelf
         self._owner = owner
-        self._used = used  # by the files that the key had
+        # The bytes of the files that the API key had when the upload started.
+        self._used = used
         self._id = new_id("file-")
-        self._held = bytearray()
+        self._buffer = bytearray()
         self._is_finished = False
 
     async def __aenter__(self) -> "Upload":
@@ -133,27 +141,33 @@ class Upload:
     async def __aexit__(self, *why: object) -> None:
         self._files.count(self._owner, -self.num_bytes)
         if not self._is_finished:
-            await self._shelf.blobs.remove(self._id)
+            await self._batch_store.blobs.remove(self._id)
 
     async def write(self, data: bytes) -> None:
-        """RequestError beyond the size or the quota."""
+        """Add bytes.
+
+        Raises RequestError if the file exceeds the size limit, or the API key its quota.
+        """
         config, total = self._files.config, self.num_bytes + len(data)
         if total > config.max_file_bytes:
             raise RequestError(
                 "request_too_large",
                 f"The file is larger than the {config.max_file_bytes} bytes that this server "
-                "takes; split it, or raise --max-file-bytes.",
+                "accepts; split it, or raise --max-file-bytes.",
                 "file",
             )
         self._files.check_quota(self._used + self._files.coming(self._owner) + len(data))
         self.num_bytes = total
         self._files.count(self._owner, len(data))
-        self._held += data
-        if len(self._held) >= _PIECE:
+        self._buffer += data
+        if len(self._buffer) >= _PIECE:
             await self._flush()
 
     async def finish(self, name: str, purpose: str, keep_s: int | None = None) -> FileRecord:
-        """The file, which is there from now on; RequestError if others took its room meanwhile."""
+        """Finish the upload and make the file visible.
+
+        Raises RequestError if other uploads have used up the API key's quota meanwhile.
+        """
         await self._flush()
         file = self._files.new(self._owner, name, purpose, self.num_bytes)
         expires_at = file.created_at + keep_s if keep_s else file.expires_at
@@ -165,7 +179,7 @@ class Upload:
         return file
 
     async def _flush(self) -> None:
-        data = bytes(self._held)
-        self._held.clear()
+        data = bytes(self._buffer)
+        self._buffer.clear()
         if data:
-            await self._shelf.blobs.append(self._id, data)
+            await self._batch_store.blobs.append(self._id, data)

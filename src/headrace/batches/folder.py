@@ -1,4 +1,4 @@
-"""Batches in a folder that one server has to itself: a file a record, a file a blob."""
+"""Stores batches in a folder that only one server uses, with one file per record or blob."""
 
 import asyncio
 import contextlib
@@ -11,31 +11,42 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.batches.records import BATCH, FILE, OPEN, STOP
-from headrace.batches.shelf import NOBODY, Shelf
+from headrace.batches.store import NOBODY, BatchStore
 from headrace.streams.store import StoreStalled
 from headrace_common.system.race import uncut
-from headrace_common.system.state_files import MARK, drop_partial, make_folder, make_way, read_kept
+from headrace_common.system.state_files import (
+    MARK,
+    drop_partial,
+    make_folder,
+    make_way,
+    read_kept,
+    sync_folder,
+)
 
 T = TypeVar("T")
 
 _MAX_RECORD_BYTES = 64 << 20
 _TAIL = 1 << 16
-_PATIENCE_S = 5.0  # a disk may never answer
+# The time for which a cancelled call waits for its thread, because a disk may never answer.
+_PATIENCE_S = 5.0
 
 
-def folder_shelf(path: Path) -> Shelf:
-    """The shelf in this folder; blobs that no record names are what a kill left, and go."""
+def folder_batch_store(path: Path) -> BatchStore:
+    """Open the batch store in this folder.
+
+    Blobs without a record are leftovers of a killed server and are deleted.
+    """
     threads = ThreadPoolExecutor(2, "batches")
     make_folder(path)
     records = FolderRecords(path / "records", threads)
     blobs = FolderBlobs(path / "blobs", threads)
     blobs.keep_only(records.ids(FILE) | records.unreadable)
-    return Shelf(records, blobs)
+    return BatchStore(records, blobs)
 
 
-def temporary_shelf() -> Shelf:
-    """A shelf that goes with the process."""
-    return folder_shelf(Path(_temporary().name))
+def temporary_batch_store() -> BatchStore:
+    """Open a batch store that is deleted when the process ends."""
+    return folder_batch_store(Path(_temporary().name))
 
 
 @functools.cache
@@ -44,7 +55,7 @@ def _temporary() -> "tempfile.TemporaryDirectory[str]":
 
 
 class _InThread:
-    """Work on files, off the event loop; an error of the disk is one of the store."""
+    """Runs file operations in threads; a disk error becomes StoreStalled."""
 
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
         make_folder(folder)
@@ -52,7 +63,10 @@ class _InThread:
         self._threads = threads
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """Its result; cancelled, it ends after the work, which no other thread may overtake."""
+        """Run `work` in a thread and return its result.
+
+        A cancelled call still waits for the thread, so that no later operation can overtake `work`.
+        """
         doing = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
             return await uncut(doing, _PATIENCE_S)
@@ -63,12 +77,13 @@ class _InThread:
 
 
 class FolderRecords(_InThread):
-    """Records are few, so they are all in memory, too."""
+    """Keeps one file per record. Records are few, so all records are also in memory."""
 
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
         super().__init__(folder, threads)
         self._known: dict[str, dict[str, bytes]] = {}
-        self.unreadable: set[str] = set()  # ids of records that were moved aside, now or before
+        # Ids of records whose files were unreadable and moved aside, in this run or an earlier one.
+        self.unreadable: set[str] = set()
         for kind in (FILE, BATCH, OPEN, STOP):
             make_folder(folder / kind)
             self._known[kind] = {}
@@ -76,7 +91,7 @@ class FolderRecords(_InThread):
                 self._take_up(kind, path)
 
     def _take_up(self, kind: str, path: Path) -> None:
-        """Read a record; delete what an interrupted write left; move an unreadable record aside."""
+        """Read a record file. Delete a partial file and move an unreadable file aside."""
         if path.name.startswith("."):
             drop_partial(path)
             return
@@ -111,7 +126,8 @@ class FolderRecords(_InThread):
 class FolderBlobs(_InThread):
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
         super().__init__(folder, threads)
-        self._whole: set[str] = set()  # known to end in a whole line
+        # Ids of blobs that end with a complete line.
+        self._whole: set[str] = set()
 
     def keep_only(self, ids: set[str]) -> None:
         for path in list(self._folder.iterdir()):
@@ -142,15 +158,14 @@ def _replace(path: Path, data: bytes) -> None:
     except OSError:
         drop_partial(fresh)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def _append(path: Path, data: bytes, is_whole: bool, is_new: bool = False) -> None:
-    """Adds all of it or nothing; part of a line, which a kill left there, goes first."""
+    """Append all of `data` or nothing.
+
+    First remove an incomplete last line, which a killed server may have left.
+    """
     flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if is_new else 0)
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -173,7 +188,7 @@ def _append(path: Path, data: bytes, is_whole: bool, is_new: bool = False) -> No
 
 
 def _whole_lines(descriptor: int, size: int) -> int:
-    """The size without what follows the last line break."""
+    """Return the size up to and including the last line break."""
     end = size
     while end > 0:
         start = max(0, end - _TAIL)

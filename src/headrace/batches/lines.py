@@ -1,4 +1,4 @@
-"""Lines of blobs, read in pieces: those to be answered, and those that were."""
+"""Reads blobs line by line, both the lines to answer and the results."""
 
 import re
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from headrace.batches.records import ERRORED, SUCCEEDED, BatchRecord
-from headrace.batches.shelf import Blobs
+from headrace.batches.store import Blobs
 
 PIECE = 256 << 10
 _RESULT = re.compile(
@@ -15,14 +15,20 @@ _RESULT = re.compile(
 
 
 class LineChunk(NamedTuple):
-    """Whole lines, and the number of the first; None: one line that is too long."""
+    """Complete lines and the number of the first line.
+
+    `lines` is None if the chunk is a single line that is too long.
+    """
 
     first: int
     lines: bytes | None
 
 
 async def chunks_of(blobs: Blobs, id: str, most: int) -> AsyncIterator[LineChunk]:
-    """All lines of a blob, numbered from 1; a line of more than `most` bytes is left out."""
+    """Yield all lines of a blob in chunks. The lines are numbered from 1.
+
+    A line of more than `most` bytes becomes a separate chunk without its bytes.
+    """
     number, at, rest = 1, 0, bytearray()
     is_skipping = False
     while piece := await blobs.read(id, at, PIECE):
@@ -48,7 +54,7 @@ async def chunks_of(blobs: Blobs, id: str, most: int) -> AsyncIterator[LineChunk
 
 
 async def lines_of(blobs: Blobs, id: str, most: int) -> AsyncIterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers."""
+    """Yield the lines that are not blank, with their numbers."""
     async for chunk in chunks_of(blobs, id, most):
         for number, line in enumerate((chunk.lines or b"").split(b"\n"), chunk.first):
             if line.strip():
@@ -56,7 +62,11 @@ async def lines_of(blobs: Blobs, id: str, most: int) -> AsyncIterator[tuple[int,
 
 
 class Answered(NamedTuple):
-    """Numbers of the lines that have results, how many ended how, and the sizes of the files."""
+    """The lines that have a result.
+
+    `numbers` has the line numbers. `counts` has the number of lines per kind of result, and `sizes`
+    the bytes of each result file.
+    """
 
     numbers: set[int]
     counts: Counter[str]
@@ -64,7 +74,7 @@ class Answered(NamedTuple):
 
 
 async def answered(blobs: Blobs, batch: BatchRecord) -> Answered:
-    """Reads the files of results; they alone know."""
+    """Find the lines that have a result. Only the result files record this."""
     numbers, counts, sizes = set[int](), Counter[str](), Counter[str]()
     for id, kind in ((batch.output_id, SUCCEEDED), (batch.error_id, ERRORED)):
         at = 0
@@ -74,7 +84,8 @@ async def answered(blobs: Blobs, batch: BatchRecord) -> Answered:
                 piece += more
                 end = piece.rfind(b"\n") + 1
             if not end:
-                break  # a part that a kill left
+                # The rest is an incomplete line that a killed server left.
+                break
             at += end
             sizes[id] = at
             for found in _RESULT.finditer(piece, 0, end):

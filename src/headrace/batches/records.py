@@ -1,4 +1,4 @@
-"""The nouns of batches: files, and batches of lines to be answered; frozen, stored as msgpack."""
+"""Defines the records of files and batches, which are frozen and stored as msgpack."""
 
 import logging
 import secrets
@@ -9,19 +9,24 @@ from typing import TypeVar
 import msgspec
 
 from headrace.workers.loop_slices import slice_of_loop
-from headrace_common.jobs import LineFault
+from headrace_common.worker_jobs import LineFault
 
 logger = logging.getLogger(__name__)
 
 FILE, BATCH, OPEN, STOP = "file", "batch", "open", "stop"
-"""Kinds of records: what there is, and by a batch's id whether it is unfinished, and to stop."""
+"""The kinds of records.
+
+OPEN and STOP records have the id of a batch. An OPEN record marks an unfinished batch. A STOP
+record asks the server that runs the batch to stop the batch.
+"""
 
 SUCCEEDED, ERRORED, CANCELED, EXPIRED = "succeeded", "errored", "canceled", "expired"
-"""Ends of a line."""
+"""The kinds of results of a line."""
 
 
 T = TypeVar("T")
-_NUM_AT_ONCE = 16  # records, less than a tenth of a millisecond
+# Decoding this many records takes less than a tenth of a millisecond.
+_NUM_AT_ONCE = 16
 
 
 def new_id(prefix: str) -> str:
@@ -33,33 +38,38 @@ def now_s() -> int:
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """A file of a key; its bytes are a blob of the same id."""
+    """A file of an API key; the blob with the same id has its bytes."""
 
     id: str
     owner: str
     name: str
     purpose: str
     num_bytes: int
-    created_at: int  # this and the next in unix seconds
+    # `created_at` and `expires_at` are in unix seconds.
+    created_at: int
     expires_at: int
     is_listed: bool = True
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """A batch as far as it has come. `status` is a word of OpenAI's."""
+    """The state of a batch. `status` has the values of OpenAI's API."""
 
     id: str
     owner: str
-    api: str  # in whose form lines are answered: openai or anthropic
-    route: str  # of every line
+    # The API whose format the results use: openai or anthropic.
+    api: str
+    # The route of every line.
+    route: str
     input_id: str
     created_at: int
     window_s: int
     status: str = "validating"
-    at: Mapping[str, int] = {}  # when it came to each status
+    # Unix seconds at which each status was reached.
+    at: Mapping[str, int] = {}
     metadata: Mapping[str, str] = {}
     num_lines: int = 0
-    counts: Mapping[str, int] = {}  # of lines, by how they ended
+    # The number of lines per kind of result.
+    counts: Mapping[str, int] = {}
     faults: tuple[LineFault, ...] = ()
     output_id: str | None = None
     error_id: str | None = None
@@ -81,12 +91,12 @@ class BatchRecord(msgspec.Struct, frozen=True):
         return sum(self.counts.values())
 
     def moved(self, status: str) -> "BatchRecord":
-        """The same, at its next status from now on."""
+        """Return the batch with `status`, and with the current time as the time of that status."""
         return msgspec.structs.replace(self, status=status, at={**self.at, status: now_s()})
 
 
 async def in_slices(packed: Iterable[bytes], kind: type[T]) -> AsyncIterator[T]:
-    """Yield the records as they are read, in slices of the event loop."""
+    """Decode records and yield the records of type `kind`. Other tasks can run in between."""
     for number, record in enumerate(packed):
         if number % _NUM_AT_ONCE == 0:
             await slice_of_loop()
@@ -95,11 +105,11 @@ async def in_slices(packed: Iterable[bytes], kind: type[T]) -> AsyncIterator[T]:
 
 
 def read_record(packed: bytes | None, kind: type[T]) -> T | None:
-    """None if there is none, or if it is damaged."""
+    """Decode a record; return None if it is missing or damaged."""
     try:
         return None if packed is None else msgspec.msgpack.decode(packed, type=kind)
     except msgspec.DecodeError:
-        logger.warning("The record of a file or batch is damaged, and passed over")
+        logger.warning("The record of a file or batch is damaged and is ignored")
         return None
 
 

@@ -1,4 +1,4 @@
-"""Statistics over what was measured; pure."""
+"""Computes statistics over measured times, without side effects."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ Window = tuple[float, float]
 
 
 class Gap(NamedTuple):
-    """The time between two tokens of a stream, and what fell into it."""
+    """The time between two tokens of a stream. `tag` says which prompts were computed meanwhile."""
 
     stream: int
     end: float
@@ -21,12 +21,12 @@ class Gap(NamedTuple):
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all values do not exceed."""
+    """Return the smallest value that is at least as large as the fraction `share` of all values."""
     return ordered[max(0, ceil(share * len(ordered)) - 1)]
 
 
 def spread(seconds: Iterable[float]) -> dict[str, float]:
-    """Number, percentiles and maximum, in milliseconds."""
+    """Return the count, the percentiles and the maximum, in milliseconds."""
     ordered = sorted(seconds)
     if not ordered:
         return {"n": 0}
@@ -36,12 +36,15 @@ def spread(seconds: Iterable[float]) -> dict[str, float]:
 
 
 def windows(round: Round, is_warm_up: bool = False) -> list[Window]:
-    """Windows from sending a prompt to its first token, or to the end of the streams."""
+    """Return an interval for each prompt: from its sending to its first token.
+
+    A prompt without a first token has an interval to the end of the streams.
+    """
     return [_window(it, round) for it in round.injections if it.is_warm_up == is_warm_up]
 
 
 def gaps(round: Round) -> list[Gap]:
-    """Gaps between tokens, from when all streams ran until they were ended."""
+    """Return the gaps between tokens while all streams ran."""
     measured, warm_up = windows(round), windows(round, is_warm_up=True)
     found = []
     for stream, times in enumerate(round.streams):
@@ -58,7 +61,7 @@ def gaps(round: Round) -> list[Gap]:
 
 
 def figures(cell: Cell) -> dict[str, Any]:
-    """The reported figures of one cell."""
+    """Return the statistics of one cell for the report."""
     found = [gap for round in cell.rounds for gap in gaps(round)]
     by_tag = {
         tag: spread(gap.seconds for gap in found if gap.tag == tag)
@@ -87,7 +90,11 @@ def measured(cell: Cell) -> list[Injection]:
 
 
 def goodput(cell: Cell, ttft_s: float, gap_s: float) -> float:
-    """Share of the prompts that kept both limits: their first token, and every stream's gaps."""
+    """Return the fraction of prompts that meet both limits.
+
+    The first token must arrive within `ttft_s`. Each gap of a stream meanwhile must be at most
+    `gap_s` long.
+    """
     kept = num = 0
     for round in cell.rounds:
         stalls = [gap for gap in gaps(round) if gap.tag == STALL]
@@ -103,12 +110,15 @@ def goodput(cell: Cell, ttft_s: float, gap_s: float) -> float:
 
 
 def ratio(value: float, base: float) -> float | None:
-    """Divide; return None if the base is 0."""
+    """Divide; return None if `base` is 0."""
     return value / base if base else None
 
 
 def cost_of_chunking(run: ServerRun, whole: ServerRun) -> dict[str, dict[str, float | None]]:
-    """The cost by cell of `run` against a server that computes prompts whole: on / off."""
+    """Return the costs of chunking: each cell's time and throughput divided by those of `whole`.
+
+    `whole` is the run on a server that computes each prompt in one step.
+    """
     others = {cell.plan.name: cell.figures for cell in whole.cells if cell.plan}
     costs = {}
     for cell in run.cells:
@@ -127,7 +137,7 @@ def _all_tokens(shown: dict[str, Any]) -> float:
 
 
 def _rate(found: list[Gap], tags: set[str], num_streams: int) -> float | None:
-    """Tokens of all streams a second, over gaps with these tags."""
+    """Return the tokens per second of all streams together, over the gaps with these tags."""
     seconds = [gap.seconds for gap in found if gap.tag in tags]
     return ratio(num_streams * len(seconds), sum(seconds))
 

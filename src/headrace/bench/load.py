@@ -1,4 +1,4 @@
-"""Makes the load: streams in the background, and prompts sent beside them at their times."""
+"""Generates the load: background streams, and prompts that are sent on schedule meanwhile."""
 
 import asyncio
 import contextlib
@@ -11,16 +11,18 @@ from headrace.bench.record import CellPlan, Injection, Round
 from headrace.bench.target import ServerSaid, Target
 
 _START_WITHIN_S = 300.0
-_NUM_SETTLED = 4  # tokens of each stream before it counts as running
+# The number of tokens after which a stream counts as running.
+_NUM_SETTLED = 4
 _WARM_TAIL = 8
 
 
 class PromptSource:
-    """Random token ids, the same for every server; no prompt comes twice."""
+    """Makes prompts of random token ids, the same for every server. All prompts differ."""
 
     def __init__(self, seed: int, num_vocab: int, warm_share: float = 0.0) -> None:
         self._random = random.Random(seed)
-        self._num_plain = num_vocab * 9 // 10  # special tokens stand at the end
+        # Special tokens have the highest ids, so prompts use only the lower 90 % of the ids.
+        self._num_plain = num_vocab * 9 // 10
         self._warm_share = warm_share
         self._begun: dict[int, list[int]] = {}
 
@@ -28,7 +30,7 @@ class PromptSource:
         return [self._random.randrange(self._num_plain) for _ in range(length)]
 
     def next(self, length: int) -> list[int]:
-        """Cold; or, for the share that is to be warm, with another end than one before."""
+        """Return a new prompt or, for the fraction `warm_share`, an old prompt with a new end."""
         is_warm = self._random.random() < self._warm_share
         if is_warm and length in self._begun and length > _WARM_TAIL:
             return self._begun[length][:-_WARM_TAIL] + self.fresh(_WARM_TAIL)
@@ -37,7 +39,7 @@ class PromptSource:
 
 
 class Background:
-    """Streams that run until they are closed. `arrivals` has the times of each one's tokens."""
+    """Streams that run until they are closed. `arrivals` has the token times of each stream."""
 
     def __init__(self, target: Target, prompts: list[list[int]]) -> None:
         self.arrivals: list[list[float]] = [[] for _ in prompts]
@@ -47,14 +49,14 @@ class Background:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Returns once all of them run; ServerSaid if they do not."""
+        """Start the streams and return once all streams run. Raise ServerSaid if one fails."""
         self._tasks = [asyncio.create_task(self._run(i)) for i in range(len(self._prompts))]
         deadline = time.perf_counter() + _START_WITHIN_S
         while not all(len(times) >= _NUM_SETTLED for times in self.arrivals):
             for task in self._tasks:
                 if task.done():
                     task.result()
-                    raise ServerSaid("A stream ended at its beginning.")
+                    raise ServerSaid(f"A stream ended before its token {_NUM_SETTLED}.")
             if time.perf_counter() > deadline:
                 raise ServerSaid("The streams did not start; does the server run that many?")
             await asyncio.sleep(0.01)
@@ -76,7 +78,7 @@ class Background:
 
 
 class Injector:
-    """Open loop: prompts leave on time, even if earlier ones are still unanswered."""
+    """Sends prompts on schedule, even while earlier prompts are unanswered (open loop)."""
 
     def __init__(
         self, target: Target, prompts: PromptSource, plan: CellPlan, patience_s: float
@@ -87,7 +89,10 @@ class Injector:
         self._patience_s = patience_s
 
     async def send(self, first: int, num: int) -> list[Injection]:
-        """Prompts number `first` and on of the cell; times are those of time.perf_counter."""
+        """Send `num` prompts of the cell, starting with number `first`.
+
+        Times are from time.perf_counter.
+        """
         prompts = [self._prompts.next(self._plan.prompt_tokens) for _ in range(num)]
         began = time.perf_counter()
         tasks = []
@@ -106,7 +111,7 @@ class Injector:
 
 
 def since(began: float, round: Round) -> Round:
-    """The same round in seconds since `began`."""
+    """Return the same round with times in seconds since `began`."""
 
     def moved(at: float | None) -> float | None:
         return None if at is None else at - began

@@ -1,4 +1,4 @@
-"""The mixed load: calibrates a server, runs controls and cells on it, and judges them."""
+"""The mixed benchmark: calibrates a server, measures controls and cells, and judges the cells."""
 
 import asyncio
 import secrets
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.bench import figures, validity
 from headrace.bench.load import Background, Injector, PromptSource, since
@@ -22,7 +23,7 @@ Say = Callable[[str], None]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Options that do not depend on the server."""
+    """The options that are the same for every server."""
 
     profile: Profile
     seed: int = 0
@@ -31,7 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mixed:
-    """The run on one server. `plans` are those of the first one, so that all get the same."""
+    """Measures one server."""
 
     def __init__(self, url: str, label: str, options: Options, say: Say) -> None:
         self._profile = options.profile
@@ -42,13 +43,17 @@ class Mixed:
         self._run = ServerRun(url=url, label=label, server={})
 
     async def measure(self, given: list[CellPlan] | None) -> tuple[ServerRun, list[CellPlan]]:
-        """Everything on this server, and the cells that it was given or that it chose."""
+        """Measure everything on this server: the given cells, or cells chosen for this server.
+
+        Cells chosen on the first server are given to the next servers, so that all get the same
+        load.
+        """
         self._tell(f"measuring {self._target.url} with the profile {self._profile.name}")
         async with self._target.http:
             await self._target.learn_model()
             await self._trace.open()
             try:
-                self._run.server = self._described()
+                self._run = replace(self._run, server=self._described())
                 self._prompts = PromptSource(
                     self._options.seed, self._target.num_vocab, self._options.warm_share
                 )
@@ -60,15 +65,16 @@ class Mixed:
         return self._run, cells
 
     async def _all(self, cells: list[CellPlan], calibration: Calibration) -> None:
-        """Measure the cells, with a control before, between and after them."""
+        """Measure the cells, with a control before each cell and after the last."""
         for number, plan in enumerate(cells, 1):
             await self._control()
             num, streams = plan.num_warm_up + plan.num_measured, self._profile.num_streams
             self._tell(
                 f"cell {number} of {len(cells)}, {plan.name}: {num} prompts of "
-                f"{plan.prompt_tokens:,} tokens beside {streams} streams"
+                f"{plan.prompt_tokens:,} tokens, sent while {streams} streams run"
             )
-            if len(cells) == 1:  # between is in the middle of the only one
+            # A single cell also gets a control in its middle, between two rounds.
+            if len(cells) == 1:
                 half = plan.num_warm_up + plan.num_measured // 2
                 await self._cell(plan, calibration, half)
             else:
@@ -76,23 +82,27 @@ class Mixed:
         await self._control()
         drift = validity.drifted(self._run.cells, self._profile.max_drift)
         for cell in self._run.cells:
-            cell.reasons += (drift,) if drift else ()
+            cell.doubt(*((drift,) if drift else ()))
 
     async def _calibrate(self) -> Calibration:
-        """Measure a control, then prompts alone; one prompt before both warms the server up."""
+        """Measure a control, then prompts alone. First warm up the server with one prompt."""
         fixed, longest = self._profile.prompt_tokens, self._target.max_model_len - 1
         lengths = sorted({min(length, longest) for length in ((fixed,) if fixed else _LENGTHS)})
         self._tell(f"{self._target.model}: warming up with a prompt of {lengths[0]:,} tokens")
         await self._alone(lengths[0])
         prompt = self._prompts.fresh(lengths[0])
-        self._run.ingestion = await self._target.ingestion(prompt)
+        ingestion = await self._target.ingestion(prompt)
+        self._run = replace(self._run, ingestion=ingestion)
         control = await self._control()
         tpot_s = self._seconds_per_token(control)
         await self._trace.begin()
-        self._tell(f"prompts of {', '.join(f'{n:,}' for n in lengths)} tokens alone, twice each")
+        self._tell(
+            f"prompts of {', '.join(f'{n:,}' for n in lengths)} tokens without streams, twice each"
+        )
         prompt_s = {n: median([await self._alone(n), await self._alone(n)]) for n in lengths}
         calibration = Calibration(tpot_s, prompt_s)
-        self._run.calibration = msgspec.to_builtins(calibration, str_keys=True)
+        built = msgspec.to_builtins(calibration, str_keys=True)
+        self._run = replace(self._run, calibration=built)
         ratios = {length: figures.ratio(seconds, tpot_s) for length, seconds in prompt_s.items()}
         self._run.calibration["ratios"] = {
             str(length): ratio and round(ratio, 1) for length, ratio in ratios.items()
@@ -107,13 +117,14 @@ class Mixed:
     def _seconds_per_token(self, control: Cell) -> float:
         """Return the mean over all streams, or 0 if no time passed between any tokens.
 
-        A server that guesses ahead sends several tokens at once, so the median gap may be 0.
+        The mean is used because the median gap can be 0: with speculative decoding, a server sends
+        several tokens together.
         """
         rate = control.figures["stream_tokens_per_s"]
         if not rate and not self._profile.prompt_tokens:
             raise ServerSaid(
-                f"{_NO_TOKEN_TIME}, and the profile {self._profile.name} chooses its load by that "
-                "time. Use --profile wall."
+                f"{_NO_TOKEN_TIME}, and the profile {self._profile.name} derives its load from "
+                "that time. Use --profile wall."
             )
         return self._profile.num_streams / rate if rate else 0.0
 
@@ -161,7 +172,7 @@ class Mixed:
         await asyncio.sleep(self._profile.pause_s)
 
     async def _round(self, injector: Injector | None, first: int, num: int = 0) -> Round:
-        """Streams from start to end, with prompts between unless it is a control."""
+        """Run the streams from start to end. Send prompts meanwhile, unless this is a control."""
         profile = self._profile
         streams = [self._prompts.fresh(profile.stream_tokens) for _ in range(profile.num_streams)]
         background = Background(self._target, streams)
@@ -188,7 +199,7 @@ class Mixed:
 
 
 async def measure(urls: list[tuple[str, str]], options: Options, say: Say) -> list[ServerRun]:
-    """Runs on each (url, label), one after the other, with the cells that the first one chose."""
+    """Measure each (url, label) in turn, with the cells that were chosen on the first server."""
     runs: list[ServerRun] = []
     cells: list[CellPlan] | None = None
     for url, label in urls:
@@ -198,7 +209,7 @@ async def measure(urls: list[tuple[str, str]], options: Options, say: Say) -> li
 
 
 def _exclusive(prompt_steps: list[State], tpot_s: float) -> dict[str, float] | None:
-    """The cost of alternating steps of prompts and of streams, by the steps that were seen."""
+    """Return the longest gap if prompts and streams took turns, estimated from the prompt steps."""
     if not prompt_steps:
         return None
     longest = max(step["actual_ms"] for step in prompt_steps)
@@ -212,7 +223,7 @@ def _speed(calibration: Calibration, ratios: dict[int, float | None]) -> str:
     )
     tpot_s = calibration.tpot_s
     shown = f"{1000 * tpot_s:.1f} ms per token" if tpot_s else f"– per token ({_NO_TOKEN_TIME})"
-    return f"{shown}; prompts alone: {prompts}"
+    return f"{shown}; prompts without streams: {prompts}"
 
 
 def _in_tokens(ratio: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Two pictures of a run: its gaps over time, and its worst gap against its first token."""
+"""Draws two plots of a run: gaps over time, and the longest gap over the time to first token."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -10,11 +10,12 @@ from headrace.bench.figures import STALL, gaps, measured, windows
 from headrace.bench.record import Cell, ServerRun
 
 _COLORS = ("#0b6e99", "#d1495b", "#66a182", "#edae49", "#6a4c93", "#555555")
-_SHORTEST_MS = 1.0  # below it are tokens that were read together
+# Shorter gaps are between tokens that arrived together.
+_SHORTEST_MS = 1.0
 
 
 def draw(runs: list[ServerRun], folder: Path) -> list[Path]:
-    """Writes them and returns where they are."""
+    """Draw the plots and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     by_name: defaultdict[str, list[tuple[ServerRun, Cell]]] = defaultdict(list)
     for run in runs:
@@ -25,7 +26,7 @@ def draw(runs: list[ServerRun], folder: Path) -> list[Path]:
 
 
 def _draw_gaps(name: str, cells: list[tuple[ServerRun, Cell]], folder: Path) -> Path:
-    """Every gap as a dot at its end; under it, the time that each prompt was waited for."""
+    """Draw each gap as a dot at its end. Below, draw each prompt's time to first token."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
     for row, (run, cell) in enumerate(cells):

@@ -1,4 +1,4 @@
-"""How much load, and for how long: the sizes of a benchmark run, each with its name."""
+"""Profiles, which are named sets of sizes for a benchmark run."""
 
 import itertools
 
@@ -6,26 +6,35 @@ import msgspec
 
 from headrace.bench.record import CellPlan
 
-RATIOS = (35.0, 85.0, 160.0)  # time of the prompt alone, in times between two tokens
-LOADS = (0.1, 0.25, 0.5, 1.0)  # share of the time that prompts alone would take
-_USED = 0.8  # of the context that a stream may fill
+# Lengths of prompts, as the time that a prompt takes on an idle server. The unit is the interval
+# between two tokens of a stream.
+RATIOS = (35.0, 85.0, 160.0)
+# The fractions of the time that the prompts would take without streams.
+LOADS = (0.1, 0.25, 0.5, 1.0)
+# A stream may fill this fraction of the context.
+_USED = 0.8
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """`prompt_tokens` 0: lengths and rates are chosen by RATIOS and LOADS."""
+    """The sizes of a run. If `prompt_tokens` is 0, RATIOS and LOADS determine lengths and rates."""
 
     name: str
     num_streams: int = 4
-    stream_tokens: int = 512  # of each stream's prompt
+    # The length of each stream's prompt.
+    stream_tokens: int = 512
     prompt_tokens: int = 0
     num_warm_up: int = 5
     num_measured: int = 10
-    lead_s: float = 3.0  # streams alone, before the first prompt of a round and after the last
+    # The time for which streams run without prompts, at the start and at the end of a round.
+    lead_s: float = 3.0
     control_s: float = 20.0
     pause_s: float = 25.0
-    patience: float = 8.0  # a prompt may take that many times as long as alone,
-    patience_s: float = 5.0  # and this
-    max_drift: float = 1.25  # between the longest and the shortest time of a prompt alone
+    # The time limit of a prompt is `patience` times its time on an idle server, plus `patience_s`
+    # seconds.
+    patience: float = 8.0
+    patience_s: float = 5.0
+    # The maximum ratio of the longest to the shortest time of the same prompt on an idle server.
+    max_drift: float = 1.25
 
 
 PROFILES = {
@@ -56,13 +65,19 @@ PROFILES = {
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The machine's speed: time between two tokens, and of prompts alone by their length."""
+    """The machine's speed: the time per token of a stream, and the times of prompts by length.
+
+    The prompts were measured on an idle server.
+    """
 
     tpot_s: float
     prompt_s: dict[int, float]
 
     def length_for(self, seconds: float) -> int:
-        """The prompt that takes about so long alone; within what was measured."""
+        """Return the prompt length that takes about `seconds` on an idle server.
+
+        The result is within the range of measured lengths.
+        """
         points = sorted(self.prompt_s.items())
         for (short, low), (long, high) in itertools.pairwise(points):
             if seconds <= high or (long, high) == points[-1]:
@@ -79,7 +94,7 @@ class Calibration(msgspec.Struct, frozen=True):
 
 
 def plans(profile: Profile, calibration: Calibration, max_model_len: int) -> list[CellPlan]:
-    """The cells of a run, those with the shortest prompts first."""
+    """Return the cells of a run; cells with shorter prompts come first."""
     if profile.prompt_tokens:
         length = min(profile.prompt_tokens, max_model_len - 1)
         return [_plan(profile, profile.name, length, interval_s=0.0)]

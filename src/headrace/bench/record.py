@@ -1,4 +1,4 @@
-"""The record of a measurement: what was sent, and when every token came; computes nothing."""
+"""The record of a measurement: the prompts sent, and the arrival time of every token."""
 
 import itertools
 from typing import Any
@@ -7,74 +7,90 @@ import msgspec
 
 
 class CellPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One load: prompts of one length, sent at one rate beside running streams."""
+    """One load: prompts of one length, sent at one rate while streams run."""
 
     name: str
     prompt_tokens: int
-    interval_s: float  # from one prompt to the next
+    # Seconds from one prompt to the next.
+    interval_s: float
     num_warm_up: int
     num_measured: int
-    per_round: int = 1  # prompts after which the streams begin anew
-    may_overlap: bool = False  # prompts may come before those before them are answered
+    # The number of prompts after which the streams are started again.
+    per_round: int = 1
+    # True if a prompt may be sent before earlier prompts are answered.
+    may_overlap: bool = False
 
 
 class Injection(msgspec.Struct, frozen=True):
-    """A prompt sent beside running streams; seconds since the cell began."""
+    """A prompt sent while streams run. Times are seconds since the start of the cell."""
 
     sent: float
-    first_token: float | None  # None: there was none while the streams ran
+    # None if the first token did not arrive while the streams ran.
+    first_token: float | None
     num_tokens: int
     is_warm_up: bool
 
 
 class Round(msgspec.Struct, frozen=True):
-    """Streams from start to end, and the prompts between; seconds since the cell began."""
+    """One run of the streams, and the prompts sent meanwhile.
 
-    settled: float  # all streams run
+    Times are seconds since the start of the cell.
+    """
+
+    # The time from which all streams were running.
+    settled: float
     ended: float
-    streams: tuple[tuple[float, ...], ...]  # when each token of each stream came
+    streams: tuple[tuple[float, ...], ...]  # arrival times of each stream's tokens
     injections: tuple[Injection, ...] = ()
-    lost_at: float | None = None  # a stream ended before it was told to
+    # The time at which a stream ended unexpectedly.
+    lost_at: float | None = None
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's own account of its steps during a cell."""
+    """Counts from the server's reports about its steps during a cell."""
 
     num_steps: int
     num_seen: int
-    num_mixed: int  # with prompt tokens, and every stream decoding
-    num_starts: int  # of the engine, within the cell
+    # The number of steps that had prompt tokens and in which every stream got a token.
+    num_mixed: int
+    num_starts: int  # number of engine starts within the cell
     model_error: float | None  # median of |actual / predicted - 1|
     missed: dict[str, int]
 
 
 class Cell(msgspec.Struct, kw_only=True):
-    """One load on one server, or a control without load: `plan` None."""
+    """One load on one server. A control, which has no load, has no plan."""
 
     plan: CellPlan | None
     num_streams: int
     rounds: tuple[Round, ...]
-    prompt_s: tuple[float, ...] = ()  # the same prompt without streams, before and after
+    # Seconds for the same prompt without streams, before and after the cell.
+    prompt_s: tuple[float, ...] = ()
     evidence: Evidence | None = None
-    reasons: tuple[str, ...] = ()  # why it proves nothing; none: valid
+    # Reasons why the cell is not valid; empty for a valid cell.
+    reasons: tuple[str, ...] = ()
     figures: dict[str, Any] = {}
+
+    def doubt(self, *reasons: str) -> None:
+        """Mark the cell as not valid for these reasons."""
+        self.reasons += reasons
 
 
 class ServerRun(msgspec.Struct, kw_only=True):
-    """Everything measured on one server."""
+    """Everything that was measured on one server."""
 
     url: str
     label: str
-    server: dict[str, Any]  # what it says of itself
-    flags: tuple[str, ...] = ()  # if known
+    server: dict[str, Any]  # the server's description of itself
+    flags: tuple[str, ...] = ()  # flags of the server, if given
     calibration: dict[str, Any] = {}
-    ingestion: dict[str, Any] | None = None  # how it computes prompts, if it says so
+    ingestion: dict[str, Any] | None = None  # the server's description of how it computes prompts
     controls: list[Cell] = []
     cells: list[Cell] = []
 
 
 def shown_round(round: Round) -> dict[str, Any]:
-    """The round for a file: each stream's first arrival and the gaps after it, in milliseconds."""
+    """Return the round for a file, in milliseconds: each stream's first arrival and gaps."""
     return {
         "settled_ms": _ms(round.settled),
         "ended_ms": _ms(round.ended),

@@ -1,4 +1,4 @@
-"""The report of a run: a table for people, a file for programs."""
+"""The report of a run: a table for people and a JSON file for programs."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from headrace.bench.mixed import Options
 from headrace.bench.record import Cell, ServerRun, shown_round
 
 _NOTE = (
-    "A percentile over all gaps hides stalls that are rare: at low rates chunking can raise it "
-    "while it cuts the maximum. Compare the gaps tagged stall."
+    "A percentile over all gaps hides rare stalls. At low rates, chunking can raise the "
+    "percentile although it lowers the maximum. Compare the gaps tagged stall."
 )
-Limits = tuple[float, float]  # time to the first token, and gap; milliseconds
+Limits = tuple[float, float]  # time to first token and gap, in milliseconds
 
 
 def report(runs: list[ServerRun], options: Options, limits: Limits | None = None) -> dict[str, Any]:
-    """The whole run, raw gaps included, ready to be written as JSON."""
+    """Return the report of all runs, including raw gaps, as a value for JSON."""
     whole = next((run for run in runs if _computes_whole(run)), None)
     return {
         "benchmark": "mixed",
@@ -36,7 +36,7 @@ def report(runs: list[ServerRun], options: Options, limits: Limits | None = None
 
 
 def table(runs: list[ServerRun]) -> str:
-    """One line per cell."""
+    """Return a table with one line per cell."""
     head = ("server", "cell", "valid", "stall p50", "p99", "max", "steady p50", "TTFT p50", "max")
     lines: list[tuple[str, ...]] = [head]
     for run in runs:
@@ -54,31 +54,31 @@ def write(path: Path, shown: dict[str, Any]) -> None:
 
 
 def gaps(ingestion: dict[str, Any] | None) -> list[dict[str, str]]:
-    """Known limits that the record of a prompt shows."""
+    """Return the limitations that apply to how the server computed a prompt."""
     found = []
     if ingestion and ingestion["memory"] == "slot":
         found.append(
             {
                 "id": "forward-per-sequence",
-                "now": "Each sequence has a forward of its own in every step.",
+                "now": "Each sequence has a separate forward pass in every step.",
                 "advice": "implement",
-                "why": "Streams that decode side by side would share the reading of the weights.",
+                "why": "Streams that decode in the same step could share one read of the weights.",
             }
         )
     if ingestion and ingestion["memory"] == "blocks" and ingestion["mask"] == "lazy-prefix":
         found.append(
             {
                 "id": "gathered-past",
-                "now": "Each layer gathers a sequence's past anew and makes a mask for it.",
+                "now": "Each layer copies a sequence's cached tokens again and makes a mask.",
                 "advice": "defer",
-                "why": "A kernel over blocks would need no copy; long contexts gain most.",
+                "why": "A kernel over blocks needs no copy; long contexts would gain most.",
             }
         )
     return found
 
 
 def machine() -> dict[str, Any]:
-    """Where the client ran; the servers, if their addresses are local."""
+    """Describe the client's machine. A server with a local address runs on the same machine."""
     names = [
         line.partition(":")[2].strip()
         for line in _lines("/proc/cpuinfo")
@@ -95,7 +95,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this runs from, if it is one."""
+    """Return the commit of the source checkout, or None if this code is not in a checkout."""
     try:
         found = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"],

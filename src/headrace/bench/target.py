@@ -1,4 +1,4 @@
-"""One server under measurement: what it serves, and completions timed token by token."""
+"""The server under measurement: its model, and completions with the time of every token."""
 
 import time
 from collections.abc import AsyncIterator
@@ -12,11 +12,11 @@ _CONNECT_S = 10.0
 
 
 class ServerSaid(Exception):
-    """The server answered with an error."""
+    """The server answered with an error, or not as expected."""
 
 
 class Target:
-    """`salt` keeps what earlier runs left in a prefix cache out of this one."""
+    """A server. Prompts have the cache salt `salt`, so earlier runs did not cache them."""
 
     def __init__(self, url: str, api_key: str, salt: str) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -33,11 +33,13 @@ class Target:
         self._salt = salt
 
     async def learn_model(self) -> None:
-        """Learns the model's name and sizes."""
+        """Fetch the model's name, vocabulary size and maximum length."""
         response = await self.http.get("/v1/models", timeout=_CONNECT_S)
         models = _object(response.content).get("data")
         if response.status_code != 200 or not models:
-            raise ServerSaid(_refusal(response) if response.is_error else "It lists no models.")
+            raise ServerSaid(
+                _refusal(response) if response.is_error else "The server lists no models."
+            )
         model = models[0]
         meta = model.get("meta") or {}
         self.model = model["id"]
@@ -45,9 +47,9 @@ class Target:
         self.max_model_len = model.get("max_model_len") or meta.get("n_ctx_train") or 4096
 
     async def tokens(self, prompt: list[int], max_tokens: int) -> AsyncIterator[float]:
-        """When each token came, by the clock of time.perf_counter.
+        """Yield the arrival time of each token, from time.perf_counter.
 
-        Log probabilities are asked for so that a token without text has a frame of its own.
+        The request asks for log probabilities, so that a token without text gets a frame too.
         """
         body = {
             "model": self.model,
@@ -70,7 +72,7 @@ class Target:
                     yield now
 
     async def ingestion(self, prompt: list[int]) -> dict[str, Any] | None:
-        """How the server computed this prompt; None if it does not tell."""
+        """Return the server's description of how it computed this prompt; None if there is none."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "cache_salt": self._salt}
         body["return_ingestion"] = True
         response = await self.http.post("/v1/completions", json=body)
@@ -80,7 +82,7 @@ class Target:
         return told
 
     async def first_token(self, prompt: list[int]) -> float:
-        """When the first token came."""
+        """Return the arrival time of the first token."""
         first: float | None = None
         async for at in self.tokens(prompt, 1):
             first = first or at

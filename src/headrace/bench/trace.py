@@ -1,4 +1,4 @@
-"""Follows a server's own account of its steps, where it gives one."""
+"""Follows a server's reports about its engine steps, if the server offers such reports."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 class Trace:
-    """Owns the task that reads; `state` is the newest snapshot, None without an account."""
+    """Owns the task that reads the reports. `state` is the latest report; None without reports."""
 
     def __init__(self, target: Target) -> None:
         self.state: State | None = None
@@ -44,7 +44,7 @@ class Trace:
                 await self._task
 
     async def idle(self) -> None:
-        """Waits until nothing runs; asks, since a stream of states may be a little late."""
+        """Wait until the server is idle. Ask the server, because its reports may be late."""
         if self.state is None:
             await asyncio.sleep(_SETTLE_S)
             return
@@ -57,7 +57,7 @@ class Trace:
                     await asyncio.sleep(_POLL_S)
 
     async def begin(self) -> None:
-        """Evidence counts from here, where nothing runs."""
+        """Wait until the server is idle, and then start counting evidence."""
         await self.idle()
         self._begun, self._steps = self.state or {}, {}
 
@@ -65,7 +65,7 @@ class Trace:
         return [step for step in self._steps.values() if step["kind"] == kind]
 
     def evidence(self, num_streams: int) -> Evidence | None:
-        """The evidence since `begin`."""
+        """Return the evidence counted since `begin`; None without reports."""
         if self.state is None:
             return None
         mixed = [s for s in self.steps("mixed") if s["decoding"] >= num_streams]

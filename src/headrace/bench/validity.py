@@ -1,18 +1,21 @@
-"""Whether a cell shows what it claims to: prompts computed beside running streams; pure."""
+"""Judges whether prompts were really computed while streams ran; has no side effects."""
 
 from headrace.bench.figures import measured, windows
 from headrace.bench.record import Cell
 
 
 def reasons(cell: Cell) -> tuple[str, ...]:
-    """Why the cell proves nothing; none: it is valid."""
+    """Return the reasons why the cell is not valid; empty for a valid cell."""
     if cell.plan is None:
         return tuple(_broken(cell))
     return tuple(_broken(cell) + _beside(cell) + _paced(cell))
 
 
 def drifted(cells: list[Cell], tolerance: float) -> str | None:
-    """A prompt alone has to take the same time throughout, or the machine was not the same."""
+    """Return a reason if the times of equal prompts on the idle server vary too much.
+
+    Such times mean that the machine changed its speed.
+    """
     by_length: dict[int, list[float]] = {}
     for cell in cells:
         if cell.plan:
@@ -20,8 +23,8 @@ def drifted(cells: list[Cell], tolerance: float) -> str | None:
     for length, seconds in by_length.items():
         if seconds and max(seconds) > tolerance * min(seconds):
             return (
-                f"a prompt of {length} tokens alone took from {min(seconds):.2f} s "
-                f"to {max(seconds):.2f} s: the machine did not keep its speed"
+                f"a prompt of {length} tokens took {min(seconds):.2f} s to {max(seconds):.2f} s "
+                "without streams, so the machine's speed changed"
             )
     return None
 
@@ -31,14 +34,14 @@ def _broken(cell: Cell) -> list[str]:
     if any(round.lost_at is not None for round in cell.rounds):
         found.append("a stream ended while it was needed")
     if cell.evidence and cell.evidence.num_starts:
-        found.append("the engine was started anew")
+        found.append("the engine restarted")
     return found
 
 
 def _beside(cell: Cell) -> list[str]:
     found = []
     if cell.evidence and not cell.evidence.num_mixed:
-        found.append(f"no step had prompt tokens beside all {cell.num_streams} streams")
+        found.append(f"no step computed prompt tokens together with all {cell.num_streams} streams")
     all_measured = measured(cell)
     unanswered = sum(it.first_token is None for it in all_measured)
     if unanswered or not all_measured:
@@ -55,5 +58,6 @@ def _paced(cell: Cell) -> list[str]:
     if cell.plan.may_overlap or cell.plan.per_round == 1 or longest <= cell.plan.interval_s:
         return []
     return [
-        f"a window of {longest:.2f} s is longer than {cell.plan.interval_s:.2f} s, the interval"
+        f"a first token took {longest:.2f} s, but prompts are sent every "
+        f"{cell.plan.interval_s:.2f} s"
     ]

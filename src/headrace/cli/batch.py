@@ -1,4 +1,6 @@
-"""`headrace batch FILE`: a file of requests, answered by a server from what others leave."""
+"""`headrace batch FILE`: sends a file of requests to a server, which answers them while it is
+idle.
+"""
 
 import contextlib
 import os
@@ -9,8 +11,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from headrace.cli import exits
+from headrace.cli import exit_codes
+from headrace.cli.load_lines import LoadView
+from headrace.cli.logs import say
+from headrace.cli.server_options import key_or_first, server_options
 from headrace_common.errors import ConfigError
+from headrace_common.loading import LoadProgress
 
 if TYPE_CHECKING:
     from headrace.client.batches import BatchClient
@@ -18,25 +24,29 @@ if TYPE_CHECKING:
 _MAX_TOLD = 10
 
 
-@click.command(short_help="Answer a file of requests, from what others leave.")
+@click.command(
+    short_help="Answer a file of requests while the server is idle.", params=server_options()
+)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
-    "-O", "--output", type=click.Path(path_type=Path),
+    "-O", "--output", type=click.Path(path_type=Path), metavar="FILE",
     help="File for the results  [default: FILE with .results before its suffix]",
 )  # fmt: skip
-@click.option("--hours", type=click.IntRange(1, 720), default=24, show_default=True,
-              help="Hours after which what is left is given up")  # fmt: skip
-@click.option("--again", is_flag=True, help="Begin anew, even if this file was sent before")
-@click.option("--cancel", is_flag=True, help="Answer no further lines of this file")
-@click.option("--url", envvar="HEADRACE_URL", help="Server  [default: port 8000 here]")
-@click.option("--api-key", envvar="HEADRACE_API_KEY", help="Key of that server")
+@click.option(
+    "--hours", type=click.IntRange(1, 720), metavar="HOURS", default=24, show_default=True,
+    help="Hours after which unanswered requests expire",
+)  # fmt: skip
+@click.option("--again", is_flag=True, help="Start again, even if this file was sent before")
+@click.option("--cancel", is_flag=True, help="Cancel the batch of this file")
 def batch(
     file: Path, output: Path | None, hours: int, again: bool, cancel: bool, **server: Any
 ) -> None:
-    """Have every line of FILE answered, and write the results once all are there. A line is
-    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}; all have one
-    url. Lines take only what other requests leave. Ctrl-C leaves the batch at work on the server;
-    the same command goes on where it stands. Exit code 1 if a line failed.
+    """Send a FILE of requests to a server and write all results to a file.
+
+    Each line of FILE is a request: {"custom_id": "a", "method": "POST", "url":
+    "/v1/chat/completions", "body": {...}}; all lines have the same url. The server answers them
+    while it has no other requests. After Ctrl-C the batch continues on the server; run the same
+    command again to follow it. The exit code is 1 if a request failed.
 
     \b
     headrace batch requests.jsonl
@@ -46,7 +56,7 @@ def batch(
     from headrace.client.batches import BatchClient, digest_of
     from headrace.client.http import URL
 
-    key = server["api_key"] or os.environ.get("HEADRACE_API_KEYS", "").split(",")[0] or None
+    key = key_or_first(server["api_key"]) or None
     output = output or file.with_suffix(f".results{file.suffix}")
     if not cancel:
         check_output(output)
@@ -56,56 +66,63 @@ def batch(
         if cancel:
             sys.exit(_cancel(client, begun))
         if begun is not None:
-            _say(f"{begun['id']} was begun before; --again begins anew.")
+            say(f"{begun['id']} was started before and continues; use --again to start a new one.")
         sys.exit(_follow(client, begun or client.begin(file, digest, hours), output))
 
 
 def check_output(path: Path) -> None:
-    """ConfigError, before a line is answered, if the results could not be written."""
+    """Raise ConfigError if the results could not be written. Called before any request is sent."""
     if path.is_dir():
         raise ConfigError(f"--output: {path} is a folder; give a file.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        why = "may not be written to" if path.parent.exists() else "is not there"
-        raise ConfigError(f"--output: the folder {path.parent} {why}; make it, or give another.")
+        why = "is not writable" if path.parent.exists() else "does not exist"
+        raise ConfigError(
+            f"--output: the folder {path.parent} {why}; create it, or choose another."
+        )
 
 
 def _cancel(client: "BatchClient", begun: dict[str, Any] | None) -> int:
     if begun is None:
-        _say("headrace: no batch of this file is at work.")
-        return exits.FAILED
+        say("headrace: no batch of this file is running.")
+        return exit_codes.FAILED
     client.cancel(begun)
-    _say(f"{begun['id']}: no further lines are answered.")
-    return exits.DONE
+    say(f"{begun['id']}: cancelled; the remaining requests are not answered.")
+    return exit_codes.DONE
 
 
 def _follow(client: "BatchClient", first: dict[str, Any], output: Path) -> int:
-    begun, told = first, ""
+    from headrace.client.batches import ENDED
+
+    begun = first
     try:
-        for begun in client.follow(first):
-            if (line := _progress(begun)) != told:
-                told = line
-                _say(line)
+        with LoadView() as view:
+            for begun in client.follow(first):
+                if begun["status"] not in ENDED:
+                    view(_progress(begun))
+        say(_progress(begun).words)
     except KeyboardInterrupt:
-        _say(f"{begun['id']} goes on; the same command shows how it stands.")
-        return exits.INTERRUPTED
+        say(f"{begun['id']} continues on the server; run the same command again to follow it.")
+        return exit_codes.INTERRUPTED
     for fault in ((begun["errors"] or {}).get("data") or ())[:_MAX_TOLD]:
-        _say(f"headrace: line {fault['line']}: {_place(fault)}{fault['message']}")
+        say(f"headrace: line {fault['line']}: {_place(fault)}{fault['message']}")
     if begun["status"] == "failed":
-        return exits.FAILED
+        return exit_codes.FAILED
     with _written(output) as file:
         for id in (begun["output_file_id"], begun["error_file_id"]):
             for piece in client.results(id):
                 file.write(piece)
-    _say(f"{output}: {begun['request_counts']['total']} results, in the order in which they came.")
+    say(f"{output}: {begun['request_counts']['total']} results, in the order of completion.")
     is_whole = begun["status"] == "completed" and not begun["request_counts"]["failed"]
-    return exits.DONE if is_whole else exits.FAILED
+    return exit_codes.DONE if is_whole else exit_codes.FAILED
 
 
-def _progress(begun: dict[str, Any]) -> str:
+def _progress(begun: dict[str, Any]) -> LoadProgress:
     counts = begun["request_counts"]
-    done = counts["completed"] + counts["failed"]
+    done, total = counts["completed"] + counts["failed"], counts["total"]
     failed = f", {counts['failed']} of them failed" if counts["failed"] else ""
-    return f"{begun['id']}: {begun['status']}, {done} of {counts['total']} lines{failed}"
+    detail = f"({done:,} of {total:,} lines{failed})"
+    share = done / total if total else None
+    return LoadProgress(begun["status"], share, detail, model=begun["id"])
 
 
 def _place(fault: dict[str, Any]) -> str:
@@ -114,7 +131,7 @@ def _place(fault: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[BinaryIO]:
-    """A file that is there once all of it is."""
+    """Open a temporary file that gets its final name when it is complete."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -125,8 +142,4 @@ def _written(path: Path) -> Iterator[BinaryIO]:
 
 
 def _trouble(reason: str, pause_s: float) -> None:
-    _say(f"headrace: {reason}; the batch goes on there once it is back.")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(f"headrace: {reason}; the batch continues when the server is back.")

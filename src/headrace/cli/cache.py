@@ -1,4 +1,4 @@
-"""`headrace cache`: the prefixes that servers left on disk, shown and cleared."""
+"""`headrace cache`: shows and clears the prefix caches that servers left on disk."""
 
 import os
 import time
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from headrace.cli.help import Verbs
 from headrace_common.config.sources import PREFIX
 from headrace_common.errors import ConfigError
 
@@ -14,21 +15,22 @@ _FOLDER = click.option(
     "--prefix-cache-dir",
     "given",
     metavar="DIR",
-    help=f"Folder, as given to serve  [default: {PREFIX}PREFIX_CACHE_DIR]",
+    help=f"Same folder as for serve  [default: {PREFIX}PREFIX_CACHE_DIR]",
 )
 
 
-@click.group("cache")
+@click.group("cache", cls=Verbs, short_help="Show or clear the prefixes cached on disk.")
 def cache() -> None:
-    """Show or clear the prefixes on disk that servers with --prefix-cache-dir left. Servers that
-    run may go on: a prefix that is gone is computed again.
+    """Show or clear the prefixes that servers with --prefix-cache-dir cached on disk.
+
+    Servers can be running meanwhile. A server computes a removed prefix again.
     """
 
 
 @cache.command("show")
 @_FOLDER
 def show(given: str | None) -> None:
-    """List what is there by model: files, size, and when one was last used.
+    """List the cached prefixes by model: files, size and time of the last use.
 
     \b
     headrace cache show --prefix-cache-dir ~/.cache/headrace/prefixes
@@ -45,7 +47,7 @@ def show(given: str | None) -> None:
 @cache.command("clear")
 @_FOLDER
 def clear(given: str | None) -> None:
-    """Remove all of it; other things in the folder stay.
+    """Remove all cached prefixes. Other files in the folder stay.
 
     \b
     headrace cache clear --prefix-cache-dir ~/.cache/headrace/prefixes
@@ -60,11 +62,13 @@ def _root(given: str | None) -> Path:
     name = given or os.environ.get(f"{PREFIX}PREFIX_CACHE_DIR")
     if not name:
         raise ConfigError(
-            f"No folder is named; give --prefix-cache-dir, or set {PREFIX}PREFIX_CACHE_DIR."
+            f"No folder given; use --prefix-cache-dir or set {PREFIX}PREFIX_CACHE_DIR."
         )
     root = Path(name).expanduser()
     if not root.is_dir():
-        raise ConfigError(f"--prefix-cache-dir: {root} is no folder; give the one that serve has.")
+        raise ConfigError(
+            f"--prefix-cache-dir: {root} is not a folder; give the folder of `headrace serve`."
+        )
     return root
 
 

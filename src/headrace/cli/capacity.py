@@ -1,4 +1,4 @@
-"""The memory of a loaded model and its capacity, in words."""
+"""Describes the memory of a loaded model, and the number of streams that fit into the memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,45 +10,51 @@ from headrace_common.messages import Ready
 
 if TYPE_CHECKING:
     from headrace_engine.runner.lanes.lane import Lane
+    from headrace_engine.runner.load import LoadPlan
 
 
 def cache_bytes(lane: "Lane", block_size: int) -> tuple[int, int]:
-    """Bytes per token and further bytes per sequence, from the lane's layouts of two budgets."""
+    """Return the bytes per token and the fixed bytes per sequence.
+
+    Both are computed from the lane's layouts for two memory budgets.
+    """
     small, large = 1 << 40, 1 << 41
     lengths = [lane.layout(b, 1, 1 << 60, block_size).max_positions for b in (small, large)]
-    if lengths[0] == lengths[1]:  # no token takes any: all of it is states
+    # If tokens take no memory, the whole memory is recurrent state.
+    if lengths[0] == lengths[1]:
         return 0, small // max(1, lane.layout(small, 1 << 40, 1 << 60, block_size).num_slots)
     per_token = round((large - small) / max(1, lengths[1] - lengths[0]))
     fixed = small - lengths[0] * per_token
     if fixed <= block_size * per_token:
-        return per_token, 0  # it is rounding, not a cost
+        # The small rest is a rounding error.
+        return per_token, 0
     layout = lane.layout(small, 1, 1 << 60, block_size)
     return per_token, fixed // max(1, layout.num_slots + layout.num_snapshots)
 
 
 def slots(layout: MemoryLayout, per_sequence: int) -> str:
-    """The slots that bound the streams of a model with states."""
+    """Describe the slots for recurrent states, which limit the number of streams."""
     if not layout.num_blocks or not layout.num_slots:
         return ""
     size = f"{per_sequence / (1 << 20):.1f} MiB"
-    kept = f"{layout.num_snapshots} more keep states that prompts with the same begin go on from"
-    return f"; there are {layout.num_slots} slots of {size} for their states, and {kept}"
+    kept = f"{layout.num_snapshots} more for saved states of prefixes"
+    return f"; {layout.num_slots} slots of {size} for recurrent states, and {kept}"
 
 
 def fit(ready: Ready) -> str:
-    """Tokens that fit, and streams: of the greatest length, and shorter ones."""
+    """Describe how many tokens fit, and how many streams of the maximum length or shorter."""
     layout = ready.layout
     whole = layout.max_positions
     num = layout.num_slots
     if layout.num_blocks:
         num = layout.num_blocks // max(1, layout.blocks_for(whole))
     most = ready.max_num_seqs
-    streams = f"{min(num, most)} of {whole} tokens, or {most} shorter ones"
+    streams = f"{min(num, most)} streams of {whole} tokens, or {most} shorter streams"
     return f"{layout.num_positions} tokens fit: {streams}"
 
 
-def weights(folder: Path, ready: Ready) -> str:
-    """The memory that the weights take, and in which format."""
+def weights(folder: Path, ready: "Ready | LoadPlan") -> str:
+    """Describe the size and the format of the weights in memory."""
     import torch
 
     from headrace_engine.runner.footprint import footprint
@@ -56,27 +62,27 @@ def weights(folder: Path, ready: Ready) -> str:
     dtype = getattr(torch, ready.dtype)
     spec, is_mapped = read_spec(folder), ready.mapped_bytes > 0
     needed = footprint(spec, dtype, ready.kernels, ready.quantize, is_mapped)
-    kept = {"none": "", "own": "the file's own bits and "}.get(
+    kept = {"none": "", "own": "the file's own format and "}.get(
         ready.quantize, f"{ready.quantize} and "
     )
     return f"{needed}, in {kept}{ready.dtype}"
 
 
-def on_disk(folder: Path, ready: Ready) -> str:
-    """The experts that have no room in memory, and how much of them a token reads."""
+def on_disk(folder: Path, ready: "Ready | LoadPlan") -> str:
+    """Describe the experts that stay on disk, and how many of those bytes a token reads."""
     config = read_spec(folder).config
     config = config.get("text_config") or config
     num = config.get("num_experts") or config["num_local_experts"]
     share = config["num_experts_per_tok"] / num
     return (
-        f"{ready.mapped_bytes >> 20} MiB lie on disk, since memory has no room for them; a token "
-        f"takes {round(share * ready.mapped_bytes) >> 20} MiB of them, and reads what memory did "
-        "not keep"
+        f"{ready.mapped_bytes >> 20} MiB stay on disk, because they do not fit into memory; each "
+        f"token uses {round(share * ready.mapped_bytes) >> 20} MiB of them, read from disk unless "
+        "cached"
     )
 
 
-def smaller(folder: Path, ready: Ready) -> Iterator[str]:
-    """The memory that the weights would take in formats of fewer bits."""
+def smaller(folder: Path, ready: "Ready | LoadPlan") -> Iterator[str]:
+    """Yield the memory that the weights would take in each smaller format."""
     import torch
 
     from headrace_engine.runner.footprint import footprint

@@ -1,10 +1,8 @@
-"""`headrace chat`: a conversation in the terminal, over connections that may break."""
+"""`headrace chat`: a conversation in the terminal. It continues when a connection breaks."""
 
 import contextlib
 from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from headrace.cli.chat_files import Attachment, message_of
 from headrace.cli.chat_keyboard import Keyboard
@@ -15,14 +13,14 @@ from headrace.client.client import Client, Stream
 from headrace.client.errors import Refused, Unreachable
 from headrace.client.events import Accepted, Tokens
 from headrace.client.http import to_piece
-from headrace_common.answer import Piece
+from headrace_common.answer import Piece, is_json
 from headrace_common.errors import StreamFailed
 
-_GONE = (404, 410)  # statuses of a stream that the server has forgotten
+_GONE = (404, 410)  # statuses for a stream that the server no longer has
 
 
 class ChatLoop:
-    """`fields` go into every request; `conversation` may be another one after each turn."""
+    """A chat. `fields` are the request's fields; `conversation` may change after each message."""
 
     def __init__(
         self,
@@ -34,18 +32,23 @@ class ChatLoop:
     ) -> None:
         self._client, self._screen, self._kept = client, screen, kept
         self.conversation = conversation
-        self.attached: list[Attachment] = []  # to the next message
+        # The attachments for the next message.
+        self.attached: list[Attachment] = []
         self._fields = fields
 
+    def detach(self) -> None:
+        """Remove all attachments from the next message."""
+        self.attached = []
+
     def show_end(self) -> None:
-        """Shows where the conversation stands, and reads an answer that was left unread."""
+        """Show the end of the conversation. Then continue reading an unfinished answer."""
         for message in self.conversation.messages[-2:]:
             if words := words_of(message):
                 self._screen.recall(message["role"], words)
         self.read_on()
 
     def read_on(self) -> None:
-        """Reads an answer that was not read to its end, from its begin; Refused if it may not."""
+        """Read an unfinished answer from its start. Raises Refused if the server refuses."""
         if stream_id := self.conversation.stream_id:
             try:
                 self._hear(self._client.attach(stream_id))
@@ -54,16 +57,16 @@ class ChatLoop:
                     raise
 
     def ask(self, text: str) -> None:
-        """One turn; Ctrl-C stops the answer, and what came of it stays.
+        """Send a message and read the answer. Ctrl-C stops the answer and keeps the text so far.
 
-        Refused or Unreachable if no answer came; the question is then forgotten.
+        Raises Refused or Unreachable if no answer started; the message is then removed again.
         """
         self.read_on()
         self._say([message_of(text, self.attached)])
         self.attached = []
 
     def answer_calls(self, results: list[str]) -> None:
-        """Gives the results of all open calls, and hears what the model makes of them."""
+        """Send the results of all open tool calls and read the model's answer."""
         calls = self.open_calls
         self._say(
             [
@@ -74,31 +77,31 @@ class ChatLoop:
 
     @property
     def open_calls(self) -> list[dict[str, Any]]:
-        """The tool calls of the last message, whose results the model waits for."""
+        """The tool calls of the last message, which still need results."""
         last = self.conversation.messages[-1:]
         return last[0].get("tool_calls", []) if last else []
 
     def again(self) -> None:
-        """Asks the last question again, in place of all that came of it."""
+        """Ask the last question again. Its new answer replaces all messages after the question."""
         messages = self.conversation.messages
         asked = [k for k, message in enumerate(messages) if message["role"] == "user"]
         if not asked:
-            self._screen.note("nothing has been asked yet")
+            self._screen.note("there is no question yet")
             return
         question = messages[asked[-1]]
-        before, self.conversation.messages = messages, messages[: asked[-1]]
+        self.conversation.become(messages[: asked[-1]])
         try:
             self._say([question])
         except (Refused, Unreachable, KeyboardInterrupt):
             if not self.is_unread:
-                self.conversation.messages = before
+                self.conversation.become(messages)
             raise
 
     def start_anew(self) -> None:
-        """A new conversation, with the system message of this one."""
+        """Start a new conversation with the same system message."""
         first = self.conversation.messages[:1]
         self.conversation = Conversation([m for m in first if m["role"] == "system"])
-        self._screen.note("a new conversation")
+        self._screen.note("new conversation")
 
     def open(self, conversation: Conversation) -> None:
         self.conversation = conversation
@@ -106,7 +109,7 @@ class ChatLoop:
 
     @property
     def is_unread(self) -> bool:
-        """Whether an answer goes on that was not read to its end."""
+        """Return whether an answer was not read to its end."""
         return bool(self.conversation.stream_id)
 
     def _say(self, messages: list[Message]) -> None:
@@ -116,7 +119,8 @@ class ChatLoop:
         try:
             self._hear(self._client.stream(said, **self._fields))
         except (Refused, Unreachable, KeyboardInterrupt):
-            if not self.is_unread and len(said) == num_said:  # no answer came
+            # No answer started, so the messages are removed again.
+            if not self.is_unread and len(said) == num_said:
                 del said[-len(messages) :]
             raise
 
@@ -131,7 +135,8 @@ class ChatLoop:
                         said.add(to_piece(event, stream.id))
                     self._screen.show(event)
         except KeyboardInterrupt:
-            if said.is_empty and not self.is_unread:  # no server has taken it yet
+            # The server has not accepted the request, so there is no stream to stop.
+            if said.is_empty and not self.is_unread:
                 raise
             stream.stop()
             self._screen.note("stopped")
@@ -141,19 +146,24 @@ class ChatLoop:
                 self._screen.end_answer()
                 if is_gone:
                     self._keep("")
-                raise  # unless it is gone, the right key or another try reads it
+                # If the stream still exists, its id is kept, so that a later attempt can read the
+                # stream.
+                raise
             self._screen.note(error.message)
         self._screen.end_answer()
         self.conversation.messages.append(said.message())
         self._keep("")
 
     def _keep(self, stream_id: str) -> None:
-        self.conversation.stream_id = stream_id
+        self.conversation.read(stream_id)
         self._kept.write(self.conversation)
 
 
 class _Reply:
-    """An answer as a message of the conversation; templates want no reasoning of earlier turns."""
+    """Collects the parts of an answer in one message, except reasoning.
+
+    Chat templates expect messages without reasoning.
+    """
 
     def __init__(self) -> None:
         self.is_empty = True
@@ -171,28 +181,20 @@ class _Reply:
                 function["arguments"] += delta["function"]["arguments"]
 
     def message(self) -> Message:
-        """Without a call that was cut: no server would take it back."""
-        calls = [call for call in self._calls if _is_json(call["function"]["arguments"])]
+        """Return the message without truncated calls, because servers would refuse such calls."""
+        calls = [call for call in self._calls if is_json(call["function"]["arguments"])]
         return {"role": "assistant", "content": self._text} | (
             {"tool_calls": calls} if calls else {}
         )
-
-
-def _is_json(text: str) -> bool:
-    try:
-        msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return False
-    return True
 
 
 Act = Callable[[str], None]
 
 
 def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None, act: Act) -> None:
-    """Converses until the input ends; without a keyboard that is one message.
+    """Hold a conversation until the input ends. Without a keyboard, send stdin as one message.
 
-    `act` does what a line asks for. A message that could not be sent is there again to be sent.
+    `act` handles each line. If a message cannot be sent, its text is put back into the input.
     """
     if keyboard is None:
         if piped := read_stdin().strip():
@@ -207,16 +209,22 @@ def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None, act: Act
         try:
             act(text)
             _answer_calls(chat, screen, keyboard)
-        except (Refused, Unreachable, KeyboardInterrupt) as error:  # the next message may do
+        # The next message can still succeed, so the conversation continues.
+        except (Refused, Unreachable, KeyboardInterrupt) as error:
             is_sent = len(chat.conversation.messages) != before
             screen.note(str(error) or ("stopped" if is_sent else "not sent"))
             draft = "" if is_sent else text
             if chat.is_unread:
-                screen.note("the answer goes on; Enter on an empty line reads it")
+                screen.note(
+                    "the answer continues on the server; press Enter on an empty line to read it"
+                )
 
 
 def _answer_calls(chat: ChatLoop, screen: Screen, keyboard: Keyboard) -> None:
-    """Asks for the results of tool calls until the model makes none; Ctrl-C or Ctrl-D leaves it."""
+    """Ask the user for tool results until the model makes no more calls.
+
+    Ctrl-C or Ctrl-D leaves the calls without results.
+    """
     while calls := chat.open_calls:
         results = []
         for call in calls:
@@ -226,7 +234,7 @@ def _answer_calls(chat: ChatLoop, screen: Screen, keyboard: Keyboard) -> None:
             except KeyboardInterrupt:
                 result = None
             if result is None:
-                screen.note("the calls stay without results")
+                screen.note("left the tool calls without results")
                 return
             results.append(result)
         chat.answer_calls(results)

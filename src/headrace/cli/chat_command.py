@@ -1,16 +1,17 @@
-"""Sets up a chat: its server, its conversation, and how failures end it."""
+"""Connects a chat to a server and a conversation, and turns failures into exit codes."""
 
 import contextlib
-import os
 from typing import Any
 
-from headrace.cli import exits
+from headrace.cli import exit_codes
 from headrace.cli.chat import ChatLoop, converse
 from headrace.cli.chat_commands import Commands
 from headrace.cli.chat_keyboard import keyboard
 from headrace.cli.chat_screen import Screen
 from headrace.cli.chat_store import Conversation, table, transcripts
 from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
+from headrace.cli.server_options import key_or_first
+from headrace.cli.stdio import tame
 from headrace.client.client import Client
 from headrace.client.errors import Refused
 from headrace.client.http import URL
@@ -22,63 +23,88 @@ def run_chat(
     fields: dict[str, Any],
     url: str | None,
     api_key: str | None,
+    prompt: str = "",
     **conversation: Any,
 ) -> int:
-    """Returns the exit code; that of a private server that cannot serve."""
+    """Run a chat, or only send `prompt` and show its answer.
+
+    Returns the chat's exit code, or that of a private server that failed.
+    """
     if model and url:
-        raise ConfigError("MODEL starts a server and --url names another; give only one of them.")
+        raise ConfigError(
+            "MODEL starts a server, and --url or --port names a running server; use only one of "
+            "the two."
+        )
     if conversation.pop("lists"):
-        print("\n".join(table(transcripts().listed())) or "No conversation is kept yet.")
-        return exits.DONE
+        print("\n".join(table(transcripts().listed())) or "No conversation is stored yet.")
+        return exit_codes.DONE
     begun = _conversation(**conversation)
-    key = api_key or os.environ.get("HEADRACE_API_KEYS", "").split(",")[0]
+    key = key_or_first(api_key)
     end_on_hangup()
     server = private_server(model) if model else contextlib.nullcontext(url or URL)
+    screen = Screen()
+
+    def connect(address: str) -> Client:
+        return Client(address, key or None, on_trouble=screen.trouble)
+
     try:
-        with keyboard() as keys, server as address, Client(address, key or None) as client:
-            screen = Screen()
-            client.on_trouble = screen.trouble
+        with keyboard() as keys, server as address, connect(address) as client:
             chat = ChatLoop(client, screen, transcripts(), begun, fields)
             commands = Commands(chat, screen, transcripts(), lambda: _sees(client, fields))
-            if keys is not None:
+            if keys is not None and not prompt:
                 _greet(client, screen, fields)
             with contextlib.closing(screen):
                 if begun.number:
                     chat.show_end()
-                converse(chat, screen, keys, commands.do)
+                if prompt:
+                    chat.ask(prompt)
+                else:
+                    converse(chat, screen, keys, commands.do)
     except ServerEnded as ended:
         return ended.code
     except Refused as error:
         if error.code != "invalid_api_key":
             raise
         raise HeadraceError(
-            "The server does not accept this API key; give the right one as "
+            "The server does not accept this API key; set the right one with "
             "HEADRACE_API_KEY or --api-key."
         ) from error
-    return exits.DONE
+    return exit_codes.DONE
 
 
 def _conversation(system: str | None, goes_on: bool, number: int | None) -> Conversation:
     if not goes_on and number is None:
         return Conversation([{"role": "system", "content": system}] if system else [])
     if system:
-        raise ConfigError("--system begins a conversation; --continue and --resume go on with one.")
+        raise ConfigError(
+            "--system starts a new conversation, so it excludes --continue and --resume."
+        )
     return transcripts().read(number)
 
 
 def _sees(client: Client, fields: dict[str, Any]) -> bool:
-    """Whether the model takes images; asked for once a file is to go along."""
+    """Return whether the model accepts images. Called when a file is attached."""
     name = fields.get("model") or client.models()[0]
     return "image" in client.model(name).get("architecture", {}).get("input_modalities", ())
 
 
+def _context_of(client: Client, name: str) -> int | None:
+    """Return the model's context in tokens; None if the server does not tell it."""
+    try:
+        longest = client.model(name).get("max_model_len")
+    except Refused as error:
+        if error.code == "invalid_api_key":
+            raise
+        return None
+    return longest if isinstance(longest, int) else None
+
+
 def _greet(client: Client, screen: Screen, fields: dict[str, Any]) -> None:
-    """Says which server this is; Unreachable before anything is typed."""
+    """Show the model of the chat and its context. Raises Unreachable if there is no answer."""
     try:
         name = fields.get("model") or client.models()[0]
+        longest = _context_of(client, name)
     finally:
         screen.end_answer()
-    screen.tell(
-        f"{name} at {client.url}. Alt-Enter begins a new line, Ctrl-C stops an answer, "
-        "Ctrl-D leaves, /help shows the rest."
-    )
+    context = f", context {longest:,} tokens" if longest else ""
+    screen.tell(f"{tame(name)}{context}. Type /help for help.")

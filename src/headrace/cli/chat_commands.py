@@ -1,4 +1,4 @@
-"""The lines that are no messages: the commands of `headrace chat`."""
+"""The slash commands of `headrace chat`."""
 
 import re
 from collections.abc import Callable
@@ -10,22 +10,22 @@ from headrace.cli.chat_store import Transcripts, table
 from headrace_common.errors import ConfigError
 
 HELP = """\
-/new        begins a new conversation
-/again      asks the last question once more
-/list       shows the conversations that are kept
-/open N     goes on with one of them
-/file PATH  attaches a text or an image to the next message; /file alone lets go of all
-/help       shows this
-/exit       leaves, as Ctrl-D does
-Enter sends; Alt-Enter, or a backslash before Enter, begins another line.
-Ctrl-C stops an answer, or clears what is typed.
-What is typed during an answer waits for its end.
-A tool call's result is typed after it; Ctrl-C leaves it without one."""
+/new        start a new conversation
+/again      ask the last question again
+/list       list the stored conversations
+/open N     continue conversation N
+/file PATH  attach a text or an image; /file alone removes all attachments
+/help       show this help
+/exit       leave, like Ctrl-D
+Enter sends; Alt-Enter, or a backslash before Enter, starts a new line.
+Ctrl-C stops an answer, or clears the input line.
+Keys pressed during an answer appear in the next input line.
+After a tool call, type its result; Ctrl-C leaves the call without a result."""
 _COMMAND = re.compile(r"/[a-z]+")
 
 
 class Commands:
-    """`sees` tells whether the model takes images; it is asked once a file is attached."""
+    """Handles each line that the user enters. `sees` returns whether the model accepts images."""
 
     def __init__(
         self, chat: ChatLoop, screen: Screen, kept: Transcripts, sees: Callable[[], bool]
@@ -33,7 +33,7 @@ class Commands:
         self._chat, self._screen, self._kept, self._sees = chat, screen, kept, sees
 
     def do(self, line: str) -> None:
-        """A command, or a message for the model."""
+        """Run a command, or send the line as a message."""
         word, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         takes_one = {"/open": self._open, "/file": self._file}
@@ -52,26 +52,26 @@ class Commands:
                 self._screen.note(str(error))
         elif word in (*takes_none, "/exit", "/quit"):
             if rest:
-                self._screen.note(f"{word} takes nothing after it; leave it out")
+                self._screen.note(f"{word} takes no argument")
             else:
                 takes_none[word]()
         elif _COMMAND.fullmatch(word) and not rest:
-            self._screen.note(f"{word} is not a command; /help lists them")
+            self._screen.note(f"{word} is not a command; /help lists the commands")
         else:
             self._chat.ask(line)
 
     def _list(self) -> None:
-        self._screen.tell("\n".join(table(self._kept.listed())) or "none is kept yet")
+        self._screen.tell("\n".join(table(self._kept.listed())) or "no conversation is stored yet")
 
     def _open(self, number: str) -> None:
         if not number.isdecimal():
-            raise ConfigError("/open takes the number of a conversation; /list shows them")
+            raise ConfigError("/open needs the number of a conversation; /list shows them")
         self._chat.open(self._kept.read(int(number)))
 
     def _file(self, path: str) -> None:
         if not path:
-            self._chat.attached = []
-            self._screen.note("nothing is attached")
+            self._chat.detach()
+            self._screen.note("removed all attachments")
             return
         attachment = read_attachment(path.strip("'\""), self._sees())
         self._chat.attached.append(attachment)

@@ -1,4 +1,4 @@
-"""Files that go along with a message of `headrace chat`: texts, and images for models that see."""
+"""Reads files that are attached to a message of `headrace chat`: texts and images."""
 
 import base64
 import os
@@ -10,7 +10,8 @@ from headrace_common.errors import ConfigError
 
 MAX_TEXT_BYTES = 1 << 20
 MAX_IMAGE_BYTES = 8 << 20
-_IMAGES = {  # by how their files begin
+# Media types by the first bytes of a file.
+_IMAGES = {
     b"\x89PNG\r\n": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
     b"GIF8": "image/gif",
@@ -19,14 +20,14 @@ _IMAGES = {  # by how their files begin
 
 
 class Attachment(NamedTuple):
-    """A file as a part of a message, and in the words of the prompt."""
+    """A file as a content part of a message, with a description for the user."""
 
     part: dict[str, Any]
     words: str
 
 
 def read_attachment(path: str, sees: bool) -> Attachment:
-    """A file; ConfigError says why it cannot go along."""
+    """Read a file. Raises ConfigError with the reason if the file cannot be attached."""
     file = Path(os.path.expanduser(path))
     try:
         size = file.stat().st_size
@@ -38,10 +39,10 @@ def read_attachment(path: str, sees: bool) -> Attachment:
     kind = next((kind for begin, kind in _IMAGES.items() if data.startswith(begin)), None)
     limit = MAX_TEXT_BYTES if kind is None else MAX_IMAGE_BYTES
     if len(data) > limit:
-        raise ConfigError(f"{path} has {size:,} bytes; at most {limit:,} can go along.")
+        raise ConfigError(f"{path} has {size:,} bytes; at most {limit:,} can be attached.")
     if kind is not None:
         if not sees:
-            raise ConfigError(f"{path} is an image, and this model sees none.")
+            raise ConfigError(f"{path} is an image, but this model accepts text only.")
         url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
         part = {"type": "image_url", "image_url": {"url": url}}
         return Attachment(part, f"{file.name}, image, {size:,} bytes")
@@ -53,7 +54,7 @@ def read_attachment(path: str, sees: bool) -> Attachment:
 
 
 def _as_text(file: Path, text: str) -> dict[str, Any]:
-    """The text under its name, behind a fence that it does not hold."""
+    """Return the file's name and then its text, in a code fence that does not occur in the text."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     lines = text if text.endswith("\n") else f"{text}\n"
@@ -62,11 +63,12 @@ def _as_text(file: Path, text: str) -> dict[str, Any]:
 
 
 def message_of(text: str, attached: list[Attachment]) -> dict[str, Any]:
-    """The user's message: files first, then what is said of them."""
+    """Return the user's message, with the attached files first."""
     if not attached:
         return {"role": "user", "content": text}
     parts = [one.part for one in attached]
-    if all(part["type"] == "text" for part in parts):  # as any model takes it
+    # A model without images accepts a string, but not a list of parts.
+    if all(part["type"] == "text" for part in parts):
         texts = [part["text"] for part in parts]
         return {"role": "user", "content": "\n\n".join([*texts, text])}
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}

@@ -1,4 +1,7 @@
-"""The keyboard of `headrace chat`: messages of several lines, and keys that come early."""
+"""The keyboard of `headrace chat`: reads messages of several lines.
+
+Keys that the user presses between two prompts are kept for the next prompt.
+"""
 
 import contextlib
 import os
@@ -15,18 +18,18 @@ _PROMPT, _MORE = "> ", "  "
 
 
 class Keyboard:
-    """`ask` reads a message, and `typed` tells what of it was there when Ctrl-C came.
+    """Reads messages with `ask`, a function of the prompt and an initial text.
 
-    `ask` gets the prompt, and the text that is there to begin with.
+    `typed` returns the text that was in the input line when Ctrl-C was pressed.
     """
 
     def __init__(self, ask: Callable[[str, str], str], typed: Callable[[], str]) -> None:
         self._ask, self._typed = ask, typed
 
     def read(self, prompt: str = _PROMPT, default: str = "") -> str | None:
-        """Reads the user's message; None when they leave with Ctrl-D.
+        """Read the user's message. Returns None after Ctrl-D.
 
-        Ctrl-C clears what is typed; where nothing is, it is a KeyboardInterrupt.
+        Ctrl-C clears the input line. On an empty line, Ctrl-C raises KeyboardInterrupt.
         """
         while True:
             try:
@@ -41,8 +44,8 @@ class Keyboard:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Keyboard | None]:
-    """Opens the keyboard; None if nobody types: what is piped in is one message."""
-    # answers may go into a file
+    """Open the keyboard. Yields None if stdin is not a terminal and is read as one message."""
+    # stdout may be a file, so the prompt may have to go to stderr.
     seen = next((end for end in (sys.stdout, sys.stderr) if end.isatty()), None)
     if not sys.stdin.isatty():
         yield None
@@ -54,7 +57,7 @@ def keyboard() -> Iterator[Keyboard | None]:
 
 
 def _plain_keyboard() -> Keyboard:
-    """The keyboard for a terminal that cannot move its cursor."""
+    """Return the keyboard of a terminal that cannot move its cursor."""
     try:
         import readline
     except ImportError:
@@ -63,7 +66,8 @@ def _plain_keyboard() -> Keyboard:
         typed = readline.get_line_buffer
 
     def ask(prompt: str, default: str) -> str:
-        if default:  # it cannot be typed for its user
+        # The line cannot be edited here, so the user has to type the text again.
+        if default:
             print(f"not sent: {default}", file=sys.stderr)
         try:
             text = input(prompt)
@@ -79,18 +83,21 @@ def _plain_keyboard() -> Keyboard:
 
 @contextlib.contextmanager
 def _edited_keyboard(seen: TextIO) -> Iterator[Keyboard]:
-    """Between prompts keys are not shown; the terminal keeps them for the next one."""
+    """Hide keys pressed between two prompts. The terminal keeps the keys for the next prompt."""
     session = _session(seen)
     usual = termios.tcgetattr(sys.stdin)
 
     def hold() -> None:
         held = termios.tcgetattr(sys.stdin)
-        held[0] &= ~termios.ICRNL  # Enter stays another key than a line's end that is pasted
+        # Enter then differs from a pasted line break.
+        held[0] &= ~termios.ICRNL
         held[3] &= ~(termios.ECHO | termios.ICANON)
-        held[3] |= termios.NOFLSH  # Ctrl-C ends an answer, and not what was typed during it
+        # After Ctrl-C, the terminal keeps the typed text.
+        held[3] |= termios.NOFLSH
         held[6][termios.VMIN], held[6][termios.VTIME] = 1, 0
         termios.tcsetattr(sys.stdin, termios.TCSANOW, held)
-        session.output.enable_bracketed_paste()  # each prompt ends it
+        # Each prompt switches bracketed paste off, so switch it on again.
+        session.output.enable_bracketed_paste()
         session.output.flush()
 
     def ask(prompt: str, default: str) -> str:
@@ -118,7 +125,7 @@ def _session(seen: TextIO) -> "PromptSession[str]":
         return Size(rows or 24, columns or 80)
 
     return PromptSession(
-        # not asked where its cursor is: programs that play a terminal do not answer
+        # Do not ask for the cursor's position: programs that simulate a terminal do not answer.
         output=Vt100_Output(seen, size, term=os.environ["TERM"], enable_cpr=False),
         multiline=True,
         prompt_continuation=_MORE,
@@ -128,7 +135,10 @@ def _session(seen: TextIO) -> "PromptSession[str]":
 
 
 def _keys() -> "KeyBindings":
-    """Enter sends, or breaks the line behind a backslash; Alt-Enter breaks it anywhere."""
+    """Return the key bindings: Enter sends the message; Alt-Enter starts a new line.
+
+    Enter after a backslash also starts a new line.
+    """
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()

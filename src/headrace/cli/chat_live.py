@@ -1,4 +1,4 @@
-"""An answer on a terminal as it comes: whole blocks are printed, the last one is drawn anew."""
+"""Shows an answer as it arrives: prints complete blocks and redraws only the last block."""
 
 import contextlib
 import json
@@ -15,13 +15,13 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-_MAX_DRAWN = 8000  # characters that are drawn anew, each time
+_MAX_DRAWN = 8000  # maximum number of characters to redraw
 _FENCE = re.compile(r" {0,3}(```|~~~)[^\n]*\n")
 _parser = MarkdownIt().enable("strikethrough").enable("table")
 
 
 class HeadingLine(Heading):
-    """A heading without a box, at the left."""
+    """A heading without a box, aligned to the left."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         self.text.stylize("bold")
@@ -29,7 +29,7 @@ class HeadingLine(Heading):
 
 
 class _Blocks(Markdown):
-    """Lines end where the model ended them, and a link shows where it leads."""
+    """Markdown with the model's line breaks, and with links shown as text and address."""
 
     elements = {**Markdown.elements, "heading_open": HeadingLine}
 
@@ -42,10 +42,10 @@ class _Blocks(Markdown):
 
 
 class AnswerPart(Protocol):
-    """A run of one channel: `take` gives what of its text is settled, `draw` makes it seen."""
+    """Formats the text of one channel. `take` splits off complete text; `draw` renders text."""
 
     def take(self, text: str) -> tuple[str, str]:
-        """Splits the text into what no further text can change, and the rest."""
+        """Return the part of the text that later text cannot change, and the rest of the text."""
 
     def draw(self, text: str) -> RenderableType: ...
 
@@ -62,8 +62,8 @@ class Content:
         return _Blocks(text)
 
 
-class Aside:
-    """Reasoning."""
+class ReasoningPart:
+    """Formats the model's reasoning as dimmed text."""
 
     def take(self, text: str) -> tuple[str, str]:
         settled, _, rest = text.rpartition("\n\n")
@@ -74,7 +74,7 @@ class Aside:
 
 
 class Call:
-    """A tool call, as a card."""
+    """Formats a tool call as a card."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -83,14 +83,15 @@ class Call:
         return "", text
 
     def draw(self, text: str) -> RenderableType:
-        with contextlib.suppress(ValueError):  # not whole yet, or cut
+        # The arguments may be incomplete or cut off.
+        with contextlib.suppress(ValueError):
             text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
         title = Text(f"tool call: {self._name}", "bold")
         return Panel(Text(text), title=title, title_align="left", expand=False)
 
 
 class _Bar(ProgressColumn):
-    """Empty while the end is unknown."""
+    """A progress bar; empty while the total is unknown."""
 
     _bar = BarColumn(24)
 
@@ -98,26 +99,26 @@ class _Bar(ProgressColumn):
         return self._bar.render(task) if task.total else Text("")
 
 
-class _Told(ProgressColumn):
-    """Tokens done, share that was cached, tokens a second, seconds left."""
+class _ProgressFigures(ProgressColumn):
+    """The progress of a prompt: tokens done, cached, tokens per second, time left."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields.get("told", ""), style="dim")
 
 
 class LiveArea:
-    """The part under way, and below it why nothing comes; `end` leaves what is settled."""
+    """The redrawn area: the incomplete text and, below the text, the reason for a wait."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
         self._part: AnswerPart = Content()
-        self._rest = ""  # of the part, not settled
+        self._rest = ""  # unprinted text of the current part
         self._has_printed = False
         self._wait: Progress | None = None
 
     def begin(self, part: AnswerPart) -> None:
-        """Another part than before."""
+        """Start another part."""
         self._print(self._rest)
         self._part, self._rest = part, ""
 
@@ -131,11 +132,17 @@ class LiveArea:
 
     def wait(self, words: str, done: int = 0, total: int | None = None, told: str = "") -> None:
         if self._wait is None:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Told())
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                _Bar(),
+                _ProgressFigures(),
+            )
             self._wait = Progress(*columns, console=self._console, auto_refresh=False)
             self._wait.add_task(words, total=total)
         (task,) = self._wait.tasks
-        task.total = total  # of a task that has one, `update` would not take it away
+        # `Progress.update` cannot set a total back to None.
+        task.total = total
         self._wait.update(task.id, description=words, completed=done, told=told)
         self._show()
 
@@ -157,7 +164,7 @@ class LiveArea:
             self._live.start(refresh=True)
 
     def _print(self, text: str) -> None:
-        """Leaves a settled text above what is drawn, an empty line after the one before."""
+        """Print complete text above the drawn area, after an empty line."""
         if not text.strip():
             return
         if self._has_printed:
@@ -166,7 +173,7 @@ class LiveArea:
         self._has_printed = True
 
     def _rows(self, text: str) -> list[list[Segment]]:
-        """The part as rows, without empty ones around them and spaces behind them."""
+        """Render text as rows. Remove empty rows at the start and the end, and trailing spaces."""
         rows = self._console.render_lines(self._part.draw(text), pad=False)
         for row in rows:
             while row and not row[-1].text.strip():
@@ -175,7 +182,7 @@ class LiveArea:
         return rows[full[0] : full[-1] + 1] if full else []
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The last rows of it, as many as there is room for."""
+        """Yield the last rows that fit on the terminal."""
         rows = self._rows(_end_of(self._rest))
         if rows and self._has_printed:
             rows.insert(0, [])
@@ -192,7 +199,10 @@ def _joined(lines: list[list[Segment]]) -> Iterator[Segment]:
 
 
 def _end_of(text: str) -> str:
-    """So much of a long block as may be seen; code stays code."""
+    """Return the text. If the text is too long to be redrawn, return only its end.
+
+    The end of a code block keeps the block's opening fence, so that it is still drawn as code.
+    """
     if len(text) <= _MAX_DRAWN:
         return text
     fence = _FENCE.match(text)

@@ -1,4 +1,4 @@
-"""The screen of `headrace chat`: text on stdout, all else on stderr, bars on terminals only."""
+"""The output of `headrace chat`: text goes to stdout, everything else to stderr."""
 
 import os
 import sys
@@ -6,48 +6,48 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-from headrace.cli.chat_live import Aside, Call, Content, LiveArea
+from headrace.cli.chat_live import Call, Content, LiveArea, ReasoningPart
 from headrace.cli.stdio import printed, tame
 from headrace.client import events
 from headrace.client.events import TextPiece, Update
+from headrace_common.loading import duration, time_left
 
 
 def told(event: events.Progress) -> str:
-    """A prompt's progress in words."""
+    """Describe a prompt's progress."""
     parts = [f"{event.processed:,} of {event.total:,} tokens"]
     if event.cache:
         parts.append(f"{100 * event.cache // event.total} % cached")
     computed = event.processed - event.cache
     if computed > 0 and event.time_ms > 0:
-        rate = computed / event.time_ms * 1000
-        parts.append(f"{rate:,.0f} tokens/s")
-        if left := event.total - event.processed:
-            parts.append(f"{left / rate:,.0f} s left")
+        seconds = event.time_ms / 1000
+        parts.append(f"{computed / seconds:,.0f} tokens/s")
+        return ", ".join(parts) + time_left(computed, event.total - event.cache, seconds)
     return ", ".join(parts)
 
 
 def place(event: events.Queued) -> str:
-    """A place in the queue in words."""
-    wait = f", about {event.eta_ms / 1000:.0f} s" if event.eta_ms else ""
-    return f"waiting: place {event.position} of {event.waiting}{wait}"
+    """Describe a position in the queue."""
+    wait = f", about {duration(event.eta_ms / 1000)}" if event.eta_ms else ""
+    return f"waiting: position {event.position} of {event.waiting} in the queue{wait}"
 
 
 def recovery(event: events.Heartbeat) -> str:
-    """An engine that is being restarted, in words."""
+    """Describe the restart of an engine."""
     again = f" (attempt {event.attempt})" if (event.attempt or 1) > 1 else ""
-    return f"the engine is starting again{again}; the answer goes on when it is back"
+    return f"the engine is restarting{again}; the answer continues when it is back"
 
 
 def load(event: events.Heartbeat) -> str:
-    """A model that is being loaded, in words."""
+    """Describe the progress of the load that a heartbeat reports."""
     share = "" if event.progress is None else f": {100 * event.progress:.0f} %"
     return f"{event.stage or 'loading the model'}{share}"
 
 
 class Screen:
-    """On a terminal the answer is Markdown that is drawn as it comes, with reasoning and calls.
+    """Shows a chat. A terminal shows Markdown, reasoning and tool calls as they arrive.
 
-    Where it goes into a file, or the terminal cannot move its cursor, its text is written as it is.
+    In a file, or on a terminal that cannot move its cursor, text is written unchanged.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,13 @@ class Screen:
         area = output if self._is_drawn else self._errors
         self._area = LiveArea(area) if _can_draw(area) else None
         self._part = ("", 0)  # channel and tool call of the last piece
-        self._has_line = False  # on stdout, without its end
+        # True if the last line on stdout is unfinished.
+        self._has_line = False
 
     def tell(self, text: str) -> None:
-        """Something outside the conversation."""
-        self._errors.print(text, style="dim", markup=False, soft_wrap=True)
+        """Show a message from the program. A terminal gets no line breaks inside words."""
+        is_whole = not self._errors.is_terminal
+        self._errors.print(text, style="dim", markup=False, soft_wrap=is_whole)
 
     def show(self, event: Update) -> None:
         match event:
@@ -78,16 +80,16 @@ class Screen:
                     self._say(piece)
 
     def trouble(self, reason: str, pause_s: float) -> None:
-        """The connection or the server is away; a running stream is not lost."""
+        """Show the reason for the failure, and in how many seconds the client retries."""
         self._wait(f"{reason}; trying again in {pause_s:.1f} s")
 
     def note(self, text: str) -> None:
-        """A remark about an answer that is not whole."""
+        """Show a remark about an incomplete answer."""
         self.end_answer()
         self._errors.print(f"[{text}]", style="dim", markup=False, soft_wrap=True)
 
     def recall(self, role: str, text: str) -> None:
-        """An earlier message."""
+        """Show an earlier message."""
         shown = f"> {text}" if role == "user" else text
         self._errors.print(tame(shown), style="dim", markup=False)
 
@@ -107,7 +109,7 @@ class Screen:
         if self._area is not None and (is_aside or self._is_drawn):
             if is_new:
                 call = Call(tame(piece.name)) if piece.call >= 0 else None
-                self._area.begin(call or (Aside() if is_aside else Content()))
+                self._area.begin(call or (ReasoningPart() if is_aside else Content()))
             self._area.add(tame(piece.text))
         elif is_aside:
             self._say_aside(piece, is_new)
@@ -119,7 +121,7 @@ class Screen:
             self._has_line = not piece.text.endswith("\n")
 
     def _say_aside(self, piece: TextPiece, is_new: bool) -> None:
-        """On a terminal that cannot draw."""
+        """Write reasoning or a tool call on a terminal that cannot redraw lines."""
         if not self._errors.is_terminal:
             return
         if is_new:
@@ -135,7 +137,7 @@ class Screen:
         self._has_line = False
 
     def _wait(self, text: str, done: int = 0, total: int | None = None, told: str = "") -> None:
-        """One line below the text that updates until more comes."""
+        """Show one line below the text until more text arrives."""
         if self._area is not None:
             self._area.wait(text, done, total, told)
 

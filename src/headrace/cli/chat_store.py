@@ -1,4 +1,4 @@
-"""The conversations of `headrace chat`: a file each, for their user alone, under small numbers."""
+"""Stores the conversations of `headrace chat` as one file each, which only the user can read."""
 
 import contextlib
 import re
@@ -19,15 +19,23 @@ _MOST_LISTED = 40
 
 
 class Conversation(msgspec.Struct):
-    """Messages so far; `stream_id`: of an answer not read to its end. Number 0: not kept yet."""
+    """A conversation. An unfinished answer has a `stream_id`; an unstored chat has number 0."""
 
     messages: list[Message] = []
     stream_id: str = ""
     number: int = 0
 
+    def become(self, messages: list[Message]) -> None:
+        """Replace all messages."""
+        self.messages = messages
+
+    def read(self, stream_id: str) -> None:
+        """Record the stream whose answer is being read, or "" if no answer is unfinished."""
+        self.stream_id = stream_id
+
 
 class Listed(NamedTuple):
-    """A conversation in a list, by what was asked first."""
+    """A conversation in a list, described by its first question."""
 
     number: int
     changed_at: float
@@ -36,27 +44,28 @@ class Listed(NamedTuple):
 
 
 class Transcripts:
-    """A folder of conversations, each replaced whole."""
+    """A folder of conversations. Each write replaces a whole file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        last_of_old = folder.with_name("chat.json")  # as versions before 0.2 kept one
+        # Versions before 0.2 stored a single conversation in this file.
+        last_of_old = folder.with_name("chat.json")
         if last_of_old.exists() and not folder.exists():
             self._claim(1)
             last_of_old.replace(self._path(1))
 
     def read(self, number: int | None = None) -> Conversation:
-        """A conversation by its number, or the one that was written last."""
+        """Return the conversation with this number. Without a number, return the latest."""
         if number is None:
             newest = max(self._paths(), key=lambda path: path.stat().st_mtime_ns, default=None)
             if newest is None:
-                raise ConfigError("There is no conversation to go on with.")
+                raise ConfigError("There is no conversation to continue.")
         elif not (newest := self._path(number)).exists():
             raise ConfigError(f"There is no conversation {number}; /list or --list shows them.")
         return _read(newest)
 
     def listed(self) -> list[Listed]:
-        """The latest ones, the newest last; one that is damaged is named so."""
+        """Return the latest conversations, newest last. A damaged file has the title `damaged`."""
         found = []
         for path in self._paths():
             title, num_asked = "damaged", 0
@@ -68,15 +77,17 @@ class Transcripts:
         return sorted(found, key=lambda it: it.changed_at)[-_MOST_LISTED:]
 
     def write(self, conversation: Conversation) -> None:
-        """Gives it a number, if it has none yet."""
+        """Write a conversation. A new conversation first gets a number."""
         while not conversation.number:
             number = 1 + max((int(path.stem) for path in self._paths()), default=0)
-            with contextlib.suppress(FileExistsError):  # another chat took it
+            # If another chat has taken this number, try the next number.
+            with contextlib.suppress(FileExistsError):
                 self._claim(number)
                 conversation.number = number
         path = self._path(conversation.number)
         new = path.with_suffix(".new")
-        new.touch(mode=0o600)  # for its user alone
+        # Only the user can read the file.
+        new.touch(mode=0o600)
         new.write_bytes(msgspec.json.encode(conversation))
         new.replace(path)
 
@@ -97,7 +108,7 @@ def transcripts() -> Transcripts:
 
 
 def words_of(message: Message) -> str:
-    """A message's text; attachments by their names."""
+    """Return a message's text, including the texts of its attachments."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -105,7 +116,7 @@ def words_of(message: Message) -> str:
 
 
 def table(listed: list[Listed]) -> list[str]:
-    """A line for each conversation."""
+    """Return one line per conversation."""
     now = time.time()
     rows = []
     for one in listed:

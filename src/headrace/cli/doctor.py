@@ -1,4 +1,4 @@
-"""`headrace doctor`: what it looks at, and what it says; it changes nothing."""
+"""`headrace doctor`: examines this machine and a model without changing anything."""
 
 import asyncio
 import errno
@@ -9,21 +9,30 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.cli import exits
+from headrace.cli import exit_codes
 from headrace.cli.capacity import cache_bytes, fit, on_disk, slots, smaller, weights
-from headrace.cli.doctor_files import advice, choices, several
+from headrace.cli.doctor_files import (
+    advice,
+    choices,
+    several,
+    stored_formats,
+    streams_that_fit,
+)
 from headrace.cli.doctor_loss import loss
 from headrace.cli.doctor_machine import Finding, Verdict, machine
+from headrace.cli.doctor_report import MACHINE, SERVER, print_report
+from headrace.cli.listener import find_neighbour
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.state import is_redis, streams_folder
 from headrace.gateway.auth import Auth
-from headrace.gateway.http_server import DESCRIPTORS_BESIDE
+from headrace.gateway.http_server import OTHER_DESCRIPTORS
 from headrace.streams.stores.state_dir import StateError
 from headrace.text.encoder import Encoder
-from headrace.text.model_names import told_apart
+from headrace.text.model_names import with_unique_names
 from headrace.text.output_splitter import HARMONY, reasoning_format
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -39,50 +48,58 @@ from headrace_common.messages import Ready
 from headrace_common.request import Chat
 from headrace_common.without_engine import WITHOUT_ENGINE, has_engine
 
-_WIDTH = 12
+if TYPE_CHECKING:
+    from headrace_engine.runner.load import LoadPlan
+
 _SLOW_SYNC_MS = 50.0
-_HEALTH_TIMEOUT_S = 2.0
 _GREETING = "Good morning"
 
 
-def doctor(config: ServerConfig, model: str | None, as_json: bool, text: Path | None = None) -> int:
-    """Prints each finding as it is made; the exit code says whether one is a fault.
+def doctor(
+    config: ServerConfig,
+    model: str | None,
+    as_json: bool,
+    text: Path | None = None,
+    loads: bool = False,
+) -> int:
+    """Print a verdict and the findings. The exit code says whether a finding is a failure.
 
-    `text`: what to measure the loss of fewer bits on.
+    With `loads`, each model is loaded to check its kernels and to measure its cache. `text` is a
+    file: doctor measures the perplexity of its text with smaller formats.
     """
     if not has_engine():
         raise ConfigError(WITHOUT_ENGINE)
-    found = []
-    for finding in _examine(config, model, text):
-        found.append(finding)
-        if not as_json:
-            _print(finding)
+    found = list(_examine(config, model, text, loads))
     if as_json:
         print(msgspec.json.encode(found).decode())
+    else:
+        print_report(found)
     has_fault = any(finding.verdict == "fail" for finding in found)
-    return exits.FAILED if has_fault else exits.DONE
+    return exit_codes.FAILED if has_fault else exit_codes.DONE
 
 
-def _examine(config: ServerConfig, model: str | None, text: Path | None) -> Iterable[Finding]:
-    yield from machine(config)
-    yield from _server(config)
+def _examine(
+    config: ServerConfig, model: str | None, text: Path | None, loads: bool
+) -> Iterator[Finding]:
+    yield from _grouped(machine(config), MACHINE)
+    yield from _grouped(_server(config), SERVER)
     if model is None and len(config.models) == 1:
         return
-    for one in told_apart(config.models):
-        for finding in _model(one, text):
+    for one in with_unique_names(config.models):
+        name = one.served_model_name[0]
+        for finding in _grouped(_model(one, text, loads), name):
             if len(config.models) > 1:
-                subject = f"{one.served_model_name[0]}: {finding.subject}"
+                subject = f"{name}: {finding.subject}"
                 finding = msgspec.structs.replace(finding, subject=subject)
             yield finding
 
 
-def _print(finding: Finding) -> None:
-    print(f"{finding.verdict:<4}  {finding.subject:<{_WIDTH}}  {finding.detail}", flush=True)
-    if finding.remedy:
-        print(f"{'':<{_WIDTH + 8}}{finding.remedy}", flush=True)
+def _grouped(findings: Iterable[Finding], group: str) -> Iterator[Finding]:
+    for finding in findings:
+        yield msgspec.structs.replace(finding, group=group)
 
 
-# the server: port, keys, descriptors, state directory
+# ---- The server: port, keys, descriptors, state directory ----
 
 
 def _server(config: ServerConfig) -> Iterator[Finding]:
@@ -99,28 +116,18 @@ def _port(http: HttpConfig) -> Finding:
         socket.create_server((http.host, http.port), family=family).close()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            return Finding("port", "fail", f"{address}: {error.strerror}", "Give another --host.")
+            return Finding("port", "fail", f"{address}: {error.strerror}", "Choose another --host.")
         return _neighbour(http, address)
     return Finding("port", "ok", f"{address} is free")
 
 
 def _neighbour(http: HttpConfig, address: str) -> Finding:
-    """Finds who has the port: a Headrace server and its health, or something else."""
-    import httpx
-
-    host = "127.0.0.1" if http.host == "0.0.0.0" else http.host
-    try:
-        scheme = "https" if http.ssl_certfile else "http"
-        url = f"{scheme}://{host}:{http.port}/health"
-        # whoever signed the certificate, and for which name
-        answer = httpx.get(url, timeout=_HEALTH_TIMEOUT_S, verify=False)
-        state = answer.json()["status"]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        detail = f"{address} is in use by something else"
-        return Finding("port", "warn", detail, "Stop it, or give --port.")
-    verdict = "ok" if answer.status_code == 200 else "warn"
-    detail = f"{address} has a running server, whose health is {state!r}"
-    return Finding("port", verdict, detail)  # type: ignore[arg-type]
+    """Describe the program on the port: a Headrace server and its health, or another program."""
+    if (found := find_neighbour(http)) is None:
+        detail = f"{address} is in use by another program"
+        return Finding("port", "warn", detail, "Stop that program, or choose another --port.")
+    detail = f"{address} already has a Headrace server; its health is {found.state!r}"
+    return Finding("port", "ok" if found.is_healthy else "warn", detail)
 
 
 def _keys(http: HttpConfig) -> Finding:
@@ -128,17 +135,20 @@ def _keys(http: HttpConfig) -> Finding:
     if auth.num_keys:
         return Finding("keys", "ok", f"{auth.num_keys} configured")
     if not auth.is_open_to_all:
-        return Finding("keys", "ok", "none, and only this machine is served")
-    remedy = "Give it a key with HEADRACE_API_KEYS or --api-key-file."
-    return Finding("keys", "warn", f"none, and {http.host} serves other machines", remedy)
+        return Finding("keys", "ok", "none needed: only this machine can connect")
+    remedy = "Set a key with HEADRACE_API_KEYS or --api-key-file."
+    return Finding(
+        "keys", "warn", f"none, although {http.host} is reachable from other machines", remedy
+    )
 
 
 def _descriptors(config: ServerConfig) -> Finding:
-    wanted = config.http.max_connections + DESCRIPTORS_BESIDE
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the server raises its own to it
+    wanted = config.http.max_connections + OTHER_DESCRIPTORS
+    # The server raises its soft limit to its hard limit.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < wanted:
-        remedy = f"Raise it for many connections: ulimit -Hn {wanted}"
-        return Finding("descriptors", "warn", f"{hard} files at once", remedy)
+        remedy = f"For many connections, raise the limit: ulimit -Hn {wanted}"
+        return Finding("descriptors", "warn", f"at most {hard} open files", remedy)
     return Finding("descriptors", "ok", "enough for all connections")
 
 
@@ -150,12 +160,12 @@ def _state_dir(config: ServerConfig) -> Finding:
         return Finding("state", "ok", "none: streams are kept in memory")
     existing = next(path for path in (wanted, *wanted.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        remedy = "Give a folder that you can write to with --state-dir, or none."
+        remedy = "Choose a folder that you can write to with --state-dir, or --state-dir none."
         return Finding("state", "fail", f"{wanted} cannot be written", remedy)
     sync_ms = _measure_sync(existing)
     detail = f"{wanted}, {sync_ms:.1f} ms to sync a page"
     if sync_ms > _SLOW_SYNC_MS:
-        remedy = "Streams that opted in wait for each sync; a faster disk would help them."
+        remedy = "Resumable streams wait for each sync, so a faster disk would help."
         return Finding("state", "warn", detail, remedy)
     return Finding("state", "ok", detail)
 
@@ -175,7 +185,7 @@ def _redis(url: str) -> Finding:
 
 
 def _measure_sync(folder: Path) -> float:
-    """Median of a few syncs of a temporary file."""
+    """Return the median time of five syncs of a temporary file, in milliseconds."""
     taken = []
     with tempfile.TemporaryFile(dir=folder) as file:
         for _ in range(5):
@@ -187,11 +197,11 @@ def _measure_sync(folder: Path) -> float:
     return sorted(taken)[len(taken) // 2]
 
 
-# one model: its files, its text, its lane, and what fits
+# ---- One model: its files, tokenizer, template, lane and memory ----
 
 
-def _model(config: ModelConfig, text: Path | None) -> Iterator[Finding]:
-    """Stops at the first fault, since what follows builds on it."""
+def _model(config: ModelConfig, text: Path | None, loads: bool) -> Iterator[Finding]:
+    """Examine a model. Stop at the first failure, because later findings depend on it."""
     if files := several(config.model):
         found = []
         for one in choices(files, config):
@@ -203,13 +213,13 @@ def _model(config: ModelConfig, text: Path | None) -> Iterator[Finding]:
     try:
         folder = find_here(config.model, config.revision)
         if folder is None and can_be_fetched(config.model):
-            remedy = "It is downloaded when it is first served."
-            yield Finding("model", "warn", f"{config.model} is not in the cache", remedy)
+            remedy = "It will be downloaded when it is first served."
+            yield Finding("model", "warn", f"{config.model} has not been downloaded", remedy)
             return
         folder = folder or find_model(config.model)
         yield _files(folder)
         yield _tokenizer(folder)
-        yield from _computing(folder, config)
+        yield from _loaded(folder, config) if loads else _planned(folder, config)
         if text is not None:
             with LoadLines(READING):
                 words = loss(folder, config, text)
@@ -222,71 +232,123 @@ def _files(folder: Path) -> Finding:
     spec = read_spec(folder)
     headers = read_headers(spec)
     size = sum((folder / name).stat().st_size for name in spec.weight_files)
-    detail = f"{spec.architecture}, {len(headers)} tensors in {len(spec.weight_files)} files"
+    num = len(spec.weight_files)
+    files = "1 file" if num == 1 else f"{num} files"
+    detail = f"{spec.architecture}, {len(headers)} tensors in {files}"
     if beside := len(headers) - len(text_side(headers)):
-        detail += f" ({beside} for other things than text)"
-    return Finding("model", "ok", f"{detail}, {size >> 20} MiB of {spec.dtype}")
+        detail += f" ({beside} of them not for text)"
+    return Finding("model", "ok", f"{detail}, {size >> 20} MiB in {stored_formats(headers)}")
 
 
 def _tokenizer(folder: Path) -> Finding:
     tokenizer = Tokenizer.load(folder)
     token_ids = list(tokenizer.encode(_GREETING, False))
     back = tokenizer.decode(token_ids, False)
-    detail = f"{tokenizer.vocab_size} tokens; {_GREETING!r} is {len(token_ids)} of them"
+    detail = f"{tokenizer.vocab_size} tokens; {_GREETING!r} takes {len(token_ids)}"
     if back == _GREETING:
         return Finding("tokenizer", "ok", detail)
-    # encoders often see small letters only
+    # Many encoder models convert their input to lower case.
     verdict: Verdict = "ok" if back == _GREETING.lower() else "warn"
-    return Finding("tokenizer", verdict, f"{detail}, which decode to {back!r}")
+    return Finding("tokenizer", verdict, f"{detail} and decodes to {back!r}")
 
 
 def _template(folder: Path, config: ModelConfig) -> Finding:
     tokenizer = Tokenizer.load(folder)
     template = ChatTemplate.load(folder, tokenizer.special_tokens, config.chat_template)
     if template is None:
-        remedy = "Only /v1/completions will work; give one with --chat-template."
+        remedy = "Only /v1/completions will work; set a template with --chat-template."
         return Finding("template", "warn", "none", remedy)
     rendered = template.render(Chat(({"role": "user", "content": _GREETING},)))
     is_harmony = reasoning_format(template.source) == HARMONY
     found = HARMONY if is_harmony else tool_format(template.tools_source)
     used = found if config.tool_format == "auto" else config.tool_format
-    tools = f"tools: {used}" + (", since it knows none" if found == used == GENERIC else "")
-    return Finding("template", "ok", f"renders a greeting as {len(rendered)} characters; {tools}")
+    tools = f"tools: {used}" + (
+        " (the template does not support tools)" if found == used == GENERIC else ""
+    )
+    return Finding("template", "ok", f"a greeting becomes {len(rendered)} characters; {tools}")
 
 
-def _computing(folder: Path, config: ModelConfig) -> Iterator[Finding]:
+def _why_this_lane(folder: Path, config: ModelConfig) -> str:
     from headrace_engine.runner.lanes.choose import choose_lane
-    from headrace_engine.runner.load import load_runner
 
-    reason = "it has its own implementation"
+    if config.lane != "auto":
+        return "set by --lane"
     try:
         choose_lane(read_spec(folder), "native-text")
     except ModelError as error:
-        reason = str(error)
+        return str(error)
+    return "Headrace implements this architecture"
+
+
+def _planned(folder: Path, config: ModelConfig) -> Iterator[Finding]:
+    """Describe how the model would run, without loading it."""
+    from headrace_engine.models.registry import has_head
+    from headrace_engine.runner.load import plan_load
+    from headrace_engine.runner.probe import free_bytes
+
+    plan = plan_load(config, folder, checks_kernels=False)
+    traits = plan.lane_class.traits
+    generates = not traits.has_kernels or has_head(plan.spec.architecture)
+    if generates and not traits.is_whole:
+        yield _template(folder, config)
+    else:
+        yield Finding("tasks", "ok", "the model generates no text; --load says what it computes")
+    why = _why_this_lane(folder, config)
+    yield Finding("lane", "ok", f"{traits.id} on {plan.device.type} in {plan.dtype}: {why}")
+    kernels = f"{plan.kernels}: {plan.choice.reason}; --load compiles and checks the kernels"
+    yield Finding("kernels", "ok", kernels)
+    yield from _weights(folder, plan)
+    detail = "--load measures how many fit"
+    if traits.has_kernels and plan.device.type == "cpu":
+        free = free_bytes(plan.device) - plan.weights.held
+        size = plan.torch_dtype.itemsize
+        num, longest = streams_that_fit(config, plan.spec, plan.lane_class, size, free)
+        fit = (
+            "1 stream of {:,} tokens fits"
+            if num == 1
+            else f"{num} streams of {{:,}} tokens each fit"
+        )
+        detail = f"about {fit.format(longest)}; --load measures it"
+    yield Finding("streams", "ok", detail)
+
+
+def _weights(folder: Path, ready: "Ready | LoadPlan") -> Iterator[Finding]:
+    yield Finding("weights", "ok", weights(folder, ready))
+    if ready.mapped_bytes:
+        remedy = (
+            "With more free memory or fewer bits (--quantize), nothing would be read from disk."
+        )
+        yield Finding("experts", "warn", on_disk(folder, ready), remedy)
+    if others := list(smaller(folder, ready)):
+        yield Finding("smaller", "ok", ", ".join(others))
+
+
+def _loaded(folder: Path, config: ModelConfig) -> Iterator[Finding]:
+    """Load the model and describe how it runs."""
+    from headrace_engine.runner.load import load_runner
+
     with LoadLines(READING):
         runner, ready = load_runner(msgspec.structs.replace(config, model=str(folder)), folder)
     if "generate" in ready.tasks:
         yield _template(folder, config)
     else:
-        yield Finding("tasks", "ok", f"{' and '.join(ready.tasks)}; it generates no text")
-    if config.lane != "auto":
-        reason = "as asked"
-    yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {reason}")
+        yield Finding("tasks", "ok", f"{' and '.join(ready.tasks)}; the model generates no text")
+    why = _why_this_lane(folder, config)
+    yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {why}")
     yield Finding("kernels", "ok", f"{ready.kernels}: {ready.kernels_reason}")
-    yield Finding("weights", "ok", weights(folder, ready))
-    if ready.mapped_bytes:
-        remedy = "With more free memory, or fewer bits (--quantize), nothing is read from disk."
-        yield Finding("experts", "warn", on_disk(folder, ready), remedy)
-    if others := list(smaller(folder, ready)):
-        yield Finding("smaller", "ok", ", ".join(others))
+    yield from _weights(folder, ready)
     if ready.is_whole:
-        yield Finding("cache", "ok", "none: nothing is kept from one step to the next")
+        yield Finding("cache", "ok", "none: the model keeps nothing between steps")
         yield _ingestion(folder, ready)
         longest = ready.layout.max_positions
-        yield Finding("inputs", "ok", f"{ready.max_num_seqs} of {longest} tokens in a step")
+        yield Finding(
+            "inputs",
+            "ok",
+            f"at most {ready.max_num_seqs} inputs of up to {longest} tokens per step",
+        )
         return
     per_token, per_sequence = cache_bytes(runner.lane, ready.layout.block_size)
-    yield Finding("cache", "ok", f"{per_token} bytes a token, {per_sequence} more a sequence")
+    yield Finding("cache", "ok", f"{per_token} bytes per token, and {per_sequence} per sequence")
     yield _ingestion(folder, ready)
     yield Finding("streams", "ok", fit(ready) + slots(ready.layout, per_sequence))
 
@@ -297,12 +359,12 @@ def _ingestion(folder: Path, ready: Ready) -> Finding:
     mask = "no mask" if facts.mask == "none" else "a mask for each chunk"
     text = "streamed" if Encoder(Tokenizer.load(folder)).can_stream else "in one call"
     if ready.is_whole:
-        detail = f"each whole, attending both ways, long texts tokenized {text}"
+        detail = f"each in one piece, with bidirectional attention; long texts tokenized {text}"
         return Finding("prompts", "ok", detail)
     if ready.source is not None:
         num = ready.source.num_units
-        pieces = f"in up to {num} pieces" if ready.source.can_be_cut else "in a step of its own"
-        detail = f"a source encoded {pieces}, long ones tokenized {text}; memory: {memory}"
+        pieces = f"in up to {num} pieces" if ready.source.can_be_cut else "in one step"
+        detail = f"source encoded {pieces}, long texts tokenized {text}; memory: {memory}"
         return Finding("prompts", "ok", detail)
     detail = f"in chunks, {mask}, long texts tokenized {text}{_images(ready)}; memory: {memory}"
     return Finding("prompts", "ok", detail)
@@ -310,7 +372,7 @@ def _ingestion(folder: Path, ready: Ready) -> Finding:
 
 def _images(ready: Ready) -> str:
     how = {
-        "pieces": ", images seen in pieces of a few blocks",
-        "whole": ", each image seen in a step of its own",
+        "pieces": ", images encoded a few layers at a time",
+        "whole": ", each image encoded in a separate step",
     }
     return how.get(ready.facts.encoder or "", "")

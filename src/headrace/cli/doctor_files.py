@@ -1,20 +1,24 @@
-"""The GGUF files of one folder: which lane takes each and why, its memory, and which one fits."""
+"""Examines a folder's GGUF files: their lanes, their memory, and which files fit."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace_common.cache import bytes_per_position
 from headrace_common.checkpoints.find import find_model
 from headrace_common.checkpoints.gguf_folder import labels
 from headrace_common.checkpoints.gguf_header import is_later_part
+from headrace_common.checkpoints.headers import TensorHeader
 from headrace_common.checkpoints.spec import ModelSpec, read_spec
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import ModelError
 
+_FORMATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
 
 class GgufChoice(NamedTuple):
-    """One of several files; `held` is 0 where it cannot be run."""
+    """One of several GGUF files. `held` is the size of its loaded weights; 0 if it cannot run."""
 
     name: str
     detail: str
@@ -23,7 +27,7 @@ class GgufChoice(NamedTuple):
 
 
 def several(model: str) -> list[Path]:
-    """The GGUF files of a folder that has more than one, and nothing else to serve."""
+    """Return a folder's GGUF files if the folder has several and no other model; otherwise none."""
     folder = Path(model).expanduser()
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return []
@@ -32,7 +36,7 @@ def several(model: str) -> list[Path]:
 
 
 def choices(files: list[Path], config: ModelConfig) -> Iterator[GgufChoice]:
-    """One after another; nothing is loaded."""
+    """Yield a choice for each file, without loading it."""
     names = labels(file.name for file in files)
     for file in files:
         name = names[file.name]
@@ -43,14 +47,16 @@ def choices(files: list[Path], config: ModelConfig) -> Iterator[GgufChoice]:
 
 
 def advice(found: list[GgufChoice], folder: str) -> str:
-    """The largest that fits, as larger files have lost less."""
+    """Recommend the largest file that fits, because larger files have lost less precision."""
     if not any(one.held for one in found):
-        return "none of them can be run; download one again, or another"
+        return "no file can be run; download a file again, or choose another model"
     fitting = [one for one in found if one.fits]
     if not fitting:
-        return "none of them fits in the memory that is free; use a smaller model or fewer bits"
+        return "no file fits into the free memory; use a smaller model or fewer bits"
     best = max(fitting, key=lambda one: one.held)
-    return f"{folder}:{best.name} is the largest that fits, with {best.held >> 20} MiB of weights"
+    return (
+        f"{folder}:{best.name} is the largest file that fits, with {best.held >> 20} MiB of weights"
+    )
 
 
 def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
@@ -58,7 +64,7 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
 
     from headrace_engine.runner.footprint import footprint
     from headrace_engine.runner.lanes.choose import choose_lane, why_not_native
-    from headrace_engine.runner.load import CACHE_SHARE, dtype_of, how_computed
+    from headrace_engine.runner.load import choose_kernels, dtype_of
     from headrace_engine.runner.probe import free_bytes
 
     lane = choose_lane(spec, config.lane)
@@ -66,18 +72,42 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
     free = free_bytes(cpu)
     if not lane.traits.has_kernels:
         needed = footprint(spec, torch.float16, "plain", "own")
-        why = why_not_native(spec) or "as asked,"
+        why = why_not_native(spec) or "set by --lane,"
         return GgufChoice(
             name, f"{lane.traits.id}: {why} {needed} of weights", needed.held, needed.peak <= free
         )
     dtype = dtype_of(config, spec)
-    quantize, instructions, _ = how_computed(config, spec, lane, cpu, dtype)
+    quantize, instructions, _ = choose_kernels(config, spec, lane, cpu, dtype, checks=False)
     needed = footprint(spec, dtype, instructions, quantize)
-    longest = min(n for n in (spec.max_positions, config.max_model_len, 1 << 20) if n)
-    each = bytes_per_position(lane.cache_of(spec), dtype.itemsize) * longest
-    room = config.kv_cache_memory_bytes or int(CACHE_SHARE["cpu"] * max(0, free - needed.held))
+    num, longest = streams_that_fit(config, spec, lane, dtype.itemsize, free - needed.held)
     detail = (
-        f"{lane.traits.id}: it has its own implementation; {needed} of weights, "
-        f"{room // max(1, each)} streams of {longest} tokens"
+        f"{lane.traits.id}: Headrace implements this architecture; {needed} of weights, "
+        f"{num} streams of {longest} tokens"
     )
     return GgufChoice(name, detail, needed.held, needed.peak <= free)
+
+
+def streams_that_fit(
+    config: ModelConfig, spec: ModelSpec, lane: Any, item_bytes: int, free: int
+) -> tuple[int, int]:
+    """Return the number of streams whose cache fits on a CPU, and the tokens of each stream.
+
+    `free` is the memory in bytes that is free besides the weights. Recurrent states are not
+    counted.
+    """
+    from headrace_engine.runner.load import CACHE_SHARE
+
+    longest = min(n for n in (spec.max_positions, config.max_model_len, 1 << 20) if n)
+    each = bytes_per_position(lane.cache_of(spec), item_bytes) * longest
+    room = config.kv_cache_memory_bytes or int(CACHE_SHARE["cpu"] * max(0, free))
+    return room // max(1, each), longest
+
+
+def stored_formats(headers: Mapping[str, TensorHeader]) -> str:
+    """Name the formats that hold at least 5 % of the stored bytes, the largest first."""
+    sizes: Counter[str] = Counter()
+    for header in headers.values():
+        start, end = header.data_offsets
+        sizes[_FORMATS.get(header.dtype, header.dtype)] += end - start
+    shown = [name for name, size in sizes.most_common() if 20 * size >= sizes.total()]
+    return " and ".join(shown)

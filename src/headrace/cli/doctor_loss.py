@@ -1,4 +1,4 @@
-"""The cost of fewer bits: the log probability of a text in each format of the weights."""
+"""Measures the perplexity of a text with the original and with smaller formats of the weights."""
 
 import math
 from array import array
@@ -21,9 +21,10 @@ _MIN_TOKENS = 16
 
 
 def loss(folder: Path, config: ModelConfig, text: Path) -> str:
-    """A line: the perplexity of the text as the weights are, and in each of the smaller formats.
+    """Return a line with a text's perplexity for the original weights and each smaller format.
 
-    Loads the model once for each. ModelError if the text is too short, or the lane has one format.
+    Loads the model once per format. Raises ModelError if the text is too short, or if the lane
+    supports only one format.
     """
     spec = read_spec(folder)
     words = text.read_text(errors="replace")
@@ -31,25 +32,26 @@ def loss(folder: Path, config: ModelConfig, text: Path) -> str:
     ids = Tokenizer.load(folder).encode(words, True)[: min(limits)]
     if len(ids) < _MIN_TOKENS:
         raise ModelError(
-            f"{text.name} has {len(ids)} tokens; give a text of {_MIN_TOKENS} or more."
+            f"{text.name} has {len(ids)} tokens; use a text with at least {_MIN_TOKENS}."
         )
     kinds = ("int8", "int4") if config.quantize in ("auto", "none") else (config.quantize,)
     if (spec.is_gguf or is_mxfp4(spec.config)) and config.quantize == "auto":
-        kinds = ("auto", *kinds)  # its own bits: the same values, computed by other products
+        # The file's format has the same values as "none", but other kernels compute the products.
+        kinds = ("auto", *kinds)
     plain = _mean_logprob(folder, config, "none", ids)
     parts = [f"none: perplexity {math.exp(-plain):.3f}"]
     for kind in kinds:
         mean = _mean_logprob(folder, config, kind, ids)
-        name = "the file's own bits" if kind == "auto" else kind
+        name = "the file's own format" if kind == "auto" else kind
         parts.append(
             f"{name}: {math.exp(-mean):.3f} ({100 * math.expm1(plain - mean):+.2f} %, "
-            f"{plain - mean:+.4f} a token)"
+            f"{plain - mean:+.4f} per token)"
         )
-    return f"{len(ids)} tokens of {text.name}; " + "; ".join(parts)
+    return f"{len(ids)} tokens of {text.name}: " + "; ".join(parts)
 
 
 def _mean_logprob(folder: Path, config: ModelConfig, kind: str, ids: "array[int]") -> float:
-    """The mean log probability of every token but the first."""
+    """Return the mean log probability of all tokens except the first."""
     from headrace_engine.runner.load import load_runner
 
     wanted = msgspec.structs.replace(

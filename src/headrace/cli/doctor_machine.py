@@ -1,4 +1,4 @@
-"""Findings of `headrace doctor` about the machine."""
+"""The findings of `headrace doctor` about the machine."""
 
 import os
 import platform
@@ -29,16 +29,20 @@ Verdict = Literal["ok", "warn", "fail"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`remedy` is empty where nothing needs one."""
+    """A line of the report. `remedy` is empty if no action is needed.
+
+    `group` is machine, server, or the name of a model.
+    """
 
     subject: str
     verdict: Verdict
     detail: str
     remedy: str = ""
+    group: str = ""
 
 
 def machine(config: ServerConfig) -> Iterator[Finding]:
-    """Libraries, cores, memory, device."""
+    """Yield findings about libraries, cores, memory and device."""
     versions = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
     yield Finding("libraries", "ok", f"Python {platform.python_version()}, {versions}")
     yield _processor()
@@ -53,7 +57,7 @@ def _processor() -> Finding:
     if sets:
         detail += f", {', '.join(sets)}"
     if platform.machine() == "x86_64" and "AVX2" not in sets:
-        return Finding("processor", "warn", detail, "Without AVX2 it computes very slowly.")
+        return Finding("processor", "warn", detail, "Without AVX2, models run very slowly.")
     return Finding("processor", "ok", detail)
 
 
@@ -62,22 +66,22 @@ def _threads(wanted: int | Literal["auto"]) -> Finding:
 
     cores = _num_cores()
     if wanted != "auto" and wanted > cores:
-        remedy = f"Use {cores} or fewer: threads that share a core wait for each other."
+        remedy = f"Use at most {cores}: threads that share a core slow each other down."
         return Finding("threads", "warn", f"{wanted} threads on {cores} cores", remedy)
-    why = ", one core is left to who sits at this laptop" * (wanted == "auto" and is_portable())
+    why = ", which leaves one core of this laptop to you" * (wanted == "auto" and is_portable())
     return Finding("threads", "ok", f"{num_threads(wanted)}{why}")
 
 
 def _kernels() -> Finding:
-    """The machine code of our kernels, which the first load of each kind of model compiles."""
+    """Report the compiled kernels in the cache. The first load of a model compiles them."""
     from headrace_kernels import kept_code
 
     if (found := kept_code()) is None:
-        remedy = "Set XDG_CACHE_HOME to a folder that can be written; else each start compiles."
-        return Finding("kernel code", "warn", "there is no place to keep it", remedy)
+        remedy = "Set XDG_CACHE_HOME to a writable folder; otherwise each start compiles again."
+        return Finding("kernel code", "warn", "the cache folder is not writable", remedy)
     detail = f"{found.num_kernels} compiled, {found.num_bytes >> 10} KiB in {found.folder}"
     if found.others_bytes:
-        detail += f"; {found.others_bytes >> 10} KiB of other versions beside it"
+        detail += f"; {found.others_bytes >> 10} KiB of other versions"
     return Finding("kernel code", "ok", detail)
 
 
@@ -103,7 +107,10 @@ def _num_cores() -> int:
 
 
 def _instruction_sets() -> list[str]:
-    """The instruction sets that matter here, read from Linux; none elsewhere."""
+    """Return the instruction sets in _SETS that this processor has.
+
+    Return none on systems without /proc/cpuinfo.
+    """
     file = Path("/proc/cpuinfo")
     text = file.read_text() if file.is_file() else ""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)

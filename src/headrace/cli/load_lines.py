@@ -1,17 +1,94 @@
-"""Shows on stderr what loads do: the first line before anything heavy is imported."""
+"""Shows the progress of loads on stderr, starting before the heavy imports."""
 
-from headrace.cli.logs import clear, say
-from headrace.fleet.load_watch import LoadTeller, LoadWatch
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.cli.logs import can_show_bar, say
+from headrace.fleet.load_progress import LoadProgressWatch, LoadReporter
 from headrace_common.loading import ON_LOADING, LoadProgress
 
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
-class LoadLines(LoadTeller):
-    """A context that shows the load in it, until `read_progress` reads others."""
+_BAR_WIDTH = 16
+_EVERY_S = 0.25
 
-    def __init__(self, stage: str) -> None:
-        self.watch = LoadWatch()
+
+class LoadView:
+    """Shows one bar that disappears at the end on a terminal, otherwise one line per stage.
+
+    The bar is one line high, so that a line of the log can replace it until its next redraw.
+    """
+
+    _is_for_program = False
+
+    @classmethod
+    def write_for_program(cls) -> None:
+        """Write each report as a line of JSON, because a program reads stderr."""
+        cls._is_for_program = True
+
+    def __init__(self) -> None:
+        self._shown: set[tuple[str, str]] = set()
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def __call__(self, now: LoadProgress) -> None:
+        if self._is_for_program:
+            say(msgspec.json.encode(now).decode())
+        elif can_show_bar():
+            self._draw(now)
+        elif (now.model, now.stage) not in self._shown:
+            self._shown.add((now.model, now.stage))
+            say(f"headrace: {now.words}...")
+
+    def __enter__(self) -> "LoadView":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Remove the bar. A later load begins another bar."""
+        self._shown.clear()
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
+
+    def _draw(self, now: LoadProgress) -> None:
+        text = str(now) if now.share is None else now.words
+        if self._bar is None:
+            self._bar = _new_bar(text)
+        bar, number = self._bar
+        task = bar.tasks[0]
+        # `Progress.update` cannot set a total back to None.
+        task.total = None if now.share is None else 1.0
+        bar.update(number, description=text, completed=now.share or 0.0)
+
+
+def _new_bar(description: str) -> "tuple[Progress, TaskID]":
+    # These imports take longer than all others together, and only some commands draw a bar.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    column = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+    bar = Progress(
+        BarColumn(_BAR_WIDTH), column, console=Console(stderr=True), refresh_per_second=4,
+        transient=True, redirect_stdout=False, redirect_stderr=False,
+    )  # fmt: skip
+    task = bar.add_task(description, total=None)
+    bar.start()
+    return bar, task
+
+
+class LoadLines(LoadReporter):
+    """Shows the progress of the load in the context, or of the loads that `follow` names later."""
+
+    def __init__(self, stage: str, model: str = "") -> None:
+        self.watch = LoadProgressWatch(model)
         self.watch.begin(stage)
-        super().__init__(lambda: (self.watch.progress,), show)
+        self._view = LoadView()
+        super().__init__(lambda: (self.watch.progress,), self._view, self._view.end, _EVERY_S)
 
     def __enter__(self) -> "LoadLines":
         self._before = ON_LOADING.set(self.watch.tell)
@@ -21,9 +98,4 @@ class LoadLines(LoadTeller):
     def __exit__(self, *failure: object) -> None:
         super().__exit__(*failure)
         ON_LOADING.reset(self._before)
-        clear()
-
-
-def show(now: LoadProgress) -> None:
-    """Shows a line; on a terminal the next one takes its place."""
-    say(f"headrace: {now}", moves=True)
+        self._view.end()

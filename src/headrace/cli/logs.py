@@ -1,10 +1,10 @@
-"""The log on stderr: lines for people or JSON, written by a thread, so that no reader stops us."""
+"""Writes the log to stderr as text or JSON, in a thread, so that a slow reader blocks nothing."""
 
 import contextlib
 import json
 import logging
+import os
 import queue
-import shutil
 import sys
 import threading
 from datetime import UTC, datetime
@@ -15,48 +15,65 @@ import msgspec
 from headrace_common.config.settings import ServerConfig
 from headrace_common.log_context import KEY_NAME, REQUEST_ID
 
-_MAX_WAITING = 10_000  # lines; more are lost, and counted
-_ERASE = "\r\x1b[K"  # what stands on the terminal's line
-_LAST_S = 2.0  # for the last lines at the end
+# The maximum number of waiting lines. Later lines are dropped and counted.
+_MAX_WAITING = 10_000
+# This sequence clears the terminal's current line, which may show a progress bar.
+_ERASE = "\r\x1b[K"
+# The maximum number of seconds for writing the last lines at exit.
+_LAST_S = 2.0
 
 
 def set_up(config: ServerConfig) -> None:
-    """Sends all logging to stderr from now on, in the format that was asked for."""
+    """Send all logging to stderr in the configured format."""
     formatter = JsonLines() if config.log_format == "json" else TextLines()
     outlet = _Outlet()
     outlet.setFormatter(formatter)
     logging.basicConfig(level=config.log_level.upper(), handlers=[outlet], force=True)
 
 
-def say(line: str, moves: bool = False) -> None:
-    """A line to whoever started the server: between those of the log, in JSON as one of them.
+def say(line: str) -> None:
+    """Show a line to the person who started the server, between the lines of the log.
 
-    On a terminal the next line takes the place of one that `moves`. Control characters are escaped
-    as in the log, for a line may have the name of a model or a folder in it.
+    As in the log, control characters are escaped, because the name of a model or folder may contain
+    them. With the JSON format, the line is an entry of the log.
     """
-    outlets = [h for h in logging.getLogger().handlers if isinstance(h, _Outlet)]
-    if outlets and isinstance(outlets[0].formatter, JsonLines):
+    outlet = _outlet()
+    if outlet is None:
+        _print(_escaped(line))
+    elif isinstance(outlet.formatter, JsonLines):
         record = logging.LogRecord("headrace", logging.INFO, "", 0, line, None, None)
-        outlets[0].write(outlets[0].format(record))
-    elif outlets:
-        outlets[0].write(_on_its_own(line), moves)
+        outlet.write(outlet.format(record))
     else:
-        _print(_on_its_own(line), moves)
+        outlet.write(_escaped(line))
+
+
+def can_show_bar() -> bool:
+    """Return whether stderr is a terminal that can redraw a line, and has no log in JSON."""
+    outlet = _outlet()
+    is_json = outlet is not None and isinstance(outlet.formatter, JsonLines)
+    return not is_json and sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def _outlet() -> "_Outlet | None":
+    outlets = (it for it in logging.getLogger().handlers if isinstance(it, _Outlet))
+    return next(outlets, None)
 
 
 def printable(name: str) -> str:
     """Return the name with unprintable characters, such as line breaks, escaped as in Python."""
-    if name.isprintable():  # nearly every line of the log is
+    # Nearly every name is printable.
+    if name.isprintable():
         return name
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in name)
 
 
-def _on_its_own(text: str) -> str:
+def _escaped(text: str) -> str:
+    """Return the text with its control characters escaped and all lines but the first indented."""
     return "\n    ".join(map(printable, text.split("\n")))
 
 
 class TextLines(logging.Formatter):
-    """Log lines as text: the message, then figures as name=value, then whose request it was."""
+    """Formats log lines as text: the message, its fields as name=value, and the request's id."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -64,9 +81,9 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Indent all lines but the first, and escape other control characters.
 
-        Texts of clients and files would otherwise forge lines, or act on the reader's terminal.
+        Otherwise texts from clients and files could forge lines or control the reader's terminal.
         """
-        return _on_its_own(super().format(record))
+        return _escaped(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
@@ -91,13 +108,13 @@ class JsonLines(logging.Formatter):
 
 
 def _quoted(text: str) -> str:
-    """Return the text, in quotes if it could be mistaken for the rest of the line."""
+    """Return the text, in quotes if a reader could confuse it with the next field."""
     is_plain = text.isprintable() and " " not in text and '"' not in text
     return text if is_plain else json.dumps(text)
 
 
 def _about(record: logging.LogRecord) -> dict[str, Any]:
-    """The record's own figures, and the request in whose context it was made."""
+    """Return the record's own fields, the id of the current request, and the name of its key."""
     about = dict(getattr(record, "fields", {}))
     for name, variable in (("request_id", REQUEST_ID), ("key", KEY_NAME)):
         if value := variable.get():
@@ -106,28 +123,32 @@ def _about(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _Outlet(logging.Handler):
-    """Formats in the context of what is logged, and writes in a thread of its own."""
+    """Formats a record in the logging thread and writes the record in a separate thread."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: queue.Queue[tuple[str, bool] | threading.Event] = queue.Queue(_MAX_WAITING)
+        self._lines: queue.Queue[str | threading.Event] = queue.Queue(_MAX_WAITING)
         self._num_lost = 0
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.write(self.format(record))
-        except Exception:  # a line is not worth a request
+        # A log line that fails must not fail a request.
+        except Exception:
             self.handleError(record)
 
-    def write(self, line: str, moves: bool = False) -> None:
+    def write(self, line: str) -> None:
         try:
-            self._lines.put_nowait((line, moves))
+            self._lines.put_nowait(line)
         except queue.Full:
             self._num_lost += 1
 
     def close(self) -> None:
-        """Waits a moment for the lines so far. Others may follow: libraries close all handlers."""
+        """Wait up to 2 s until the lines so far are written.
+
+        Libraries may close all handlers early, so more lines may follow.
+        """
         written = threading.Event()
         with contextlib.suppress(queue.Full):
             self._lines.put(written, timeout=_LAST_S)
@@ -139,7 +160,7 @@ class _Outlet(logging.Handler):
             if isinstance(line, threading.Event):
                 line.set()
             else:
-                _print(*line)
+                _print(line)
             if self._num_lost and self._lines.empty():
                 lost, self._num_lost = self._num_lost, 0
                 record = logging.LogRecord(
@@ -147,25 +168,17 @@ class _Outlet(logging.Handler):
                     logging.WARNING,
                     "",
                     0,
-                    f"{lost} lines of the log are lost",
+                    f"{lost} log lines were dropped, because stderr was too slow",
                     None,
                     None,
                 )
                 _print(self.format(record))
 
 
-def clear() -> None:
-    """Takes a line that moves from the terminal."""
-    if sys.stderr.isatty():
-        _print("", moves=True)
-
-
-def _print(line: str, moves: bool = False) -> None:
-    """Prints to stderr, which may be closed."""
+def _print(line: str) -> None:
+    """Print to stderr. Ignore errors, because stderr can be closed."""
     with contextlib.suppress(OSError, ValueError):
-        start, end = "", "\n"
-        if sys.stderr.isatty():
-            start = _ERASE
-        if start and moves:  # what goes over the edge could not be erased
-            line, end = line[: shutil.get_terminal_size().columns - 1], ""
-        print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
+        start = _ERASE if sys.stderr.isatty() else ""
+        # One write, because another thread may redraw a progress bar in between.
+        sys.stderr.write(f"{start}{line}\n")
+        sys.stderr.flush()

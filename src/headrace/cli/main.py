@@ -1,78 +1,87 @@
-"""The `headrace` command: verbs, flags, exit codes. Heavy imports wait for their verb."""
+"""The `headrace` command: subcommands, flags, exit codes.
 
+Each subcommand imports its heavy modules only when it runs.
+"""
+
+import functools
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from headrace.cli import exits
+from headrace.cli import exit_codes
+from headrace.cli.about import completion, show_help, version
 from headrace.cli.batch import batch
 from headrace.cli.bench import bench
 from headrace.cli.cache import cache
+from headrace.cli.help import SettingOption, SettingsCommand, Verbs
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import set_up
 from headrace.cli.merge import merge
-from headrace.cli.models import models, pull
+from headrace.cli.models import downloaded, models, ps, pull, rm, stop
+from headrace.cli.server_options import key_or_first, server_options
 from headrace.cli.stdio import make_usable
 from headrace_common.config.settings import ServerConfig
-from headrace_common.config.sources import PREFIX, WITHOUT_VALUE, Setting, load, nearest, settings
+from headrace_common.config.sources import PREFIX, load_with_origins, nearest, settings
 from headrace_common.errors import ConfigError, HeadraceError, ModelError, RequestFailed
 from headrace_common.loading import STARTING
 from headrace_common.system.panics import STEERING
 from headrace_common.version import __version__
 from headrace_common.without_engine import WITHOUT_ENGINE, is_missing_engine
 
-_FIELD = click.Option(["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Request field")
-_OF_UNIX = ("fcntl", "resource")  # modules that Python has on no other system
-# Every verb reads this variable; only a few have the flag --log-level.
+_FIELD = click.Option(
+    ["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Field of the request"
+)
+_SYSTEM = click.Option(["--system"], metavar="TEXT", help="System message of a new conversation")
+_OF_UNIX = ("fcntl", "resource")  # modules that exist only on Unix
+# Every subcommand reads this variable, but only some subcommands have the flag --log-level.
 _DEBUG = f"{PREFIX}LOG_LEVEL"
+_SECTIONS = {
+    "Serve and chat": ("serve", "run", "chat", "ps", "stop"),
+    "Models": ("ls", "pull", "rm", "models", "merge"),
+    "Generate and embed": ("generate", "embed", "batch"),
+    "Measure and check": ("doctor", "config", "bench", "cache"),
+    "This command": ("help", "version", "completion"),
+}
 _WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
 
 
-def _option(setting: Setting) -> click.Option:
-    kind: Any = click.Choice(setting.choices) if setting.choices else str
-    alone = WITHOUT_VALUE.get(setting.name)
-    more: dict[str, Any] = {} if alone is None else {"flag_value": alone}
-    shown = setting.default if setting.default not in (None, (), False) else None
-    return click.Option(
-        [*setting.flags, setting.name],
-        type=bool if setting.type is bool else kind,
-        is_flag=setting.type is bool,
-        **more,
-        multiple=setting.is_list,
-        default=None,
-        help=setting.description + (f"  [default: {shown}]" if shown is not None else ""),
-    )
-
-
 def _options(*parts: str) -> list[click.Parameter]:
-    """All settings but the model, or those of some parts of the configuration."""
+    """Return the flags for these parts of the configuration, or for all settings but the model."""
     return [
-        _option(setting)
+        SettingOption(setting)
         for setting in settings()
         if setting.name != "model" and (not parts or setting.path[0] in parts)
     ]
 
 
-def _config(model: str | None, flags: dict[str, Any], file: Path | None = None) -> ServerConfig:
+def _config_with_origins(
+    model: str | None, flags: dict[str, Any], file: Path | None
+) -> tuple[ServerConfig, tuple[dict[str, str], ...]]:
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     given |= {} if model is None else {"model": model}
-    config = load(given, os.environ, file, lambda line: print(f"headrace: {line}", file=sys.stderr))
+    warn = functools.partial(print, "headrace:", file=sys.stderr)
+    return load_with_origins(given, os.environ, file, warn)
+
+
+def _config(model: str | None, flags: dict[str, Any], file: Path | None = None) -> ServerConfig:
+    config, _ = _config_with_origins(model, flags, file)
     if config.log_level == "debug":
         logging.basicConfig(level=logging.DEBUG)
     return config
 
 
 def read_fields(pairs: Iterable[str], known: Iterable[str]) -> dict[str, Any]:
-    """Fields of a request from `-o temperature=0.2 -o stop=END`.
+    """Parse request fields such as `-o temperature=0.2 -o stop=END`.
 
-    Values are JSON where they are valid JSON, else text; ConfigError for an unknown name.
+    A value that is not valid JSON is read as text. Raises ConfigError for an unknown name.
     """
     names = set(known)
     fields: dict[str, Any] = {}
@@ -94,13 +103,13 @@ def _value(text: str) -> Any:
 
 
 def _several() -> list[click.Parameter]:
-    """The ways to name several models."""
+    """Return the flags that name several models."""
     file = click.Path(dir_okay=False, path_type=Path)
     named = click.Option(
         ["--model", "models_at"],
         multiple=True,
         metavar="NAME=PATH",
-        help="One of several models, loaded when it is asked for; PATH may be a hub id",
+        help="One of several models, loaded on demand; PATH may be a hub id",
     )
     with_tables = click.Option(
         ["--config", "config_file"], type=file, help="TOML file with [serve] and [[models]]"
@@ -109,13 +118,25 @@ def _several() -> list[click.Parameter]:
 
 
 def _starting() -> LoadLines:
-    """Shows that something happens while much is imported."""
+    """Show a line immediately, because the imports take seconds."""
     return LoadLines(STARTING)
+
+
+def _command(
+    name: str, run: Callable[..., None], params: list[click.Parameter], short_help: str
+) -> click.Command:
+    """Make a subcommand whose help text is the docstring of `run`."""
+    has_settings = any(isinstance(param, SettingOption) for param in params)
+    kind = SettingsCommand if has_settings else click.Command
+    return kind(name, callback=run, params=params, help=run.__doc__, short_help=short_help)
 
 
 def _serve_command() -> click.Command:
     def run(model: str | None, config_file: Path | None, **flags: Any) -> None:
-        """Serve MODEL: a folder, a GGUF file, a hub id, smollm2, or headrace-mini (the default).
+        """Serve MODEL: a folder, a GGUF file, a hub id, or a name of `headrace models available`.
+
+        Without MODEL, headrace-mini is served. On a terminal, the largest chat model that was
+        downloaded and fits into the memory takes its place.
 
         \b
         headrace serve
@@ -129,7 +150,7 @@ def _serve_command() -> click.Command:
         with _starting() as lines:
             from headrace.cli.serve import serve
 
-            code = serve(config, lines)
+            code = serve(config, lines, chooses=model is None and config_file is None)
         sys.exit(code)
 
     params: list[click.Parameter] = [
@@ -137,7 +158,7 @@ def _serve_command() -> click.Command:
         *_several(),
         *_options(),
     ]
-    return click.Command("serve", callback=run, params=params, help=run.__doc__)
+    return _command("serve", run, params, "Start a server.")
 
 
 def _generate_command() -> click.Command:
@@ -148,12 +169,13 @@ def _generate_command() -> click.Command:
         as_json: bool,
         **flags: Any,
     ) -> None:
-        """Continue PROMPT in this process and print the text. Without PROMPT, or with -, the
-        prompt is read from stdin. The first of two words is the model. A single word is the prompt,
-        unless it names a model on this machine: headrace-mini, smollm2, a folder, a GGUF file, or a
-        hub id that was downloaded. A path that does not exist is an error. If the text
-        ends at a limit, stderr says so; if it had to follow a schema or a grammar, the exit code is
-        then 1.
+        """Complete PROMPT without a server and print the text.
+
+        Without PROMPT, or with -, the prompt is read from stdin. If there are two words, the first
+        is the model. A single word is the prompt, unless it names a model: headrace-mini, a name of
+        `headrace models available`, a folder, a GGUF file, or a hub id that was downloaded. A path
+        that does not exist is an error. If a limit cuts the text off, stderr has a note. The exit
+        code is then 1 if the text had to follow a schema or a grammar.
 
         \b
         headrace generate "The days of the week are Monday, Tuesday,"
@@ -176,20 +198,23 @@ def _generate_command() -> click.Command:
     params: list[click.Parameter] = [
         click.Argument(["words"], nargs=-1, metavar="[MODEL] [PROMPT|-]"),
         _FIELD,
-        click.Option(["--schema"], metavar="FILE", help="JSON Schema that the text must follow"),
+        click.Option(
+            ["--schema"], metavar="FILE", help="File with a JSON Schema that the text must follow"
+        ),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the whole answer as JSON"),
         *_options("models", "alias", "log_level"),
     ]
-    return click.Command("generate", callback=run, params=params, help=run.__doc__)
+    return _command("generate", run, params, "Continue a prompt and print the text.")
 
 
 def _embed_command() -> click.Command:
     def run(words: tuple[str, ...], pairs: tuple[str, ...], **flags: Any) -> None:
-        """Print the embedding of each TEXT, a JSON array on a line of its own, computed in this
-        process. Without TEXT, or with -, each line of stdin is a text. The first of several words
-        is the model, unless it contains spaces. A single word is a text, unless it names a model on
-        this machine: headrace-mini, smollm2, a folder, a GGUF file, or a hub id that was
-        downloaded. A path that does not exist is an error.
+        """Embed each TEXT without a server and print one JSON array per line.
+
+        Without TEXT, or with -, each line of stdin is a text. If there are several words, the first
+        is the model unless it contains spaces. A single word is a text, unless it names a model:
+        headrace-mini, a name of `headrace models available`, a folder, a GGUF file, or a hub id
+        that was downloaded. A path that does not exist is an error.
 
         \b
         headrace embed ./my-model "A wheel that turns" "A river"
@@ -208,15 +233,16 @@ def _embed_command() -> click.Command:
         _FIELD,
         *_options("models", "alias", "log_level"),
     ]
-    return click.Command("embed", callback=run, params=params, help=run.__doc__)
+    return _command("embed", run, params, "Print the embeddings of texts.")
 
 
 def _chat_command() -> click.Command:
     def run(model: str | None, pairs: tuple[str, ...], **given: Any) -> None:
-        """Talk to a server; with MODEL, to one of its own, which ends with the chat. Alt-Enter, or
-        a backslash before Enter, begins a new line; a pasted text is one message. Ctrl-C stops an
-        answer, once more (or Ctrl-D) leaves. What is piped in is one message. /help lists what else
-        there is: files that go along, and the conversations that are kept.
+        """Chat with a running server, or start a server for MODEL that ends with the chat.
+
+        Enter sends a message; Alt-Enter, or a backslash before Enter, starts a new line. Pasted
+        text and piped input are one message each. Ctrl-C stops an answer; Ctrl-D leaves. /help
+        lists more commands, for example to attach files and to open stored conversations.
 
         \b
         headrace chat
@@ -226,69 +252,152 @@ def _chat_command() -> click.Command:
         echo "Count to 20." | headrace chat headrace-mini -o temperature=0
         """
         from headrace.cli.chat_command import run_chat
-        from headrace.protocols.fields.common import known_fields
-        from headrace.protocols.openai.chat import TABLE, read
 
-        known = known_fields(TABLE) - {"messages", "stream"}
-        fields = read_fields(pairs, known)
-        read(fields | {"messages": [{"role": "user", "content": ""}]})  # before a model is loaded
-        sys.exit(run_chat(model, fields, **given))
+        sys.exit(run_chat(model, _chat_fields(pairs), **given))
 
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
-        click.Option(["--url"], envvar="HEADRACE_URL", help="Server  [default: port 8000 here]"),
+        *server_options(),
+        _SYSTEM,
         click.Option(
-            ["--api-key"],
-            envvar="HEADRACE_API_KEY",
-            help="Key of that server; others here can see it in the list of processes, so rather "
-            "set HEADRACE_API_KEY  [default: first of HEADRACE_API_KEYS]",
+            ["--continue", "goes_on"], is_flag=True, help="Continue the last conversation"
         ),
-        click.Option(["--system"], help="System message of a new conversation"),
-        click.Option(["--continue", "goes_on"], is_flag=True, help="Go on where the last one was"),
-        click.Option(["--resume", "number"], type=int, help="Go on with the one of this number"),
         click.Option(
-            ["--list", "lists"], is_flag=True, help="List the conversations that are kept"
+            ["--resume", "number"],
+            type=int,
+            metavar="NUMBER",
+            help="Continue the conversation with this number",
         ),
+        click.Option(["--list", "lists"], is_flag=True, help="List the stored conversations"),
         _FIELD,
     ]
-    return click.Command("chat", callback=run, params=params, help=run.__doc__)
+    return _command("chat", run, params, "Chat in the terminal.")
+
+
+def _chat_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Parse and check the fields of a chat's requests, before a model is loaded."""
+    from headrace.protocols.fields.common import known_fields
+    from headrace.protocols.openai.chat import TABLE, read
+
+    fields = read_fields(pairs, known_fields(TABLE) - {"messages", "stream"})
+    read(fields | {"messages": [{"role": "user", "content": ""}]})
+    return fields
+
+
+def _run_command() -> click.Command:
+    def run(
+        model: str,
+        words: tuple[str, ...],
+        pairs: tuple[str, ...],
+        url: str | None,
+        api_key: str | None,
+        system: str | None,
+    ) -> None:
+        """Chat with MODEL, or answer PROMPT and end.
+
+        If the server at the default URL has the model, that server answers. Otherwise a server for
+        MODEL starts, and ends with the chat. The rest is as in `headrace chat`.
+
+        \b
+        headrace run smollm2
+        headrace run headrace-mini "Count from 1 to 20."
+        """
+        from headrace.cli.chat_command import run_chat
+        from headrace.cli.models import is_served
+
+        fields, key = _chat_fields(pairs), key_or_first(api_key)
+        is_there = url is not None or is_served(model, key)
+        if is_there:
+            fields["model"] = model
+        talk: dict[str, Any] = {"system": system, "goes_on": False, "number": None, "lists": False}
+        own = None if is_there else model
+        sys.exit(run_chat(own, fields, url, key, " ".join(words), **talk))
+
+    params: list[click.Parameter] = [
+        click.Argument(["model"]),
+        click.Argument(["words"], nargs=-1, metavar="[PROMPT]"),
+        *server_options(),
+        _SYSTEM,
+        _FIELD,
+    ]
+    return _command("run", run, params, "Chat with a model; starts a server if none has it.")
 
 
 def _doctor_command() -> click.Command:
     def run(
-        model: str | None, as_json: bool, loss: Path | None, config_file: Path | None, **flags: Any
+        model: str | None,
+        as_json: bool,
+        loads: bool,
+        loss: Path | None,
+        config_file: Path | None,
+        **flags: Any,
     ) -> None:
-        """Look for what would keep this machine from serving, and with MODEL how it would be run.
-        Changes nothing. Exit code 1 if something is broken.
+        """Check whether this machine can serve and, with MODEL, how the model would run.
+
+        Changes nothing and takes seconds. With --load, the model is loaded, its kernels are
+        compiled and checked, and its cache is measured. The exit code is 1 if something is broken.
 
         \b
         headrace doctor
         headrace doctor ./my-model --json
+        headrace doctor ./my-model --load
         headrace doctor ./my-model --loss text.txt
         """
         with _starting():
             from headrace.cli.doctor import doctor
 
         if loss is not None and model is None and config_file is None:
-            raise click.UsageError("--loss needs a model to measure.")
-        sys.exit(doctor(_config(model, flags, config_file), model, as_json, loss))
+            raise click.UsageError("--loss needs a MODEL.")
+        sys.exit(doctor(_config(model, flags, config_file), model, as_json, loss, loads))
 
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the findings as JSON"),
+        click.Option(["--load", "loads"], is_flag=True, help="Load the model and measure it"),
         click.Option(
             ["--loss"],
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             metavar="FILE",
-            help="Measure on this text what fewer bits of the model lose",
+            help="Measure with this text how much precision int8 and int4 weights lose",
         ),
         *_several(),
         *_options(),
     ]
-    return click.Command("doctor", callback=run, params=params, help=run.__doc__)
+    return _command("doctor", run, params, "Check this machine, and how a model would run on it.")
 
 
-@click.group()
+def _config_command() -> click.Command:
+    def run(
+        model: str | None, as_json: bool, shows_all: bool, config_file: Path | None, **flags: Any
+    ) -> None:
+        """Print the settings that `headrace serve` would use, and where each comes from.
+
+        Takes the arguments of `headrace serve`. Only settings that differ from their defaults are
+        listed. Keys and passwords are hidden.
+
+        \b
+        headrace config
+        headrace config --max-num-seqs 8 --json
+        headrace config --config headrace.toml --all
+        """
+        from headrace.cli.config import effective, show_config
+
+        config, origins = _config_with_origins(model, flags, config_file)
+        if model is not None:
+            origins[0]["model"] = "MODEL"
+        show_config(list(effective(config, origins, shows_all)), as_json)
+
+    params: list[click.Parameter] = [
+        click.Argument(["model"], required=False),
+        click.Option(["--all", "shows_all"], is_flag=True, help="Also list settings with defaults"),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print the settings as JSON"),
+        *_several(),
+        *_options(),
+    ]
+    return _command("config", run, params, "Print the effective settings and their origins.")
+
+
+@click.group(cls=Verbs, sections=_SECTIONS)
 @click.version_option(__version__)
 def cli() -> None:
     """An LLM inference server whose streams are never silent, never stalled, never lost."""
@@ -296,36 +405,49 @@ def cli() -> None:
 
 for command in (
     _serve_command(),
+    _run_command(),
     _chat_command(),
+    ps,
+    stop,
     _generate_command(),
     _embed_command(),
     _doctor_command(),
+    _config_command(),
     models,
     pull,
     merge,
     cache,
     batch,
     bench,
+    rm,
+    show_help,
+    version,
+    completion,
 ):
     cli.add_command(command)
+cli.add_command(downloaded, "ls")
+cli.add_command(copy(downloaded), "list")
+cli.commands["list"].hidden = True
 
 
 def main() -> None:
-    """Entry point; a failure is one line on stderr and its exit code."""
+    """Run the command. A failure becomes one line on stderr and an exit code."""
     make_usable()
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort:
-        sys.exit(exits.INTERRUPTED)
+        sys.exit(exit_codes.INTERRUPTED)
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
-        sys.exit(exits.CONFIG)
-    except BrokenPipeError:  # nobody reads our output any more
+        sys.exit(exit_codes.CONFIG)
+    # The program that reads the output has ended.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(exits.FAILED)
+        sys.exit(exit_codes.FAILED)
     except STEERING:
         raise
-    except BaseException as error:  # a library's panic is not an Exception
+    # A panic in a Rust library is not an Exception.
+    except BaseException as error:
         code, message = _explain(error)
         print(f"headrace: {message}", file=sys.stderr, flush=True)
         if os.environ.get(_DEBUG) == "debug" or logging.getLogger().isEnabledFor(logging.DEBUG):
@@ -336,20 +458,24 @@ def main() -> None:
 def _explain(error: BaseException) -> tuple[int, str]:
     match error:
         case click.ClickException():
-            return exits.CONFIG, error.format_message()
+            return exit_codes.CONFIG, error.format_message()
         case ConfigError():
-            return exits.CONFIG, str(error)
+            return exit_codes.CONFIG, str(error)
         case ModuleNotFoundError() if error.name in _OF_UNIX:
-            return exits.FAILED, "This needs Linux or macOS; on Windows, run it in WSL."
+            return (
+                exit_codes.FAILED,
+                "This command needs Linux or macOS; on Windows, run it in WSL.",
+            )
         case ModuleNotFoundError() if is_missing_engine(error):
-            return exits.CONFIG, WITHOUT_ENGINE
+            return exit_codes.CONFIG, WITHOUT_ENGINE
         case ModelError():
-            return exits.MODEL, str(error)
+            return exit_codes.MODEL, str(error)
         case RequestFailed() if error.code in _WRONG_FIELD:
-            return exits.CONFIG, str(error)
+            return exit_codes.CONFIG, str(error)
         case HeadraceError():
-            return exits.FAILED, str(error)
+            return exit_codes.FAILED, str(error)
     name = type(error).__name__
-    return exits.FAILED, (
-        f"failed by a bug: {name}: {error}. Run it again with {_DEBUG}=debug to see where."
+    return exit_codes.FAILED, (
+        f"failed because of a bug: {name}: {error}. Run the command again with "
+        f"{_DEBUG}=debug to see where the bug is."
     )

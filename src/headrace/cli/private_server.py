@@ -1,4 +1,4 @@
-"""A private server: a process on a free port that ends with the verb that started it."""
+"""Starts a private server on a free port. The server ends with the command that started it."""
 
 import contextlib
 import os
@@ -12,17 +12,21 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import IO
 
-from headrace.cli.logs import clear, say
+import msgspec
+
+from headrace.cli.load_lines import LoadView
+from headrace.cli.logs import say
+from headrace_common.loading import LoadProgress
 
 _READY = re.compile(r"Headrace is ready at (http://\S+): ")
 _END_S = 15.0
 _LONGEST_LINE = 1 << 16
 _OF_OTHERS = {f"HEADRACE_{name}" for name in ("HOST", "LOG_FORMAT", "SSL_CERTFILE", "SSL_KEYFILE")}
-"""Settings that are for other servers: this one speaks plain HTTP, here, and to this verb."""
+"""Settings meant for other servers. A private server serves only this command, over plain HTTP."""
 
 
 class ServerEnded(Exception):
-    """The server ended before it was ready; `code` says why, and stderr has its words."""
+    """The server ended with exit code `code` before it was ready. Its messages are on stderr."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -31,9 +35,9 @@ class ServerEnded(Exception):
 
 @contextlib.contextmanager
 def private_server(model: str) -> Iterator[str]:
-    """The address of a server of `model`, once it is ready; ServerEnded if it never is.
+    """Start a server for `model` and yield its address when it is ready. Raises ServerEnded.
 
-    What it says while it loads goes to stderr, and nothing after.
+    Until the server is ready, its messages go to stderr; later output is discarded.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-chat-") as state_dir:
         process = _start(model, state_dir)
@@ -49,12 +53,12 @@ def private_server(model: str) -> Iterator[str]:
 
 
 def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """The verb's environment without settings of other servers."""
+    """Return the environment without settings that are meant for other servers."""
     return {name: value for name, value in ours.items() if name not in _OF_OTHERS}
 
 
 def _start(model: str, state_dir: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "headrace.cli.attended", "serve", model]
+    command = [sys.executable, "-m", "headrace.cli.parent_watch", "serve", model]
     return subprocess.Popen(
         [*command, "--port", "0", "--state-dir", state_dir],
         env=own_environment(os.environ),
@@ -63,30 +67,35 @@ def _start(model: str, state_dir: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C is for an answer, not for the server
+        # Ctrl-C should stop an answer and not the server.
+        start_new_session=True,
     )
 
 
 def _await_ready(process: "subprocess.Popen[str]") -> str:
     assert process.stderr is not None
-    for line in _lines(process.stderr):
-        if found := _READY.match(line):
-            # Without a reader the server would block. Its later output is discarded.
-            threading.Thread(target=deque, args=(_lines(process.stderr), 0), daemon=True).start()
-            clear()
-            return found[1]
-        if " INFO " not in line:
-            say(line.rstrip("\n"), moves=line.endswith(" s)\n"))
+    with LoadView() as view:
+        for line in _lines(process.stderr):
+            if found := _READY.match(line):
+                # Read and discard the later output, because without a reader the server blocks.
+                rest = _lines(process.stderr)
+                threading.Thread(target=deque, args=(rest, 0), daemon=True).start()
+                return found[1]
+            try:
+                view(msgspec.json.decode(line, type=LoadProgress))
+            except msgspec.MsgspecError:
+                if " INFO " not in line:
+                    say(line.rstrip("\n"))
     raise ServerEnded(process.wait())
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:
-    """Yield lines; a long line comes in pieces."""
+    """Yield the lines; a long line is split into pieces."""
     return iter(lambda: stream.readline(_LONGEST_LINE), "")
 
 
 def end_on_hangup() -> None:
-    """A closed terminal, or SIGTERM, ends the verb as Ctrl-C does, and so its server."""
+    """End the command and its server when the terminal closes or SIGTERM arrives."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)

@@ -1,64 +1,63 @@
-"""`headrace serve`: puts gateway, generation and engine together, and takes them down again."""
+"""`headrace serve`: opens sockets and files, runs the server, and stops it after a signal."""
 
 import asyncio
 import contextlib
 import errno
-import functools
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
 import ssl
+import sys
 import threading
-from collections.abc import Callable
+import time
 from pathlib import Path
 
-import msgspec
-
-from headrace.batches.folder import folder_shelf, temporary_shelf
-from headrace.batches.shelf import Shelf
-from headrace.cli import exits
-from headrace.cli.listener import address_of, listen, no_listener
+from headrace.batches.folder import folder_batch_store, temporary_batch_store
+from headrace.batches.store import BatchStore
+from headrace.cli import exit_codes
+from headrace.cli.default_model import with_best_model
+from headrace.cli.listener import address_of, listen, no_listener, port_in_use
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import printable, say
+from headrace.cli.ready_message import details, models_on_demand, ready_lines
 from headrace.cli.state import is_redis, streams_folder
 from headrace.engines.client import EngineClient
 from headrace.engines.supervisor import Supervisor
-from headrace.fleet.fetch_apart import fetch_apart
+from headrace.fleet.fetch_process import fetch_apart
 from headrace.fleet.fleet import pinned_model
 from headrace.fleet.model_check import read_checked
-from headrace.fleet.model_host import CACHE_BYTES, ModelHost, Start
-from headrace.fleet.model_list import Desired, ModelSources, kept
+from headrace.fleet.model_host import Start
+from headrace.fleet.model_list import ModelSources, kept
 from headrace.fleet.pulls import Pulls
 from headrace.fleet.replicas import Replicas, between
 from headrace.fleet.served_model import ServedModel
-from headrace.gateway.app import create_app
-from headrace.gateway.auth import Auth
-from headrace.gateway.figure_routes import about
+from headrace.gateway.auth import Auth, is_loopback
 from headrace.gateway.http_server import (
     Bounds,
     HttpServer,
     raise_descriptors,
 )
 from headrace.gateway.loading_server import LoadingServer
+from headrace.gateway.metrics_routes import about
 from headrace.gateway.realtime import ENVELOPE_BYTES
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.metrics.otlp import open_traces
 from headrace.metrics.traces import Traces
-from headrace.streams.store import Store
+from headrace.server import Server, build_server
+from headrace.streams.store import OnCommit, Retention, Store, StoreStalled
 from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace.streams.stores.state_dir import StateError, StateInUse
-from headrace.text.model_names import settled_aliases, told_apart
-from headrace.workers.pool import WorkerPool
+from headrace.text.model_names import settled_aliases, with_unique_names
 from headrace_common.config.document import reread_folder
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace_common.config.sources import check_names
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.loading import READING
-from headrace_common.messages import Ready
 from headrace_common.system.core_lock import open_core_lock
 from headrace_common.system.race import race
 from headrace_common.version import __version__
@@ -67,15 +66,18 @@ from headrace_common.without_engine import WITHOUT_ENGINE, has_engine
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
-_FAREWELL_S = 5  # for last words to clients that read slowly
-_LAST_S = 25.0  # for all that follows the drain; farewell, engine and store take less
+_FAREWELL_S = 5  # seconds to send the last bytes to slow clients
+_LAST_S = 25.0  # seconds from the drain to the forced end of the process
 
 
-def serve(config: ServerConfig, lines: LoadLines) -> int:
-    """Serves until a signal; returns the exit code. `lines` show what loads do."""
+def serve(config: ServerConfig, lines: LoadLines, chooses: bool = False) -> int:
+    """Serve until a signal arrives, and return the exit code. `lines` shows what is loading.
+
+    If `chooses`, the best model on this machine replaces the default model.
+    """
     if config.cluster is None and not has_engine():
         raise ConfigError(WITHOUT_ENGINE)
-    check_names(told_apart(config.models))
+    check_names(with_unique_names(config.models))
     raise_descriptors(config.http.max_connections)
     tls = _tls(config.http)
     traces = open_traces(config.otlp_endpoint, os.environ, __version__)
@@ -88,12 +90,16 @@ def serve(config: ServerConfig, lines: LoadLines) -> int:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise no_listener(config.http, error) from None
-        say(f"headrace: port {config.http.port} is in use; stop what uses it, or give --port.")
-        return exits.IN_USE
+        say(f"headrace: {port_in_use(config.http)}")
+        return exit_codes.IN_USE
     with listener:
+        # A server that cannot listen announces no model.
+        if chooses:
+            config = with_best_model(config)
         model = None
         if (pinned := pinned_model(config)) is not None:
-            if config.alias:  # report a mistyped one before a download
+            # Report a wrong alias before a download.
+            if config.alias:
                 settled_aliases(config.alias, _sources(config, listener).all())
             lines.watch.begin(READING)
             with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
@@ -110,39 +116,58 @@ async def _run(
     lines: LoadLines,
     traces: Traces,
 ) -> int:
+    metrics = Metrics(traces)
+    on_commit = metrics.server.committed
     try:
-        store = await _open_store(config.streams.state_dir, listener.getsockname()[1])
+        store = await _open_store(config.streams.state_dir, listener.getsockname()[1], on_commit)
     except StateError as error:
         say(f"headrace: {error}")
-        return exits.IN_USE if isinstance(error, StateInUse) else exits.FAILED
+        return exit_codes.IN_USE if isinstance(error, StateInUse) else exit_codes.FAILED
     try:
-        return await _Serving(config, model, listener, store, tls).run(lines, traces)
+        code = await _Serving(config, model, listener, store, tls).run(lines, metrics)
+        cut = await _cut_streams(store) if code == exit_codes.DONE else ""
     finally:
         await store.close()
+    if code == exit_codes.DONE:
+        say(f"headrace: stopped{cut}.")
+    return code
 
 
-async def _open_store(state_dir: str | None, port: int) -> Store:
+async def _cut_streams(store: Store) -> str:
+    """Describe the streams that the next start continues; "" if there are none or in Redis."""
+    if not isinstance(store, SqliteStore):
+        return ""
+    keep_all = Retention(math.inf, sys.maxsize, sys.maxsize)
+    try:
+        number = (await store.sweep(keep_all, time.time())).num_live
+    except StoreStalled:
+        return ""
+    streams = "1 stream continues" if number == 1 else f"{number} streams continue"
+    return f"; {streams} at the next start" if number else ""
+
+
+async def _open_store(state_dir: str | None, port: int, on_commit: OnCommit) -> Store:
     if state_dir is not None and is_redis(state_dir):
-        return await _open_redis(state_dir)
+        return await _open_redis(state_dir, on_commit)
     folder = streams_folder(state_dir, port)
-    return MemoryStore() if folder is None else SqliteStore.open(folder)
+    return MemoryStore() if folder is None else SqliteStore.open(folder, on_commit)
 
 
-async def _open_redis(url: str) -> Store:
+async def _open_redis(url: str, on_commit: OnCommit) -> Store:
     try:
         from headrace.streams.stores.redis import RedisStore
     except ModuleNotFoundError as missing:
         raise StateError(
             "--state-dir redis://… needs the redis package: pip install 'headrace[redis]'."
         ) from missing
-    return await RedisStore.open(url)
+    return await RedisStore.open(url, on_commit)
 
 
 def _tls(http: HttpConfig) -> ssl.SSLContext | None:
-    """The TLS context, if HTTPS is served; ConfigError if the files are not fit for it."""
+    """Return the TLS context; None for plain HTTP. Raises ConfigError for unusable files."""
     if http.ssl_certfile is None:
         if http.ssl_keyfile is not None:
-            raise ConfigError("--ssl-keyfile goes with --ssl-certfile; give both.")
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile, too.")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
@@ -172,27 +197,32 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _sources(config: ServerConfig, listener: socket.socket) -> ModelSources:
-    """The models, those of them that outlived an earlier server, and where they are kept."""
+    """Return the models to serve, and the file that stores changes to the models.
+
+    The models are those of the last PUT /manage/desired, or else the configured models. Models that
+    were downloaded on request in an earlier run are added.
+    """
     is_one, configs, file = pinned_model(config) is not None, config.models, None
     folder = _models_folder(config, listener)
     if folder is not None and not is_one:
         file = folder / "desired.json"
         if (put_before := kept(file)) is not None:
-            say(f"headrace: the models are those that were put: {file}")
+            say(f"headrace: the models are those of the last PUT /manage/desired: {file}")
             configs = put_before
     pulls = Pulls(None if folder is None else folder / "pulled.json")
     return ModelSources(configs, pulls, lambda: reread_folder(config), file, is_one)
 
 
 def _models_folder(config: ServerConfig, listener: socket.socket) -> Path | None:
-    """The place of what is known of models that outlives the server, if it has one."""
+    """Return the folder that keeps the list of models across restarts, or None."""
     given = config.streams.state_dir
-    shared = given is not None and is_redis(given)  # streams are, and each has its own models
+    # Servers share streams in Redis, but each server has a separate list of models.
+    shared = given is not None and is_redis(given)
     return streams_folder(None if shared else given, listener.getsockname()[1])
 
 
 class _Serving:
-    """One server from start to end. Signals and lost threads set events, `_serve` acts."""
+    """Runs a server from start to end. `_serve` handles signals and failed threads."""
 
     def __init__(
         self,
@@ -202,7 +232,7 @@ class _Serving:
         store: Store,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`model` is the only one, read already; None where there may be several."""
+        """Create the server. `model` is given if the server has one model that was already read."""
         self._config = config
         self._tls = tls
         self._auth = Auth(config.http)
@@ -213,65 +243,40 @@ class _Serving:
         self._hurry = asyncio.Event()
         self._lost_thread = asyncio.Event()
 
-    async def run(self, lines: LoadLines, traces: Traces) -> int:
+    async def run(self, lines: LoadLines, metrics: Metrics) -> int:
         self._watch_signals()
         self._watch_threads()
-        metrics = Metrics()
-        metrics.traces = traces
-        make = self._maker(metrics)
         sources = _sources(self._config, self._listener)
-        configs = sources.all()
-        aliases = settled_aliases(self._config.alias, (*told_apart(self._config.models), *configs))
-        config = msgspec.structs.replace(self._config, alias=aliases)
-        hosts = tuple(map(make, configs))
-        has_keys = self._auth.num_keys > 0
-        known = functools.partial(_known_to_workers, aliases=aliases)
-        work = WorkerPool("headrace.protocols.worker", *known(hosts), has_keys)
-        generation = Generation(config, hosts, self._store, work, metrics)
-        generation.desired = Desired(
-            sources, make, lambda hosts: work.renew(*known(hosts)), generation.fleet
-        )
-        if generation.fleet.pinned is None:
-            # of one model any name is its text's, and fresh workers would keep requests waiting
-            generation.adapters.on_names = lambda: work.renew(*known(generation.fleet.hosts.all()))
-        lines.read_progress = lambda: [
-            host.loading.progress for host in generation.fleet.hosts.all()
-        ]
+        parts = (self._starter(), self._store, self._batch_store(), self._auth, metrics)
+        server = build_server(self._config, sources, self._model, *parts)
+        fleet = server.generation.fleet
+        lines.follow(lambda: [host.loading.progress for host in fleet.hosts.all()])
         try:
-            return await self._serve(generation)
+            return await self._serve(server)
         except ExceptionGroup as broken:
             logger.critical("A part of the server has failed", exc_info=broken)
-            say("headrace: a part of the server has failed, so all of it ends; start it again.")
-            _end_within(_LAST_S, exits.BROKEN)
-            return exits.BROKEN
+            say("headrace: a part of the server has failed, so the server stops; start it again.")
+            _end_within(_LAST_S, exit_codes.BROKEN)
+            return exit_codes.BROKEN
         finally:
-            await generation.fleet.close()
-            traces.close()
+            await fleet.close()
+            metrics.traces.close()
 
-    def _shelf(self) -> Shelf:
-        """The place of files and batches: with the streams, and as lasting as they are."""
+    def _batch_store(self) -> BatchStore:
+        """Return the store of files and batches, which is as durable as the store of streams."""
         given = self._config.streams.state_dir
         if given is not None and is_redis(given):
-            from headrace.batches.redis_shelf import redis_shelf
+            from headrace.batches.redis_store import redis_batch_store
 
-            return redis_shelf(self._store)
+            return redis_batch_store(self._store)
         folder = streams_folder(given, self._listener.getsockname()[1])
-        return temporary_shelf() if folder is None else folder_shelf(folder / "batches")
-
-    def _maker(self, metrics: Metrics) -> Callable[[ModelConfig], ModelHost]:
-        """The function that makes the host of a model, by its settings."""
-        config, start, first = self._config, self._starter(), self._model
-        cache_bytes = None if config.loading.models_memory_bytes is None else CACHE_BYTES
-
-        def make(model: ModelConfig) -> ModelHost:
-            if first is not None and model.model == config.models[0].model:
-                return ModelHost(model, start, metrics, first)
-            return ModelHost(model, start, Metrics(), cache_bytes=cache_bytes)
-
-        return make
+        return temporary_batch_store() if folder is None else folder_batch_store(folder / "batches")
 
     def _starter(self) -> Start:
-        """Makes the engine of a model, or several; those of one machine take turns."""
+        """Return a function that starts a model's engine or its replicas.
+
+        The engines of one machine share a lock, so that the engines take turns.
+        """
         config = self._config
         timeout_s, idle_s = config.streams.load_timeout_s, config.loading.idle_unload_s
         numbers = itertools.count()
@@ -291,19 +296,19 @@ class _Serving:
 
         return start
 
-    async def _serve(self, generation: Generation) -> int:
-        """Serves until a signal or the engine's end; ExceptionGroup if anything else ends first."""
-        app = create_app(generation, self._config, self._auth, self._shelf())
+    async def _serve(self, built: Server) -> int:
+        """Serve until a signal or the engine's end. If another part fails, raise ExceptionGroup."""
+        generation = built.generation
         name = f"{socket.gethostname()}:{self._listener.getsockname()[1]}"
         self._store.tell(lambda: about(name, generation))
         most = self._config.http.max_body_bytes + ENVELOPE_BYTES
         http = self._config.http
         bounds = Bounds(http.max_connections, http.headers_timeout_s)
-        server = HttpServer(app, _KEEP_ALIVE_S, _FAREWELL_S, self._tls, most, bounds)
+        server = HttpServer(built.app, _KEEP_ALIVE_S, _FAREWELL_S, self._tls, most, bounds)
         async with asyncio.TaskGroup() as tasks:
             generating = tasks.create_task(generation.run(), name="generation")
             serving = tasks.create_task(server.serve(sockets=[self._listener]), name="http")
-            batching = tasks.create_task(app.state.batches.run(), name="batches")
+            batching = tasks.create_task(built.batches.run(), name="batches")
             announcing = tasks.create_task(self._announce(generation), name="announce")
             works = (generating, serving, batching)
             await _first(self._stop, self._lost_thread, generation.died, *works)
@@ -312,7 +317,7 @@ class _Serving:
                 await _first(self._hurry, draining)
                 draining.cancel()
             elif not generation.died.is_set():
-                raise HeadraceError("generation, http or a thread ended unasked")
+                raise HeadraceError("Generation, HTTP or a thread ended unexpectedly.")
             code = self._verdict(generation)
             _end_within(_LAST_S, code)
             announcing.cancel()
@@ -325,7 +330,10 @@ class _Serving:
         seconds = self._config.streams.drain_s
         if number := len(generation.streams):
             streams = "1 stream has" if number == 1 else f"{number} streams have"
-            say(f"headrace: {streams} up to {seconds:g} s to end; Ctrl-C again ends at once.")
+            say(
+                f"headrace: {streams} up to {seconds:g} s to finish; "
+                "press Ctrl-C again to stop now."
+            )
         await generation.drain(seconds)
 
     def _watch_signals(self) -> None:
@@ -335,33 +343,37 @@ class _Serving:
                 loop.add_signal_handler(number, self._on_signal)
             elif self._has_files:
                 loop.add_signal_handler(number, self._reload)
-            elif signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            # Under nohup, SIGHUP is ignored.
+            elif signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal)
 
     @property
     def _has_files(self) -> bool:
-        """Whether there is something that can be read again."""
+        """Return whether there are key or certificate files to reload."""
         http = self._config.http
         return any((http.api_key_file, http.admin_key_file, http.ssl_certfile))
 
     def _reload(self) -> None:
-        """Takes keys and certificate as their files are now; connections that there are stay."""
+        """Read the keys and the certificate from their files again. Connections stay open."""
         try:
             self._auth.reload()
             if self._tls is not None:
                 _load_certificate(self._tls, self._config.http)
         except ConfigError as error:
-            logger.error("SIGHUP: %s What was read before still counts.", error)
+            logger.error(
+                "SIGHUP: %s The keys and certificate that were read before stay in force.", error
+            )
         else:
-            logger.info("SIGHUP: keys and certificate are read again")
+            logger.info("SIGHUP: keys and certificate were reloaded")
 
     def _watch_threads(self) -> None:
-        """A thread that fails, as the one that writes the store, is as bad as a lost task."""
+        """Treat a failed thread, such as the store's writer, like a failed task."""
         loop = asyncio.get_running_loop()
 
         def on_failure(lost: threading.ExceptHookArgs) -> None:
             threading.__excepthook__(lost)
-            with contextlib.suppress(RuntimeError):  # the loop has ended before
+            # The loop has already ended.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._lost_thread.set)
 
         threading.excepthook = on_failure
@@ -372,63 +384,41 @@ class _Serving:
         self._stop.set()
 
     async def _announce(self, generation: Generation) -> None:
-        """One line once the model answers; before that, a warning if anybody may ask."""
+        """Report that the server is ready. First warn if the server can be used without a key."""
         http = self._config.http
         if self._auth.is_open_to_all:
             say(
-                f"headrace: {http.host} serves other machines, and no key is asked for; give one "
-                "with HEADRACE_API_KEYS or --api-key-file."
+                f"headrace: other machines can use this server ({http.host}) without a key; "
+                "set one with HEADRACE_API_KEYS or --api-key-file."
             )
         scheme = "http" if self._tls is None else "https"
         url = f"{scheme}://{address_of(self._listener)}{http.api_prefix}"
         if (host := generation.fleet.pinned) is not None:
             ready = await host.engine.wait_until_ready()
-            if host.model.sampling_words:
-                say(f"headrace: {host.model.sampling_words}.")
-            say(_ready_line(url, host.name, ready))
-            return
-        names = ", ".join(printable(host.name) for host in generation.fleet.hosts.all())
-        say(f"Headrace is ready at {url}: models are loaded when they are asked for: {names}")
+            for sentence in host.model.load_notes:
+                say(f"headrace: {sentence}.")
+            logger.debug("%s: %s", host.name, details(ready))
+            models = printable(host.name)
+        else:
+            models = models_on_demand([host.name for host in generation.fleet.hosts.all()])
+        for line in ready_lines(url, models, is_loopback(http.host)):
+            say(line)
 
     def _verdict(self, generation: Generation) -> int:
         if not generation.died.is_set():
-            return exits.DONE
+            return exit_codes.DONE
         say(f"headrace: {generation.last_words}")
-        return exits.ENGINE if self._model and self._model.ready else exits.MODEL
-
-
-def _known_to_workers(hosts: tuple[ModelHost, ...], aliases: tuple[str, ...]) -> tuple[bytes, bool]:
-    """The models that workers begin with, and whether images need a worker of their own."""
-    # what came from the hub is not asked for there again; a path stays a name
-    known = [
-        host.local
-        if host.known and not host.paths
-        else msgspec.structs.replace(host.config, adapter=host.adapters)
-        for host in hosts
-    ]
-    return msgspec.msgpack.encode((known, aliases)), any(host.may_see_images for host in hosts)
-
-
-def _ready_line(url: str, name: str, ready: Ready) -> str:
-    target = "off" if ready.max_stall_s is None else f"{1000 * ready.max_stall_s:g} ms"
-    seqs = f"{ready.max_num_seqs} stream{'s' * (ready.max_num_seqs > 1)} at once"
-    tokens = ready.layout.num_positions
-    seqs += f", {tokens} tokens fit" * (tokens > 0)
-    return (
-        f"Headrace is ready at {url}: {printable(name)}, lane {ready.lane}, "
-        f"{ready.device} {ready.dtype}, kernels {ready.kernels} ({ready.kernels_reason}), "
-        f"context {ready.max_model_len}, {seqs}, stall target {target}"
-    )
+        return exit_codes.ENGINE if self._model and self._model.ready else exit_codes.MODEL
 
 
 def _end_within(seconds: float, code: int) -> None:
-    """Ends the process even if something keeps it from ending by itself."""
+    """End the process after `seconds`, even if the process cannot end normally."""
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
 
 
 async def _first(*things: "asyncio.Event | asyncio.Task[None]") -> None:
-    """Waits until one of them has happened."""
+    """Wait until one of the events is set or one of the tasks is done."""
     async with race(*(it if isinstance(it, asyncio.Task) else it.wait() for it in things)):
         pass

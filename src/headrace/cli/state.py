@@ -1,4 +1,4 @@
-"""Where the command keeps what outlives it: streams, and the last chat."""
+"""Chooses where the command stores streams and chats."""
 
 import os
 from pathlib import Path
@@ -10,12 +10,12 @@ def state_home() -> Path:
 
 
 def is_redis(state_dir: str) -> bool:
-    """Whether --state-dir names a Redis server rather than a folder."""
+    """Return whether --state-dir names a Redis server and not a folder."""
     return state_dir.startswith(("redis://", "rediss://", "unix://"))
 
 
 def streams_folder(state_dir: str | None, port: int) -> Path | None:
-    """Where a server keeps its streams, as --state-dir says; None: in memory."""
+    """Return the folder for streams according to --state-dir; None if streams stay in memory."""
     if state_dir is None:
         return state_home() / str(port)
     return None if state_dir == "none" else Path(state_dir)

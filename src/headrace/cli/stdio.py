@@ -1,4 +1,4 @@
-"""The standard streams: closed, in another encoding, or a terminal that shows a model's words."""
+"""Handles standard streams that are closed, that use another encoding, or that are terminals."""
 
 import io
 import os
@@ -7,12 +7,12 @@ import sys
 
 from headrace_common.errors import ConfigError
 
-# A model's words must not move the cursor, or worse.
+# Control characters in a model's text must not reach the terminal.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def make_usable() -> None:
-    """A closed stream is an empty one; what stdout's encoding has no character for is a `?`."""
+    """Replace closed streams by empty streams. Make stdout print `?` for unknown characters."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, for as long as we run
@@ -21,13 +21,13 @@ def make_usable() -> None:
 
 
 def read_stdin() -> str:
-    """The whole input; ConfigError if it is no text."""
+    """Read all of stdin. Raises ConfigError if stdin is not text in the expected encoding."""
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"stdin is not {error.encoding} (byte {error.start}: {error.object[error.start]:#x}); "
-            "convert it, for example with iconv, or set PYTHONIOENCODING to what it is."
+            "convert it, for example with iconv, or set PYTHONIOENCODING to its encoding."
         ) from None
 
 
@@ -36,5 +36,5 @@ def tame(text: str) -> str:
 
 
 def printed(text: str) -> str:
-    """A model's words as they go to stdout: a file gets them as they are."""
+    """Return a model's text for stdout. On a terminal, replace its control characters."""
     return tame(text) if sys.stdout.isatty() else text

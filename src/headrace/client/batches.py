@@ -1,4 +1,4 @@
-"""A file of lines, sent to a server as one batch and followed to its end, over restarts."""
+"""Sends a file of requests to a server as a batch, and follows the batch across reconnects."""
 
 import hashlib
 import json
@@ -22,7 +22,10 @@ _PAGE = 100
 
 
 class BatchClient:
-    """Batches of one server. `on_trouble` is told why it waits, and for how many seconds."""
+    """A client of one server's batches.
+
+    Before each wait, `on_trouble` is called with the reason and the number of seconds.
+    """
 
     def __init__(
         self, url: str, api_key: str | None, on_trouble: Callable[[str, float], None]
@@ -39,7 +42,7 @@ class BatchClient:
         self._http.close()
 
     def begun(self, digest: str) -> dict[str, Any] | None:
-        """The batch of a file of this digest, unless it came to nothing."""
+        """Return the batch of the file with this digest, unless it failed or was cancelled."""
         after: dict[str, str] = {}
         while True:
             found = self.ask("GET", "/v1/batches", params={"limit": str(_PAGE), **after})
@@ -52,7 +55,7 @@ class BatchClient:
             after = {"after": found["last_id"]}
 
     def begin(self, path: Path, digest: str, hours: int) -> dict[str, Any]:
-        """A new batch of a file's lines."""
+        """Upload a file and create its batch."""
         with path.open("rb") as file:
             sent = self.ask(
                 "POST", "/v1/files", data={"purpose": "batch"},
@@ -67,7 +70,7 @@ class BatchClient:
         return self.ask("POST", "/v1/batches", json=wish)
 
     def follow(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The batch as it comes along, until it has ended; it waits for a server that is away."""
+        """Yield the batch whenever it changes, until it has ended. Retry if no server answers."""
         while True:
             yield batch
             if batch["status"] in ENDED:
@@ -82,7 +85,10 @@ class BatchClient:
         return self.ask("POST", f"/v1/batches/{batch['id']}/cancel")
 
     def results(self, file_id: str | None) -> Iterator[bytes]:
-        """The bytes of a file of results, each once, over lost connections; none without a file."""
+        """Yield each byte of a results file once, even if connections are lost.
+
+        Yields nothing if `file_id` is None.
+        """
         num_given = 0
         while file_id is not None:
             try:
@@ -107,13 +113,13 @@ class BatchClient:
             raise Unreachable(reason_of(error)) from error
 
     def _bear(self, error: Unreachable | Refused) -> None:
-        """Tells of what mends itself; raises everything else."""
+        """Report an error that can be temporary; raise any other error."""
         if isinstance(error, Refused) and error.status not in MEND_THEMSELVES:
             raise error
         self._on_trouble(str(error), POLL_S)
 
     def ask(self, method: str, path: str, **sent: Any) -> dict[str, Any]:
-        """The server's answer; Refused, or Unreachable."""
+        """Send a request and return the answer. Raises Refused or Unreachable."""
         try:
             answer = self._http.request(method, path, **sent)
         except LOST as error:
@@ -129,7 +135,7 @@ def digest_of(path: Path) -> str:
 
 
 def route_of(path: Path) -> str:
-    """The url of the first line, which is that of all."""
+    """Return the `url` of the file's first line. All lines must have the same `url`."""
     with path.open("rb") as file:
         first = next((line for line in file if line.strip()), b"")
     try:

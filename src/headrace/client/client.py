@@ -1,10 +1,13 @@
-"""The blocking client: what `following` decides. Written by tools/make_sync_client.py."""
+"""The blocking client: sends the requests of `following` with httpx.
+
+Written from async_client.py by tools/make_sync_client.py.
+"""
 
 import contextlib
 import time
 import weakref
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 from urllib.parse import quote
 
 import httpx
@@ -38,78 +41,181 @@ from headrace.client.http import (
     to_send,
 )
 from headrace.client.pacing import Pacing
+from headrace.client.several import answers
 from headrace.client.vectors import embedding_request, ranking_request, to_ranking, to_vectors
-from headrace_common.answer import Answer, Messages, Piece, Ranked, asked_for
+from headrace_common.answer import Answer, Messages, Piece, Ranked, are_several, asked_for
+from headrace_common.sampling_options import SamplingOptions, with_options
+
+if TYPE_CHECKING:
+    from numpy import float32
+    from numpy.typing import NDArray
 
 
 class Client:
-    """A Headrace server, over connections that may break: they are made again by themselves.
+    """A client of a Headrace server. The client reconnects automatically.
 
-    `patience_s` is how long a server may stay away, once it has answered. `on_trouble` gets why
-    a call waits, and for how long, before it connects again.
+    If a server that has answered before is gone, the client waits for it up to `patience_s`
+    seconds. Before each wait, the client calls `on_trouble` with the reason and the seconds.
     """
 
     def __init__(
-        self, url: str = URL, api_key: str | None = None, patience_s: float = PATIENCE_S
+        self,
+        url: str = URL,
+        api_key: str | None = None,
+        patience_s: float = PATIENCE_S,
+        on_trouble: OnTrouble = bear,
     ) -> None:
-        self.on_trouble: OnTrouble = bear
+        self.on_trouble = on_trouble
         self.url = to_address(url)
         headers = key_header(api_key)
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT)
         self._patience_s = to_patience(patience_s)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
-    def chat(self, messages: Messages | str, **fields: Any) -> Answer:
-        """Answers the last message; a string is the only one."""
-        return self.stream(messages, **fields).answer()
+    @overload
+    def chat(
+        self,
+        messages: Messages | str,
+        *,
+        options: SamplingOptions | None = None,
+        progress: bool = False,
+        **fields: Any,
+    ) -> Answer: ...
 
-    def completions(self, prompt: str | list[Any], **fields: Any) -> Answer:
-        """Continues raw text, without a chat template; of several prompts, all choices in order."""
-        return self.stream(prompt=prompt, **fields).answer()
+    @overload
+    def chat(
+        self,
+        messages: list[Messages] | list[str],
+        *,
+        options: SamplingOptions | None = None,
+        progress: bool = False,
+        **fields: Any,
+    ) -> list[Answer]: ...
+
+    def chat(
+        self,
+        messages: Any,
+        *,
+        options: SamplingOptions | None = None,
+        progress: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """Answer the last message of a conversation, or of each conversation in a list.
+
+        Args:
+            messages: Messages as in OpenAI's API. A string is one message of the user. A list of
+                strings or of conversations is sent as one request each, at the same time.
+            options: Options of the answers.
+            progress: Whether to show a progress bar on stderr if there are several conversations.
+            **fields: Fields of `/v1/chat/completions`. They take precedence over `options`.
+
+        Returns:
+            One Answer, or a list of Answers in the order of the conversations.
+
+        Example:
+            >>> answer = client.chat("Name five animals.", temperature=0)
+            >>> answer.text
+        """
+        if are_several(messages):
+            asked = [self.stream(one, options=options, **fields) for one in messages]
+            return answers(asked, progress)
+        return self.stream(messages, options=options, **fields).answer()
+
+    def completions(
+        self, prompt: str | list[Any], *, options: SamplingOptions | None = None, **fields: Any
+    ) -> Answer:
+        """Continue raw text without a template.
+
+        Args:
+            prompt: A text or a list of token ids, or a list of such prompts.
+            options: Options of the answer.
+            **fields: Fields of `/v1/completions`. They take precedence over `options`.
+
+        Returns:
+            One Answer with the choices of all prompts in order.
+
+        Example:
+            >>> answer = client.completions("1, 2, 3, 4,", max_tokens=8)
+            >>> answer.text
+        """
+        return self.stream(prompt=prompt, options=options, **fields).answer()
 
     def stream(
         self,
         messages: Messages | str | None = None,
         *,
         prompt: str | list[Any] | None = None,
+        options: SamplingOptions | None = None,
         **fields: Any,
     ) -> "Stream":
-        """An answer to messages, or to a raw `prompt`, as it comes.
+        """Stream the answer to messages or to a raw `prompt`.
 
-        Leaving its loop, or its `with` block, early stops it on the server.
+        The server stops the stream if the caller leaves its loop or its `with` block early.
+
+        Args:
+            messages: Messages as in `chat`, for one conversation.
+            prompt: Raw text or token ids as in `completions`, instead of messages.
+            options: Options of the answer.
+            **fields: Fields of the route. They take precedence over `options`.
+
+        Example:
+            >>> for piece in client.stream("Count from 1 to 5."):
+            ...     print(piece.text, end="")
         """
-        post = new_request({**asked_for(messages, prompt), **fields})
+        asked = asked_for(messages, prompt)
+        post = new_request({**asked, **with_options(fields, options, is_chat=prompt is None)})
         return self._stream(StreamFollower(post, "", -1, self._patience_s))
 
     def attach(self, stream_id: str, after: int = -1) -> "Stream":
-        """A stream that runs or has ended, behind a cursor. Leaving it does not stop it."""
+        """Follow an existing stream from after event `after`.
+
+        Leaving the Stream does not stop the stream on the server.
+        """
         return self._stream(attached(stream_id, after, self._patience_s))
 
-    def embed(self, input: str | list[Any], **fields: Any) -> Any:
-        """The vector of a text or of token ids, or one for each of several; of length 1."""
+    def embed(self, input: str | list[Any], **fields: Any) -> "NDArray[float32]":
+        """Return the vector of one input, or a matrix with one row for each input of a list.
+
+        Args:
+            input: A text or a list of token ids, or a list of such inputs.
+            **fields: Fields of `/v1/embeddings`, such as `dimensions`.
+
+        Returns:
+            Numbers as float32. Vectors have length 1 if the model normalizes them.
+
+        Example:
+            >>> vectors = client.embed(["A wheel.", "A mill."])
+            >>> vectors[0] @ vectors[1]
+        """
         return to_vectors(self._do(embedding_request(input, fields)), input)
 
     def rerank(self, query: str, documents: list[Any], **fields: Any) -> list[Ranked]:
-        """The documents, texts or objects with a text, by relevance, the most relevant first."""
+        """Rank documents (texts or objects with `text`) by relevance, most relevant first."""
         return to_ranking(self._do(ranking_request(query, documents, fields)))
 
     def stop(self, stream_id: str) -> None:
-        """Ends a stream wherever it is; its events so far stay readable. Refused for no stream."""
+        """Stop a stream on the server; earlier events stay readable.
+
+        Raises Refused if the server has no such stream.
+        """
         self._ask("POST", f"{path_of(stream_id)}/cancel")
 
     def models(self) -> list[str]:
-        """The names that may be asked for; the first is served if none is."""
+        """Return the names of the models. The first model answers requests without a model."""
         return [str(entry["id"]) for entry in (self._ask("GET", "/v1/models"))["data"]]
 
     def model(self, name: str) -> dict[str, Any]:
-        """One of them as the server tells of it: context, size, and what goes into it."""
+        """Return the server's description of a model: context length, size and input types."""
         return self._ask("GET", f"/v1/models/{quote(name)}")
 
     def close(self) -> None:
-        """Leaves the streams that are still followed, then the server."""
+        """Leave the streams that this client still follows, and then close the connections."""
         for stream in list(self._streams):
             stream.leave()
         self._http.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
 
     def __enter__(self) -> "Client":
         return self
@@ -130,7 +236,7 @@ class Client:
 
 
 class Stream:
-    """One answer. Iterated, it gives pieces; `updates` gives all that is known."""
+    """One answer. Iteration yields pieces of text; `updates` yields every event."""
 
     def __init__(
         self, http: httpx.Client, following: StreamFollower, on_trouble: OnTrouble
@@ -142,17 +248,17 @@ class Stream:
 
     @property
     def id(self) -> str:
-        """Empty until the request was admitted."""
+        """The stream's id; empty until the server has accepted the request."""
         return self._following.stream_id
 
     @property
     def cursor(self) -> int:
-        """Number of the last event that was taken; `attach` goes on behind it."""
+        """The number of the last event that was read. `attach` continues after this event."""
         return self._following.cursor
 
     @property
     def mode(self) -> str:
-        """fresh: the answer stands alone; continue: it is to be appended to the last message."""
+        """`fresh` if the answer is a new message, `continue` if it extends the last message."""
         return self._following.mode
 
     def __iter__(self) -> Generator[Piece, None, None]:
@@ -165,10 +271,11 @@ class Stream:
             _close(updates)
 
     def updates(self) -> Generator[Update, None, None]:
-        """Every event once, over as many connections as it takes, and heartbeats in between."""
+        """Yield each event exactly once, plus heartbeats; reconnect if the connection is lost."""
         self._following.check_unread()
         updates = self._follow()
-        self._updates = weakref.ref(updates)  # who drops the loop leaves it
+        # A weak reference, so that an abandoned generator is collected and the stream is left.
+        self._updates = weakref.ref(updates)
         return updates
 
     def _follow(self) -> Generator[Update, None, None]:
@@ -185,7 +292,7 @@ class Stream:
                 self.stop()
 
     def answer(self) -> Answer:
-        """The whole answer, once it has ended."""
+        """Return the whole answer when the stream has ended."""
         if not self._following.has_ended:
             for _ in self.updates():
                 pass
@@ -194,7 +301,7 @@ class Stream:
         return Answer.of(to_response(state))
 
     def stop(self) -> None:
-        """Ends it on the server, in a few tries; nothing to do once it has ended."""
+        """Stop the stream on the server, with a few retries. Do nothing if the stream has ended."""
         following, pacing = self._following, self._following.stop_pacing()
         with contextlib.suppress(Refused, Unreachable):
             while (asked := following.stop_request()) is not None:
@@ -214,7 +321,7 @@ class Stream:
         self.leave()
 
     def leave(self) -> None:
-        """Follows it no further, which stops a stream of ours."""
+        """Stop following. If this object started the stream, the server stops the stream too."""
         updates = self._updates() if self._updates else None
         if updates is not None:
             _close(updates)
@@ -249,14 +356,14 @@ class Stream:
 
 
 def _close(updates: Any) -> None:
-    """Ends the iteration, which stops a stream of ours."""
+    """End the iteration. The iteration then stops the stream if this client started the stream."""
     updates.close()
 
 
 def _ask(
     http: httpx.Client, sent: HttpRequest, pacing: Pacing, on_trouble: OnTrouble
 ) -> dict[str, Any]:
-    """The object that the server answers with, as soon as it does."""
+    """Send a request, with retries, and return the JSON object in the server's answer."""
     if http.is_closed:
         raise closed()
     while True:

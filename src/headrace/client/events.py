@@ -1,4 +1,4 @@
-"""The events of a stream as they come over HTTP, and their bytes as server-sent events."""
+"""The events of a stream as the client receives them, and the parser of server-sent events."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,14 +7,14 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, kw_only=True):
-    """Root of the union; `seq` counts the events of a stream from 0."""
+    """The base of all events. `seq` numbers the events of a stream from 0."""
 
     seq: int
     at_ms: int
 
 
 class Accepted(Event, frozen=True):
-    """Always the first. Mode: fresh, or continue the last message of the request."""
+    """The first event. In mode `continue`, the answer continues the request's last message."""
 
     id: str
     model: str
@@ -24,7 +24,7 @@ class Accepted(Event, frozen=True):
 
 
 class Queued(Event, frozen=True):
-    """Waits for its turn: 1 is next."""
+    """The request waits in the queue; position 1 is next."""
 
     position: int
     waiting: int
@@ -32,7 +32,7 @@ class Queued(Event, frozen=True):
 
 
 class Progress(Event, frozen=True):
-    """`processed` of `total` prompt tokens are done, `cache` of them taken from the cache."""
+    """`processed` of `total` prompt tokens are done, `cache` of them from the prefix cache."""
 
     choice: int
     total: int
@@ -42,12 +42,14 @@ class Progress(Event, frozen=True):
 
 
 class TextPiece(msgspec.Struct, frozen=True):
-    """More text of one channel: content, reasoning, or the arguments of a tool call."""
+    """New text of one channel: content, reasoning, or the arguments of a tool call."""
 
     text: str
     channel: str = "content"
-    call: int = -1  # tool calls are counted from 0 within their choice
-    name: str = ""  # of a tool, where its call begins
+    # The number of the tool call within its choice, from 0; -1 for other channels.
+    call: int = -1
+    # The name of the tool, in the first piece of its call.
+    name: str = ""
 
 
 class End(msgspec.Struct, frozen=True):
@@ -64,23 +66,23 @@ class Tokens(Event, frozen=True):
 
 
 class Finish(Event, frozen=True):
-    """The end of a whole answer."""
+    """The answer is complete."""
 
 
 class Error(Event, frozen=True):
-    """The end of one that was cut."""
+    """An error ended the answer early."""
 
     code: str
     message: str
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """The server lives, and the stream waits.
+    """The server is alive, and the stream is waiting.
 
-    While the engine is started again, `state` is recovering and `attempt` counts the starts. While
-    the model is loaded, `state` is loading, `progress` the share of its weights in memory and
-    `stage` what the load does, in words.
-    `seq` is set if the log has it as an event.
+    While the engine restarts, `state` is `recovering` and `attempt` counts the starts. While the
+    model is loading, `state` is `loading`. Then `progress` is the fraction of the weights in
+    memory, and `stage` names the stage of the load. `seq` is set if the stream's log contains the
+    heartbeat as an event.
     """
 
     state: str
@@ -98,7 +100,7 @@ _decode_beat = msgspec.json.Decoder(Heartbeat).decode
 
 
 class SseFrame(NamedTuple):
-    """A server-sent event as it came."""
+    """A server-sent event."""
 
     id: str
     kind: str
@@ -106,10 +108,10 @@ class SseFrame(NamedTuple):
 
 
 class EventReader:
-    """Fed with the bytes of one connection as they come; gives the events they complete.
+    """Parses the bytes of one connection and yields the complete events.
 
-    What has no id is about the connection: heartbeats, which may be events as well, and notices,
-    which are passed over like the kinds of a later server.
+    Frames without an id describe the connection. Such a frame is a heartbeat or a notice. Notices
+    are skipped, as are unknown kinds of events from a newer server.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""One stream from its request to its end, over as many connections as it takes; no I/O.
+"""Follows one stream from its request to its end, across reconnects. Does no I/O.
 
-A request names itself by an idempotency key, so that it can be sent again when its answer was
-lost, and so that its stream survives its client. Its answer is read as the stream's events, behind
-a cursor that moves once an event has been applied.
+A request carries an idempotency key. If the answer was lost, the request can therefore be sent
+again, and the stream survives the client. The answer is read as the stream's events. The cursor
+moves past each event after the event was applied.
 """
 
 import enum
@@ -23,7 +23,7 @@ ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 
 
 _MENDS = ("server_shutdown", "server_overloaded", "model_loading", "engine_failed")
-"""Errors, told in an answer that had begun before there was a stream, after which to ask again."""
+"""Codes of errors before the stream exists, after which the client sends the request again."""
 
 _STOP_PATIENCE_S = 2.0
 
@@ -35,19 +35,21 @@ class HttpRequest(NamedTuple):
     path: str
     headers: dict[str, str] = {}
     body: bytes = b""
-    timeout_s: float = 30.0  # of silence: several heartbeats
+    # The longest silence before the connection counts as lost. It is several heartbeats long.
+    timeout_s: float = 30.0
 
 
 class NextAction(enum.Enum):
-    """The next action with an answer whose status and headers are known."""
+    """The next action after the status and the headers of an answer."""
 
-    READ = enum.auto()  # its body holds events
+    # The body contains events.
+    READ = enum.auto()
     LEAVE = enum.auto()
     REFUSED = enum.auto()
 
 
 class StreamFollower:
-    """Made for a request, or for a stream that runs already."""
+    """The state of one stream, which is either requested by this client or exists already."""
 
     def __init__(
         self, post: HttpRequest | None, stream_id: str, after: int, patience_s: float
@@ -56,10 +58,12 @@ class StreamFollower:
         self.cursor = after
         self.mode = ""
         self.has_ended = False
-        self.is_ours = post is not None  # leaving it early stops it
+        # True if leaving the stream early stops the stream.
+        self.is_ours = post is not None
         self._post = post
         self._was_sent = False
-        self._awaits_name = False  # the request was taken, and its stream has no id yet
+        # True if the server has accepted the request but the stream has no id yet.
+        self._awaits_name = False
         self._has_asked_to_stop = False
         self._was_stop_heard = False
         self._patience_s = patience_s
@@ -68,16 +72,16 @@ class StreamFollower:
 
     @property
     def pause_s(self) -> float:
-        """Seconds to wait before the next request."""
+        """Return the seconds to wait before the next request."""
         return self._pacing.pause_s
 
     @property
     def trouble(self) -> str:
-        """Why there is a pause."""
+        """Return the reason for the pause."""
         return self._pacing.reason
 
     def request(self) -> HttpRequest:
-        """The request to send now."""
+        """Return the request to send now."""
         self._reader = EventReader()
         self._awaits_name = False
         if not self.stream_id:
@@ -99,21 +103,24 @@ class StreamFollower:
             return NextAction.READ
         self.stream_id = headers.get("x-stream-id", "")
         if not self.stream_id and "x-headrace-loading" not in headers:
-            raise Refused(status, "The answer names no stream; it is not Headrace.", "unknown")
+            raise Refused(
+                status, "The answer names no stream; the server is not Headrace.", "unknown"
+            )
         self._pacing.arrived()
         if ignored := headers.get("x-headrace-ignored"):
             raise _unknown_fields(ignored)
-        # while a model is loaded there is no stream, and the first frame with an id will name it
+        # While a model is loading, no stream exists yet. The first frame with an id names the
+        # stream.
         self._awaits_name = not self.stream_id
         return NextAction.READ if self._awaits_name else NextAction.LEAVE
 
     @property
     def can_leave(self) -> bool:
-        """Whether what is being read has said all that was asked."""
+        """Return whether the connection was needed only for the stream's id, which is now known."""
         return self._awaits_name and bool(self.stream_id)
 
     def feed(self, data: bytes) -> Iterator[Update]:
-        """Yields each new update, to be followed by `applied`."""
+        """Parse bytes and yield each new update. The caller calls `applied` after each update."""
         if self._awaits_name:
             yield from self._name(data)
             return
@@ -135,7 +142,7 @@ class StreamFollower:
             yield Heartbeat("loading")
 
     def applied(self, event: Update) -> None:
-        """Moves the cursor; StreamFailed if this was the end of a stream that others cut."""
+        """Move the cursor past `event`. Raises StreamFailed if the stream ended with an error."""
         if event.seq is None:
             return
         self.cursor = event.seq
@@ -146,16 +153,16 @@ class StreamFollower:
             raise StreamFailed(event.code, event.message)
 
     def refused(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Refused, unless another try may help."""
+        """Handle an error status. Raises Refused unless another attempt can succeed."""
         self._pacing.refused(status, headers, body)
 
     def broke(self, was_connected: bool, reason: str) -> None:
-        """The connection ended. Unreachable if there is no server, or none for too long."""
+        """Handle the end of a connection. Raises Unreachable if no server answered for too long."""
         if not self.has_ended:
             self._pacing.broke(was_connected, reason)
 
     def pacing(self) -> Pacing:
-        """The pacing of other requests about the stream."""
+        """Return the retry policy for other requests about this stream."""
         return Pacing(self._patience_s, has_contact=True)
 
     def check_unread(self) -> None:
@@ -163,16 +170,17 @@ class StreamFollower:
             message = "The stream was read to its end; client.attach(stream.id) reads it again."
             raise RequestFailed("stream_was_read", message)
 
-    # stopping
+    # The methods below stop the stream.
 
     def stop_request(self) -> HttpRequest | None:
-        """The request that is left to send so that the stream stops; None if there is none."""
+        """Return the request that stops the stream, or None if no request is needed."""
         if self.has_ended or self._was_stop_heard:
             return None
         if self.stream_id:
             self._has_asked_to_stop = True
             return HttpRequest("POST", f"{path_of(self.stream_id)}/cancel")
-        return self._post if self._was_sent else None  # its answer says which one to stop
+        # The answer to the repeated request names the stream to stop.
+        return self._post if self._was_sent else None
 
     def stop_answered(self, status: int, headers: Mapping[str, str]) -> None:
         self._was_stop_heard = self._has_asked_to_stop and status not in MEND_THEMSELVES
@@ -180,12 +188,12 @@ class StreamFollower:
         self._was_sent = False
 
     def stop_pacing(self) -> Pacing:
-        """The pacing of a stop: a few tries, for who leaves does not want to wait."""
+        """Return the retry policy for stop requests: few attempts, as the caller is leaving."""
         return Pacing(min(self._patience_s, _STOP_PATIENCE_S), has_contact=True)
 
 
 def new_request(fields: dict[str, Any]) -> HttpRequest:
-    """The request that opens a stream; the same bytes and key every time it is sent."""
+    """Return the request that opens a stream. Each attempt sends the same bytes and key."""
     route = next(ROUTES[name] for name in ROUTES if name in fields)
     body = to_body({"return_token_ids": True, **fields, "stream": True})
     headers = {"Content-Type": "application/json", "Idempotency-Key": secrets.token_hex(16)}
@@ -193,7 +201,7 @@ def new_request(fields: dict[str, Any]) -> HttpRequest:
 
 
 def to_body(fields: dict[str, Any]) -> bytes:
-    """RequestFailed if a field cannot be sent."""
+    """Encode the fields as JSON. Raises RequestFailed if a field cannot be encoded."""
     for name, value in fields.items():
         _check_numbers(value, name)
     try:
@@ -218,7 +226,7 @@ def path_of(stream_id: str) -> str:
 
 
 def _check_numbers(value: Any, name: str) -> None:
-    """JSON has no NaN and no infinity; they would be sent as null."""
+    """Refuse NaN and infinity. JSON has neither, so both would be sent as null."""
     if isinstance(value, float) and not math.isfinite(value):
         message = f"{name} is {value}; give a finite number."
         raise RequestFailed("invalid_value", message, name)

@@ -1,4 +1,4 @@
-"""Common parts of both clients: defaults, addresses, keys, and the answers they give."""
+"""Code that both clients share: defaults, URLs, API keys and response parsing."""
 
 import re
 from collections.abc import Callable
@@ -16,14 +16,15 @@ from headrace_common.errors import ConfigError, RequestFailed, StreamFailed
 
 URL = "http://127.0.0.1:8000"
 PATIENCE_S = 300.0
-TIMEOUT = httpx.Timeout(30.0, connect=10.0, pool=None)  # to read: several heartbeats
+# The read timeout is as long as several heartbeats.
+TIMEOUT = httpx.Timeout(30.0, connect=10.0, pool=None)
 NOT_MADE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)
-"""A connection that could not be made."""
+"""Exceptions if a connection could not be made."""
 LOST = (*NOT_MADE, httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
-"""A connection that could not be made, or that broke."""
+"""Exceptions if a connection could not be made or was lost."""
 
 OnTrouble = Callable[[str, float], None]
-"""Told why something waits, and for how many seconds."""
+"""A callback that gets the reason and the number of seconds before each wait."""
 
 _ROUTE = re.compile(r"/v1(/.*)?$")
 _NO_HOST = re.compile(r"[\s\\<>^`{|}\"]|:$")
@@ -31,11 +32,11 @@ _ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 
 
 def bear(reason: str, pause_s: float) -> None:
-    """Waits in silence."""
+    """Do nothing. This is the default for `on_trouble`."""
 
 
 def to_address(url: str) -> str:
-    """The server's root: http:// is put before it if need be; /v1 and what follows it goes."""
+    """Return the server's root URL. Add a missing `http://`; remove `/v1` and any later path."""
     if not isinstance(url, str):
         raise ConfigError(f"url must be a string such as {URL}, not {url!r}.")
     text = url.strip() if "://" in url else f"http://{url.strip()}"
@@ -65,7 +66,8 @@ def key_header(api_key: str | None) -> dict[str, str]:
 
 def to_patience(seconds: float) -> float:
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds >= 0:  # NaN is not
+    # `>=` is false for NaN.
+    if not is_number or not seconds >= 0:
         raise ConfigError(f"patience_s must be a number of seconds, at least 0, not {seconds!r}.")
     return seconds
 
@@ -75,18 +77,18 @@ def closed() -> RequestFailed:
 
 
 def reason_of(error: httpx.TransportError) -> str:
-    """Why there is no connection, with the address if there never was one."""
+    """Describe a transport error. Name the server's address if no connection was made."""
     words = _ERROR_NUMBER.sub("", str(error)) or type(error).__name__
     if "peer closed" in words or "disconnected" in words:
         words = "closed by the other end"
     address = error.request.url.netloc.decode()
     if words.startswith("[SSL") and "CERTIFICATE" not in words:
-        words = f"it does not speak https; write http://{address}"
+        words = f"the server does not speak https; write http://{address}"
     return f"{address}: {words}" if isinstance(error, NOT_MADE) else words
 
 
 def to_object(body: bytes) -> dict[str, Any]:
-    """The server's answer as an object; Refused if it is no JSON object."""
+    """Parse an answer as a JSON object. Raises Refused if the answer is not a JSON object."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -108,7 +110,10 @@ def to_send(http: httpx.Client | httpx.AsyncClient, sent: HttpRequest) -> httpx.
 
 
 def to_response(state: dict[str, Any]) -> dict[str, Any]:
-    """The whole body of a stream that has ended; StreamFailed if it was cut."""
+    """Return the complete answer of an ended stream.
+
+    Raises StreamFailed if the stream ended early.
+    """
     if "response" in state:
         return dict(state["response"])
     error = state.get("error", {})

@@ -1,4 +1,4 @@
-"""When to try again, and when to stop trying; knows no clock and no socket."""
+"""Decides when a client tries again and when it gives up. Uses neither a clock nor a socket."""
 
 from collections.abc import Mapping
 
@@ -8,29 +8,31 @@ from headrace.client.errors import Refused, Unreachable
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 MEND_THEMSELVES = (408, 425, 429, 502, 503, 504)
-"""Statuses of a server that is busy or starts, and of a balancer whose server went."""
-_MAX_BLIND_TRIES = 4  # for something that listens but has never answered
+"""Statuses of a busy or starting server, and of a load balancer whose server is down."""
+# The maximum number of attempts on a port that accepts connections but has never answered.
+_MAX_BLIND_TRIES = 4
 
 
 class Pacing:
-    """The pauses of one undertaking: 0.25 s doubling to 5 s while nothing comes."""
+    """The pauses of one operation: first 0.25 s, then doubled up to 5 s until progress is made."""
 
     def __init__(self, patience_s: float, has_contact: bool = False) -> None:
         self.pause_s = 0.0
         self.reason = ""
         self._patience_s = patience_s
-        self._has_contact = has_contact  # whether the server ever answered
+        # True if the server has ever answered.
+        self._has_contact = has_contact
         self._num_failures = 0
         self._waited_s = 0.0
 
     def arrived(self) -> None:
-        """Something new came."""
+        """Reset the pauses, because new data arrived."""
         self._has_contact = True
         self._num_failures = 0
         self._waited_s = self.pause_s = 0.0
 
     def broke(self, was_connected: bool, reason: str) -> None:
-        """The connection could not be made, broke, or ended too early."""
+        """Plan a pause after a connection that could not be made, was lost, or ended too early."""
         if not self._has_contact:
             if not was_connected:
                 raise Unreachable(
@@ -42,7 +44,7 @@ class Pacing:
         self._wait(0.0, f"connection lost ({reason})")
 
     def refused(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Waits for what mends itself; Refused for everything else."""
+        """Plan a pause if the status can be temporary; otherwise raise Refused."""
         self._has_contact = True
         error = refusal(status, body)
         if status not in MEND_THEMSELVES:
@@ -67,7 +69,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def refusal(status: int, body: bytes) -> Refused:
-    """The refusal that the body of an error states."""
+    """Return the error in an answer's body."""
     try:
         error = msgspec.json.decode(body)["error"]
         return Refused(status, error["message"], error["code"], error.get("param"))

@@ -1,9 +1,8 @@
-"""Embeddings, packed, and rankings as the clients ask for them; no I/O."""
+"""Builds embedding and rerank requests and parses the responses. Does no I/O."""
 
 import base64
 import binascii
-from array import array
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -11,7 +10,12 @@ from headrace.client.errors import Refused
 from headrace.client.following import HttpRequest, to_body
 from headrace_common.answer import Ranked
 
-_WORK_TIMEOUT_S = 3600.0  # a batch says nothing until all of it is done
+if TYPE_CHECKING:
+    from numpy import float32
+    from numpy.typing import NDArray
+
+# The time is long, because the server sends nothing until all vectors are computed.
+_WORK_TIMEOUT_S = 3600.0
 
 
 def embedding_request(input: Any, fields: dict[str, Any]) -> HttpRequest:
@@ -28,23 +32,29 @@ def _request(path: str, fields: dict[str, Any]) -> HttpRequest:
     return HttpRequest("POST", path, headers, to_body(fields), _WORK_TIMEOUT_S)
 
 
-def to_vectors(answer: dict[str, Any], input: Any) -> Any:
-    """One vector, or for several inputs a list of them; Refused if the answer holds none."""
+def to_vectors(answer: dict[str, Any], input: Any) -> "NDArray[float32]":
+    """Return one vector, or a matrix with one row for each input of a list.
+
+    Raises Refused if the answer has no vectors.
+    """
+    # Most programs with a client embed nothing, so that they need not wait for this import.
+    import numpy as np
+
     try:
         entries = msgspec.convert(answer["data"], list[dict[str, Any]])
-        vectors = [
-            array("f", base64.b64decode(entry["embedding"], validate=True)).tolist()
+        rows = [
+            np.frombuffer(base64.b64decode(entry["embedding"], validate=True), np.float32)
             for entry in sorted(entries, key=lambda entry: int(entry["index"]))
         ]
         are_several = isinstance(input, list | tuple) and not isinstance(input[0], int)
-        return vectors if are_several else vectors[0]
+        return np.stack(rows) if are_several else rows[0].copy()
     except (LookupError, TypeError, ValueError, binascii.Error):
         message = "The answer holds no embeddings; this server is not Headrace."
         raise Refused(200, message, "unknown") from None
 
 
 def to_ranking(answer: dict[str, Any]) -> list[Ranked]:
-    """The most relevant first; Refused if the answer holds none."""
+    """Return the ranking, most relevant first. Raises Refused if the answer has no ranking."""
     try:
         return msgspec.convert(answer["results"], list[Ranked])
     except (LookupError, TypeError, msgspec.ValidationError):

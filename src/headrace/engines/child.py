@@ -1,4 +1,4 @@
-"""One engine process as its parent sees it: spawn, talk, last words, kill."""
+"""Runs one engine process: spawns it, exchanges messages with it, and reports how it ended."""
 
 import asyncio
 import collections
@@ -26,47 +26,50 @@ _LAST_WORDS_S = 1.0
 _STDERR_S = 3.0
 _POLL_S = 0.01
 ENVIRONMENT = {
-    # OpenMP reads this when torch loads. By default its threads spin for milliseconds before each
-    # loop, and a spinning thread keeps a core from threads that have work.
+    # OpenMP reads this variable when torch loads. By default, OpenMP's threads spin for
+    # milliseconds before each loop, and a spinning thread keeps a core from threads with work.
     "GOMP_SPINCOUNT": "5000",
-    # torch asks the system for pages of 2 MiB: many small ones are slower to read.
+    # With this variable, torch asks the system for pages of 2 MiB. Small pages are slower to read.
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""Added to the environment of an engine's process; variables that the user sets win."""
+"""Variables added to an engine's environment. The user's variables take precedence."""
 
 
 class Child:
-    """A running engine process in a group of its own. Made by `spawn`."""
+    """An engine process in a separate process group, created by `spawn`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, ours: socket.socket, step_record: StepRecord
+        self, process: asyncio.subprocess.Process, local: socket.socket, step_record: StepRecord
     ) -> None:
         self.step_record = step_record
         self._process = process
-        self._was_killed = False  # by us
+        # True if this class sent the kill signal.
+        self._was_killed = False
         self._suspects: tuple[SequenceId, ...] = ()
-        self._socket = ours
-        self.reader: asyncio.StreamReader  # of its messages, until it closes its end
+        self._socket = local
+        # The stream of the engine's messages. It ends when the engine closes its end of the socket.
+        self.reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def spawn(cls, number: int = 0, lock_fds: tuple[int, ...] = ()) -> "Child":
-        """`lock_fds` are of the files that engines share, and `number` is this one's.
+        """Start an engine process.
 
-        OSError if the system is out of processes, descriptors or memory; leaves nothing
-        open.
+        `number` is the engine's index among the engines of this server. `lock_fds` are descriptors
+        of the lock files that the server's engines share. Raises OSError if the system lacks
+        processes, descriptors or memory; no descriptor stays open then.
         """
         with contextlib.ExitStack() as undo:
-            ours, theirs = socket.socketpair()
-            undo.enter_context(ours)
-            with theirs:
+            local, remote = socket.socketpair()
+            undo.enter_context(local)
+            with remote:
                 step_record = StepRecord()
                 undo.callback(step_record.close)
-                process = await _start(theirs.fileno(), step_record.fd, number, lock_fds)
-            child = cls(process, ours, step_record)
-            child.reader, child._writer = await asyncio.open_connection(sock=ours)
+                process = await _start(remote.fileno(), step_record.fd, number, lock_fds)
+            child = cls(process, local, step_record)
+            child.reader, child._writer = await asyncio.open_connection(sock=local)
             undo.pop_all()
         return child
 
@@ -75,46 +78,54 @@ class Child:
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Never blocks; messages to a dead process are dropped."""
+        """Send without blocking; messages to a dead process are dropped."""
         if not self._writer.is_closing():
             self._writer.write(wire.encode(message))
 
     def kill(self) -> None:
-        """Kills the process and everything it started."""
+        """Kill the process group."""
         if self._process.returncode is None:
             self._was_killed = not self._is_stopped()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _is_stopped(self) -> bool:
-        """Whether somebody stopped it, as with SIGSTOP: then the hang is not its own fault."""
+        """Return whether a user or a program stopped the process, for example with SIGSTOP.
+
+        A stopped process cannot answer pings, so its silence is not the engine's fault.
+        """
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:  # not Linux: there is no way to tell
+        # Systems other than Linux have no such file.
+        except OSError:
             return False
         return stat.rpartition(")")[2].split()[0] in "Tt"
 
     async def end(self) -> None:
-        """Waits for a process that is ending, kills one that is not, and frees what it held."""
+        """Wait briefly for the process to exit, then kill it if necessary. Free its resources."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._exit()
         self.kill()
         await self._exit()
         self._writer.close()
-        with contextlib.suppress(TimeoutError):  # a process it started may still hold its stderr
+        # A process that the engine started can still hold the engine's stderr open.
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STDERR_S):
                 await self._listening
         self._suspects = self.step_record.read()
         self.step_record.close()
 
     async def _exit(self) -> None:
-        # NOTE: Process.wait() would also wait for everyone who holds stderr.
+        # Process.wait() would also wait for every other process that holds stderr.
         while self._process.returncode is None:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
-    def obituary(self) -> EngineDown:
-        """How it ended, which step it was in, and its last words; call after `end`."""
+    def death_report(self) -> EngineDown:
+        """Describe the end of the process: its last step and its last lines of stderr.
+
+        Call `death_report` after `end`.
+        """
         code = self._process.returncode
         assert code is not None
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -134,11 +145,11 @@ class Child:
             *lines, rest = (rest + piece).split(b"\n")
             rest = rest[-_LONGEST_LINE:]
             for line in lines:
-                self._heard(line)
+                self._log_line(line)
         if rest:
-            self._heard(rest)
+            self._log_line(rest)
 
-    def _heard(self, line: bytes) -> None:
+    def _log_line(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
         self._last_lines.append(text)
         logger.info("engine: %s", text)
@@ -160,6 +171,9 @@ async def _start(
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
+        # Ctrl-C must reach only the gateway. A new session would have the same effect. But Linux
+        # can divide processor time between sessions first, so many workers would starve the
+        # gateway.
+        preexec_fn=os.setpgrp,
         env=ENVIRONMENT | inherited,
     )

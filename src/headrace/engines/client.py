@@ -1,4 +1,4 @@
-"""The engine as generation sees it: submit, cancel, outputs, status, close."""
+"""Defines the engine's interface for `generation`: submit, cancel, outputs, status, close."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,28 +22,33 @@ from headrace_common.system.panics import STEERING
 
 
 class EngineUp(msgspec.Struct, frozen=True):
-    """An engine has loaded: the first one, or after a restart one that knows no sequences."""
+    """An engine has loaded. After a restart, the new engine has no sequences."""
 
     ready: Ready
-    pid: int | None = None  # if it runs in a process of its own
-    node: str = ""  # the machine it runs on, if that may be another
+    # The process id; None if the engine runs in this process.
+    pid: int | None = None
+    # The name of the engine's machine; empty for this machine.
+    node: str = ""
 
 
 class EngineResized(msgspec.Struct, frozen=True):
-    """An engine that is several has become larger or smaller; what runs is not concerned."""
+    """A client with several engines added or removed an engine; no sequence is affected."""
 
     ready: Ready
-    pid: int | None = None  # of the first one
-    has_started: bool = False  # one more has come up
+    # The process id of the first engine.
+    pid: int | None = None
+    # True if an engine was added.
+    has_started: bool = False
 
 
 class EngineDown(msgspec.Struct, frozen=True):
-    """The engine has died and lost its state. It restarts unless it was `given_up`.
+    """The engine has died and lost its state. The engine restarts unless `given_up` is true.
 
-    `message` has the reason and its last words. `suspects` were in the step that it died in.
-    `from_outside`: somebody killed it, or the system could not start a process, so neither the
-    suspects nor the model are to blame. `lost` has the sequences that are gone, where another
-    engine runs on and takes them again at once; None: all of them.
+    `message` has the reason and the last lines of the engine's stderr. `suspects` are the sequences
+    of the step in which the engine died. `from_outside` means that the engine was killed, or that
+    the system could not start a process. Neither the suspects nor the model are to blame then.
+    `lost` lists the lost sequences if another engine can take them over immediately. None means
+    that all sequences of the engine are lost.
     """
 
     code: str
@@ -55,38 +60,39 @@ class EngineDown(msgspec.Struct, frozen=True):
 
 
 StateNews = Status | Loading | AdapterRead | EngineUp | EngineResized | EngineDown
-"""News of the engine itself, not of its sequences."""
+"""News (messages) about the engine itself, and not about its sequences."""
 
 EngineNews = Outputs | StateNews
 
 
 class EngineClient(Protocol):
-    """One engine, in this process or in another; `news` of it come until it is closed."""
+    """One engine, in this process or another. `news` continues until the engine is closed."""
 
     news: "NewsQueue"
 
     def submit(self, submit: Submit) -> None:
-        """Hands over a stream's sequences; their outputs come as news."""
+        """Hand over a stream's sequences. Their outputs arrive in `news`."""
 
     def cancel(self, cancel: Cancel) -> None:
-        """Ends sequences; unknown ones are ignored."""
+        """End sequences; ids of unknown sequences are ignored."""
 
     def adapt(self, message: LoadAdapter | DropAdapter) -> None:
-        """Loads or drops an adapter; AdapterRead comes as news of the former."""
+        """Load or drop an adapter. After a load, `news` contains an AdapterRead."""
 
     async def close(self) -> None:
-        """Ends the engine and drops what still runs."""
+        """End the engine and drop its running sequences."""
 
 
 def _drop(news: EngineNews) -> None:
-    """Ignore news after the end."""
+    """Ignore news that arrives after the end."""
 
 
 class NewsQueue:
-    """News in order, for one reader; filled on the event loop's thread.
+    """Passes the engine's news in order to one reader. The event loop's thread fills the queue.
 
-    The reader either iterates, or gives functions to `hand_to`, which are called without a queue.
-    The iteration ends with RuntimeError if the client failed, since its engine is then unwatched.
+    The reader either iterates or registers callbacks with `subscribe`. Callbacks are called
+    directly. If the engine's client failed, the iteration raises RuntimeError, because no code
+    watches the engine any more.
     """
 
     def __init__(self) -> None:
@@ -96,17 +102,17 @@ class NewsQueue:
         self.deliver: Callable[[Outputs], None] = self._queue.put_nowait
         self.end: Callable[[BaseException | None], None] = self._end
 
-    def hand_to(
+    def subscribe(
         self,
         deliver: Callable[[Outputs], None],
         hear: Callable[[StateNews], None],
         on_end: Callable[[BaseException | None], None],
     ) -> None:
-        """Calls `deliver` with outputs, `hear` with all other news, `on_end` at the end.
+        """Call `deliver` with outputs, `hear` with all other news, and `on_end` at the end.
 
-        An error that these functions raise ends the reader, not the engine: `put` passes the error
-        to `end`, which hands it to `on_end` and drops all later news. A client may also call
-        `deliver` itself, which saves a call for each step; it then passes errors to `end`.
+        An error in a callback ends the reader but not the engine: `put` passes the error to `end`,
+        which calls `on_end` and drops all later news. A client may also call `deliver` directly,
+        which saves one call per step. The client must then pass errors to `end`.
         """
 
         def put(news: EngineNews) -> None:
@@ -114,7 +120,8 @@ class NewsQueue:
                 deliver(news) if isinstance(news, Outputs) else hear(news)
             except STEERING:
                 raise
-            except BaseException as error:  # a library's panic is not an Exception
+            # A panic in a native library is not an Exception.
+            except BaseException as error:
                 end(error)
 
         def end(failure: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""The engine as a thread of the caller's process, with the same loop; for LLM and tests."""
+"""Runs the engine's usual loop in a thread of the caller's process, for LLM and tests."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalEngine:
-    """An EngineClient whose engine is a thread. Made by `start`."""
+    """An EngineClient that runs the engine in a thread; created by `start`."""
 
     def __init__(self) -> None:
         self._inbox: Inbox = queue.SimpleQueue()
@@ -37,7 +37,7 @@ class LocalEngine:
 
     @classmethod
     async def start(cls, config: ModelConfig) -> tuple["LocalEngine", Ready]:
-        """Loads the model in a worker thread; ModelError if it cannot be served."""
+        """Load the model in a worker thread. Raises ModelError if the model cannot be served."""
         from headrace_engine.load import load
 
         client = cls()
@@ -65,7 +65,7 @@ class LocalEngine:
             await asyncio.to_thread(self._thread.join)
         self.news.end(None)
 
-    # the engine's outbox, called on its thread
+    # The methods below are the engine's outbox. The engine calls them from the engine's thread.
 
     def put(self, message: Message) -> None:
         if isinstance(message, Outputs | Status | AdapterRead):
@@ -75,12 +75,13 @@ class LocalEngine:
         return 0
 
     def _run(self, engine: Engine) -> None:
-        message = "The engine's loop ended unasked."
+        message = "The engine's loop ended unexpectedly."
         try:
             engine.run(self._inbox)
         except STEERING:
             raise
-        except BaseException as error:  # a library's panic is not an Exception
+        # A panic in a native library is not an Exception.
+        except BaseException as error:
             logger.exception("The engine's loop failed")
             message = f"The engine's loop failed: {error}"
         if not self._is_closing:

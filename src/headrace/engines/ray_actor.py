@@ -1,9 +1,10 @@
-"""The far side of an engine on a Ray cluster: a supervisor and its engine process, on some node.
+"""The remote side of an engine on a Ray cluster: a supervisor and its engine process on one node.
 
-Runs in an actor's process and knows nothing of Ray. The engine stays a process of its own here, as
-on the gateway's machine, so that its step record and last words outlive it: who was in the fatal
-step is known, and most deaths are dealt with on the spot. If the actor's process or its node dies,
-the engine's socket closes, and the engine with it.
+The code runs in an actor's process but does not import Ray. As on the gateway's machine, the engine
+is a separate process. Its step record and last stderr lines therefore survive the engine. The
+supervisor can name the sequences of the step in which the engine died, and it restarts most dead
+engines without the gateway. If the actor's process or its node dies, the engine's socket closes,
+and the engine ends too.
 """
 
 import asyncio
@@ -31,33 +32,36 @@ from headrace_common.messages import (
 from headrace_common.version import __version__
 
 WAIT_S = 1.0
-"""The longest that `take` waits: an empty answer is a sign of life."""
+"""The longest time in seconds that `take` waits for news.
+
+After this time `take` returns an empty answer, which shows that the actor is alive.
+"""
 
 
 ToEngine = Submit | Cancel | LoadAdapter | DropAdapter
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """Messages that the gateway sends at once, in order. `now` is its monotonic time."""
+    """Messages that the gateway sends together, in order. `now` is the gateway's monotonic time."""
 
     now: float
     messages: tuple[ToEngine, ...]
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):
-    """An EngineUp, as it travels."""
+    """An EngineUp, tagged for the network."""
 
     news: EngineUp
 
 
 class Down(msgspec.Struct, frozen=True, tag=True):
-    """An EngineDown, as it travels."""
+    """An EngineDown, tagged for the network."""
 
     news: EngineDown
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The supervisor itself has failed."""
+    """Reports that the supervisor failed."""
 
     message: str
 
@@ -70,7 +74,7 @@ _sent_of = msgspec.msgpack.Decoder(Sent).decode
 
 
 class EngineActor:
-    """Its calls are coroutines of one event loop, as those of an asynchronous actor are."""
+    """Receives the gateway's remote calls. All calls are coroutines on one event loop."""
 
     def __init__(self, config: bytes, load_timeout_s: float) -> None:
         self._config = msgspec.msgpack.decode(config, type=ModelConfig)
@@ -78,23 +82,25 @@ class EngineActor:
         self._supervisor: Supervisor | None = None
         self._untaken: list[AnyNews] = []
         self._has_news = asyncio.Event()
-        self._hearing: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
 
     async def begin(self) -> tuple[str, str]:
-        """Starts the engine; returns the node's name and Headrace's version there."""
+        """Start the engine; return the node's name and the Headrace version installed there."""
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-        # Ray sets it for its own sake; the engine's threads are set by the configuration
+        # Ray sets OMP_NUM_THREADS for its tasks, but Headrace's settings decide the number of the
+        # engine's threads.
         os.environ.pop("OMP_NUM_THREADS", None)
         if self._supervisor is None:
             self._supervisor = Supervisor(self._config, self._load_timeout_s)
-            self._hearing = asyncio.create_task(self._hear(self._supervisor))
+            self._following = asyncio.create_task(self._follow_news(self._supervisor))
         return socket.gethostname(), __version__
 
     async def put(self, sent: bytes) -> None:
-        """Messages for the engine, a Sent."""
+        """Pass the messages of an encoded Sent to the engine."""
         assert self._supervisor is not None
         batch = _sent_of(sent)
-        offset = time.monotonic() - batch.now  # clocks of two machines
+        # The monotonic clocks of the two machines differ.
+        offset = time.monotonic() - batch.now
         for message in batch.messages:
             if isinstance(message, Cancel):
                 self._supervisor.cancel(message)
@@ -105,7 +111,10 @@ class EngineActor:
                 self._supervisor.submit(msgspec.structs.replace(message, arrival=arrival))
 
     async def take(self) -> bytes:
-        """News since the last call, a tuple of AnyNews; empty if there is none for WAIT_S."""
+        """Return the news since the last call, as an encoded tuple.
+
+        The tuple is empty if no news arrives within WAIT_S.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
                 await self._has_news.wait()
@@ -114,22 +123,22 @@ class EngineActor:
         return encode(taken)
 
     async def close(self) -> None:
-        """Ends the engine."""
+        """End the engine."""
         if self._supervisor is not None:
             await self._supervisor.close()
 
-    async def _hear(self, supervisor: Supervisor) -> None:
+    async def _follow_news(self, supervisor: Supervisor) -> None:
         try:
             async for news in supervisor.news:
                 if isinstance(news, EngineUp):
-                    self._say(Up(news))
+                    self._post(Up(news))
                 elif isinstance(news, EngineDown):
-                    self._say(Down(news))
+                    self._post(Down(news))
                 elif isinstance(news, Outputs | Status | Loading):
-                    self._say(news)
+                    self._post(news)
         except RuntimeError as error:
-            self._say(Failed(f"{error}: {error.__cause__}"))
+            self._post(Failed(f"{error}: {error.__cause__}"))
 
-    def _say(self, news: AnyNews) -> None:
+    def _post(self, news: AnyNews) -> None:
         self._untaken.append(news)
         self._has_news.set()

@@ -1,8 +1,8 @@
-"""An engine on some node of a Ray cluster: an EngineClient whose engine is an actor's.
+"""Runs an engine in an actor on some node of a Ray cluster, behind the EngineClient interface.
 
-Ray is imported when the first one is made, and never without `--cluster`. The actor is owned by
-this process and ends with it: all that an engine knows can be told to another one anew, and an
-engine that nobody hears would only hold memory.
+Ray is imported when the first such engine is created, and never without `--cluster`. This process
+owns the actor, so the actor ends with this process. No stream is lost, because the sequences can be
+submitted to another engine. An engine without a gateway would only hold memory.
 """
 
 import asyncio
@@ -36,16 +36,18 @@ from headrace_common.version import __version__
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "headrace"
-_SILENT_S = 15.0  # without an answer, an actor that has answered before counts as dead
+# An actor that has answered before counts as dead after this time without an answer.
+_SILENT_S = 15.0
 _CLOSE_S = 5.0
-_WAIT_TOLD_S = 15.0  # without a node, until that is said
-_GONE = "The engine's actor is gone, or its node."
+# The waiting time for a node after which a warning is logged.
+_WARN_AFTER_S = 15.0
+_GONE = "The engine's actor or its node is gone."
 
 
 def connect(address: str) -> None:
-    """Joins the cluster at `address`, or the one of this machine for `auto`.
+    """Join the cluster at `address`; `auto` joins the cluster of this machine.
 
-    ConfigError if Ray is not installed, or if there is no cluster there.
+    Raises ConfigError if Ray is not installed, or if no cluster answers at the address.
     """
     try:
         import ray
@@ -63,7 +65,7 @@ def connect(address: str) -> None:
 
 
 class RayEngine:
-    """Keeps one actor alive: start, hear, and start another when it dies."""
+    """Keeps one actor alive: starts an actor, follows its news, and replaces a dead actor."""
 
     def __init__(self, config: ModelConfig, load_timeout_s: float) -> None:
         self._config = config
@@ -71,7 +73,8 @@ class RayEngine:
         self.news = NewsQueue()
         self._actor: Any = None
         self._is_ready = False
-        self._num_failed = 0  # actors in a row that could not be made
+        # The number of consecutive actors that could not be created.
+        self._num_failed = 0
         self._unsent: list[ToEngine] = []
         self._has_unsent = asyncio.Event()
         self._closing = asyncio.Event()
@@ -91,7 +94,8 @@ class RayEngine:
         self._closing.set()
         actor = self._actor
         if actor is not None and self._is_ready:
-            with contextlib.suppress(Exception):  # it dies, one way or the other
+            # The actor is killed below even if this call fails.
+            with contextlib.suppress(Exception):
                 async with asyncio.timeout(_CLOSE_S):
                     await actor.close.remote()
         self._kill()
@@ -119,13 +123,13 @@ class RayEngine:
             self.news.put(down)
             if down.given_up:
                 return
-            logger.warning("%s Starting another.", down.message)
+            logger.warning("%s Starting another actor.", down.message)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._closing.wait()
 
     async def _live_once(self) -> EngineDown:
-        """One life of an actor, and how it ended."""
+        """Run one actor until it dies; describe its end."""
         from ray.exceptions import RayError
 
         needs = await asyncio.to_thread(_needs, self._config)
@@ -134,15 +138,16 @@ class RayEngine:
         )
         sending = asyncio.create_task(self._pump(self._actor), name="to actor")
         try:
-            node, version = await self._settled(needs)
+            node, version = await self._wait_for_node(needs)
             if version != __version__:
-                words = f"{node} has Headrace {version}, not {__version__}; install the same."
+                words = f"Node {node} has Headrace {version}; install {__version__} there."
                 return EngineDown("engine_failed", words, given_up=True)
             self._num_failed = 0
-            return await self._hear(self._actor, node)
+            return await self._follow_news(self._actor, node)
         except RayError as error:
             words = f"{_GONE} {str(error).strip().splitlines()[0]}"
-            if getattr(error, "actor_init_failed", False):  # as without Headrace on the node
+            # The actor could not be created, for example because the node lacks Headrace.
+            if getattr(error, "actor_init_failed", False):
                 words = str(error).strip()
                 self._num_failed += 1
             is_hopeless = self._num_failed >= MAX_FAILED_STARTS
@@ -153,21 +158,21 @@ class RayEngine:
             sending.cancel()
             self._kill()
 
-    async def _settled(self, needs: dict[str, float]) -> tuple[str, str]:
-        """Waits until the actor runs on some node.
+    async def _wait_for_node(self, needs: dict[str, float]) -> tuple[str, str]:
+        """Wait until the actor runs on some node.
 
-        An autoscaler counts an actor that waits as demand. It must not be asked for nodes besides:
-        its `request_resources` has one value for the whole cluster, which gateways would take
-        from each other, and which stands when the one that set it is killed.
+        An autoscaler already counts a waiting actor as demand, so Ray's `request_resources` is not
+        called. That request has a single value for the whole cluster. Gateways would overwrite each
+        other's value, and a dead gateway's value would stay in force.
         """
         beginning = asyncio.ensure_future(self._actor.begin.remote())
-        done, _ = await asyncio.wait((beginning,), timeout=_WAIT_TOLD_S)
+        done, _ = await asyncio.wait((beginning,), timeout=_WARN_AFTER_S)
         if not done:
             logger.warning("The engine waits for a node of the cluster with %s free.", needs)
-        return _place_of(await beginning)
+        return _node_and_version(await beginning)
 
-    async def _hear(self, actor: Any, node: str) -> EngineDown:
-        """Passes on what the actor says, until it says that it gave up, or says nothing."""
+    async def _follow_news(self, actor: Any, node: str) -> EngineDown:
+        """Forward the actor's news until the actor gives up or stops answering."""
         while True:
             try:
                 async with asyncio.timeout(_SILENT_S):
@@ -191,14 +196,15 @@ class RayEngine:
                     self.news.put(item.news)
 
     async def _pump(self, actor: Any) -> None:
-        """One call at a time, so that messages keep their order."""
+        """Send the messages in one call at a time, so that the messages keep their order."""
         from ray.exceptions import RayError
 
         while True:
             await self._has_unsent.wait()
             self._has_unsent.clear()
             batch, self._unsent = tuple(self._unsent), []
-            with contextlib.suppress(RayError):  # who hears the actor learns of its death
+            # `_follow_news` also notices a dead actor, so the error can be ignored here.
+            with contextlib.suppress(RayError):
                 await actor.put.remote(encode(Sent(time.monotonic(), batch)))
 
     def _kill(self) -> None:
@@ -206,17 +212,18 @@ class RayEngine:
 
         actor, self._actor = self._actor, None
         if actor is not None:
-            with contextlib.suppress(Exception):  # it may be dead, or the cluster gone
+            # The actor can be dead already, or the cluster can be gone.
+            with contextlib.suppress(Exception):
                 ray.kill(actor)
 
 
-def _place_of(answer: Any) -> tuple[str, str]:
+def _node_and_version(answer: Any) -> tuple[str, str]:
     node, version = answer
     return str(node), str(version)
 
 
 def _needs(config: ModelConfig) -> dict[str, float]:
-    """A replica's needs of a node: its threads, and a GPU where it computes on one."""
+    """Return the resources for an engine: processor cores for its threads, and perhaps a GPU."""
     import ray
 
     nodes = [it["Resources"] for it in ray.nodes() if it["Alive"]]
@@ -239,6 +246,7 @@ def _make_actor(config: ModelConfig, load_timeout_s: float, needs: dict[str, flo
         num_cpus=needs["CPU"],
         num_gpus=needs.get("GPU", 0),
         scheduling_strategy="SPREAD",
-        max_restarts=0,  # another one takes its place, with another's sequences
+        # RayEngine starts a new actor, and `generation` submits the sequences again.
+        max_restarts=0,
         max_concurrency=16,
     ).remote(encode(config), load_timeout_s)

@@ -1,4 +1,4 @@
-"""Keeps one engine process alive: start, ping, restart with backoff, give up; an EngineClient."""
+"""Keeps an engine process alive, as an EngineClient: starts, pings and restarts it, or gives up."""
 
 import asyncio
 import contextlib
@@ -40,12 +40,17 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 3
 PING_INTERVAL_S = 1.0
 MAX_SILENT_PINGS = 10
-_LATE_S = 0.5  # if this loop runs later than that, silence may be its own fault
+# If this event loop wakes up this many seconds late, the loop can be the reason for the engine's
+# silence.
+_LATE_S = 0.5
 _STOP_S = 5.0
 
 
 class Supervisor:
-    """Owns the engine process and its successors; the news end when its one task ends."""
+    """Owns the engine process and each process that replaces it.
+
+    `news` ends when the supervisor's only task ends.
+    """
 
     def __init__(
         self,
@@ -54,7 +59,11 @@ class Supervisor:
         number: int = 0,
         lock_fds: tuple[int, ...] = (),
     ) -> None:
-        """`lock_fds` are of the files by which engines take turns, and `number` is this one's."""
+        """Start the engine in a task.
+
+        `number` is the engine's index among the engines of this server. `lock_fds` are descriptors
+        of lock files. The server's engines use the locks to take turns.
+        """
         self._number, self._lock_fds = number, lock_fds
         self._config = config
         self._load_timeout_s = load_timeout_s
@@ -62,7 +71,8 @@ class Supervisor:
         self._child: Child | None = None
         self._is_ready = False
         self._closing = asyncio.Event()
-        self._died_at: float | None = None  # until there is one again
+        # The time of the engine's death; None while an engine is ready, and before the first death.
+        self._died_at: float | None = None
         self._task = asyncio.create_task(self._run(), name="supervisor")
         self._task.add_done_callback(self._has_ended)
 
@@ -77,7 +87,7 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id while an engine is ready."""
+        """Return the engine's process id; None while no engine is ready."""
         return self._child.pid if self._child and self._is_ready else None
 
     async def close(self) -> None:
@@ -88,15 +98,19 @@ class Supervisor:
                 await asyncio.wait([self._task], timeout=_STOP_S)
             if not self._task.done():
                 self._child.kill()
-        await asyncio.wait([self._task])  # its failure, if any, is in the news
+        # If the task failed, the error is in the news.
+        await asyncio.wait([self._task])
 
     def _send(self, message: Message) -> None:
-        """Send to the engine if it is ready; otherwise callers submit again at EngineUp."""
+        """Send a message if the engine is ready.
+
+        Otherwise the message is dropped, because callers submit again after EngineUp.
+        """
         if self._child is not None and self._is_ready:
             self._child.send(message)
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
-        """End the news; an end that nobody asked for is raised to their reader."""
+        """End the news. After a failure or a cancel, the reader of the news gets the error."""
         cancelled = asyncio.CancelledError("The supervisor was cancelled")
         self.news.end(cancelled if task.cancelled() else task.exception())
 
@@ -118,34 +132,39 @@ class Supervisor:
             if num_failed_starts >= (MAX_FAILED_STARTS if was_up else 1):
                 self.news.put(msgspec.structs.replace(down, given_up=True))
                 break
-            logger.warning("%s Restarting it.", down.message)
+            logger.warning("%s Restarting the engine.", down.message)
             if self._died_at is None:
                 self._died_at = clock()
             self.news.put(down)
             await self._pause(pause_s)
 
-    def _tell_if_back(self) -> None:
-        """Logs that the engine is back, if its death was logged."""
+    def _log_recovery(self) -> None:
+        """Log that an engine is ready again, if a death was logged."""
         if self._died_at is not None:
             seconds = asyncio.get_running_loop().time() - self._died_at
             logger.info("The engine is up again after %.1f s.", seconds)
             self._died_at = None
 
     async def _live_once(self) -> tuple[bool, EngineDown | None]:
-        """One life of an engine: whether it became ready, and how it died (None: closed)."""
+        """Run one engine process. Return whether the engine became ready, and how it died.
+
+        The second value is None if the supervisor was closed.
+        """
         try:
             self._child = child = await Child.spawn(self._number, self._lock_fds)
-        except OSError as error:  # out of descriptors, memory or processes, for now
+        # The system lacks descriptors, memory or processes, perhaps only for a short time.
+        except OSError as error:
             words = f"The system could not start an engine process: {error}."
             return False, EngineDown("engine_failed", words, given_up=False, from_outside=True)
         if self._closing.is_set():
-            child.kill()  # `close` came while it was spawned and found no child
+            # `close` ran during the spawn and found no child to kill.
+            child.kill()
         child.send(Start(self._config))
         try:
             first = await self._first(child)
             if isinstance(first, Ready):
                 self._is_ready = True
-                self._tell_if_back()
+                self._log_recovery()
                 self.news.put(EngineUp(first, child.pid))
                 await self._follow(child)
         finally:
@@ -155,10 +174,10 @@ class Supervisor:
             return was_ready, None
         if isinstance(first, LoadFailed):
             return False, EngineDown(first.code, first.message, given_up=False)
-        return was_ready, child.obituary()
+        return was_ready, child.death_report()
 
     async def _first(self, child: Child) -> AnyMessage | None:
-        """Ready or LoadFailed; None if the process ended or took too long."""
+        """Wait for Ready or LoadFailed. Return None if the process ended or was too slow."""
         with contextlib.suppress(TimeoutError):
             async with awake.within(self._load_timeout_s):
                 while isinstance(message := await wire.read(child.reader), Loading):
@@ -167,23 +186,24 @@ class Supervisor:
         return None
 
     async def _follow(self, child: Child) -> None:
-        """Passes on the messages of a ready engine, and pings it, until it ends."""
-        pulse = Pulse(child)
+        """Forward the messages of a ready engine until it ends, and ping the engine meanwhile."""
+        pulse = PingMonitor(child)
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(pulse.watch(), name="ping")
-            # In a task of its own, so that a message does not resume the coroutines around it.
+            # Use a separate task, so that a message does not resume the coroutines around the task.
             await tasks.create_task(self._pass_on(child, pulse), name="engine news")
             watching.cancel()
 
-    async def _pass_on(self, child: Child, pulse: "Pulse") -> None:
-        """Passes on messages until the engine ends; this runs for every token."""
+    async def _pass_on(self, child: Child, pulse: "PingMonitor") -> None:
+        """Forward messages until the engine ends. This loop runs for every token."""
         while (message := await wire.read(child.reader)) is not None:
             if isinstance(message, Outputs):
                 try:
                     self.news.deliver(message)
                 except STEERING:
                     raise
-                except BaseException as error:  # this ends the reader of the news, not the engine
+                # An error in a callback ends the reader of the news, but not the engine.
+                except BaseException as error:
                     self.news.end(error)
             elif isinstance(message, Status | AdapterRead):
                 self.news.put(message)
@@ -196,8 +216,8 @@ class Supervisor:
                 await self._closing.wait()
 
 
-class Watched(Protocol):
-    """The part of a child that Pulse needs."""
+class Pingable(Protocol):
+    """The part of Child that PingMonitor needs."""
 
     step_record: StepRecord
 
@@ -206,20 +226,29 @@ class Watched(Protocol):
     def kill(self) -> None: ...
 
 
-class Pulse:
-    """Whether an engine answers pings; those that this loop sent late do not count."""
+class PingMonitor:
+    """Tracks whether an engine answers pings.
 
-    def __init__(self, child: Watched) -> None:
+    A silent interval does not count if this process's event loop was late.
+    """
+
+    def __init__(self, child: Pingable) -> None:
         self._child = child
         self._num_silent = 0
-        self._awake_since = -math.inf  # monotonic
+        self._awake_since = -math.inf  # monotonic time in seconds
 
     def beats(self) -> None:
-        """Notes that the engine has answered."""
+        """Record that the engine has answered."""
         self._num_silent = 0
 
     async def watch(self) -> None:
-        """Watches until the engine hangs; then kills it."""
+        """Watch until the engine hangs, then kill it.
+
+        The engine hangs if it leaves MAX_SILENT_PINGS pings in a row unanswered. It also hangs if
+        its step record says that a step is overdue. If this loop wakes up late, this process was
+        slow or suspended (SIGSTOP, a sleeping laptop). The engine was then probably suspended too.
+        The interval is therefore not counted, and a step from before the suspension is not overdue.
+        """
         clock = asyncio.get_running_loop().time
         number = 0
         while not (self._num_silent >= MAX_SILENT_PINGS or self._is_overdue()):
@@ -230,9 +259,10 @@ class Pulse:
             late_s = clock() - due
             if late_s < _LATE_S:
                 self._num_silent += 1
-            elif late_s > awake.STOPPED_S:  # and the engine was stopped with us, most likely
+            # The engine was most likely suspended together with this process.
+            elif late_s > awake.STOPPED_S:
                 self._awake_since = time.monotonic()
-        logger.error("The engine hangs and is killed")
+        logger.error("The engine does not respond and is killed")
         self._child.kill()
 
     def _is_overdue(self) -> bool:

@@ -1,4 +1,4 @@
-"""The life of a model's engine: its start, its deaths and returns, its end."""
+"""Follows a model's engine from the first start to the final end, across crashes and restarts."""
 
 import asyncio
 import time
@@ -7,11 +7,11 @@ from collections import deque
 from msgspec.structs import replace
 
 from headrace.engines.client import EngineClient, EngineDown, EngineResized, EngineUp, StateNews
-from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.engine_users import EngineUsers
+from headrace.fleet.load_progress import LoadProgressWatch
 from headrace.fleet.replica import Replica
 from headrace.fleet.replicas import Replicas, between
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import Tenants
 from headrace.metrics.metrics import EngineFigures
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import ModelError
@@ -27,56 +27,71 @@ from headrace_common.messages import (
 
 
 class EngineClosed(Exception):
-    """The engine was closed before it had loaded."""
+    """Raised when the engine was closed before it had loaded."""
 
 
 class EngineLife:
-    """The life of a model's engine: `begin`, then `run` until it has ended, or `close` ends it.
+    """Follows the engine of one model from `begin` to the end of `run`; `close` ends the engine.
 
-    What it says goes on to the tenants, to figures, and into what is seen here.
+    Passes the engine's messages on to the engine's users and to the metrics, and stores the
+    latest state.
     """
 
-    def __init__(self, tenants: Tenants, loading: LoadWatch, figures: EngineFigures) -> None:
-        self.state = "unloaded"  # loading, ok, recovering; dead once a load or engine has failed
-        self.last_words = ""  # why the engine was given up
+    def __init__(
+        self, users: EngineUsers, loading: LoadProgressWatch, figures: EngineFigures
+    ) -> None:
+        # One of unloaded, loading, ok, recovering, dead. "dead" means that loading failed or that
+        # the engine was given up.
+        self.state = "unloaded"
+        # The reason why the state is "dead".
+        self.last_words = ""
         self.num_starts = 0
-        self.up: EngineUp | None = None  # while it is
-        self.status: Status | None = None  # its latest numbers
-        self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)  # and its last steps
-        self._tenants, self._loading, self._figures = tenants, loading, figures
+        # None while the engine is down.
+        self.up: EngineUp | None = None
+        # The engine's latest status report, and traces of the engine's last steps.
+        self.status: Status | None = None
+        self.steps: deque[StepTrace] = deque(maxlen=NUM_TRACED_STEPS)
+        self._users, self._loading, self._figures = users, loading, figures
         self._model: ServedModel
         self._client: EngineClient | None = None
-        self.settled: asyncio.Future[None]  # it has loaded; ModelError if it cannot
-        self._ended: asyncio.Future[None]  # nothing more will be heard of it
+        # Done when the engine has loaded the model. Raises ModelError or EngineClosed if the
+        # engine ended before the end of the load.
+        self.settled: asyncio.Future[None]
+        # Done when no more messages will arrive from this engine.
+        self._ended: asyncio.Future[None]
         self._was_up = asyncio.Event()
 
+    def expect(self) -> None:
+        """Note that an engine is about to be started."""
+        self.state = "loading"
+
     def begin(self, model: ServedModel, client: EngineClient) -> None:
-        """Takes an engine that has just been started; `run` hears of it."""
+        """Take over an engine that was just started; `run` handles the engine's messages."""
         self.state, self.last_words = "loading", ""
         self.settled = asyncio.get_running_loop().create_future()
         self._loading.begin(ENGINE)
         self._model, self._client = model, client
 
     async def wait_until_ready(self) -> Ready:
-        """The engine's limits, once it has loaded."""
+        """Wait until the engine has loaded, and return the engine's limits."""
         await self._was_up.wait()
         assert self._model.ready is not None
         return self._model.ready
 
     def fail(self, last_words: str) -> None:
-        """Notes that the model could not be loaded."""
+        """Set the state to "dead", and store the reason."""
         self.state, self.last_words = "dead", last_words
 
     async def run(self) -> None:
-        """Runs until the engine is closed or given up."""
+        """Handle the engine's messages until the engine is closed or given up."""
         assert self._client is not None
         self._ended = asyncio.get_running_loop().create_future()
-        self._client.news.hand_to(self._tenants.deliver, self._hear, self._end)
+        self._client.news.subscribe(self._users.deliver, self._on_news, self._end)
         await self._ended
         self._client = self.up = self.status = None
         self._loading.end()
         self._figures.unloaded()
-        self._tenants.end()
+        self._users.end()
         if self.state != "dead":
             self.state = "unloaded"
         if not self.settled.done():
@@ -84,27 +99,31 @@ class EngineLife:
             self.settled.set_exception(lost)
 
     async def close(self) -> None:
-        """Ends the engine, if there is one."""
+        """End the engine if it runs."""
         if self._client is not None:
             await self._client.close()
 
     @property
     def last_step_age_s(self) -> float | None:
-        """Seconds since its last step; None before the first."""
+        """Return the seconds since the last step, or None before the first step."""
         return self._figures.last_step_age_s
 
     @property
     def replicas(self) -> list[Replica]:
-        """The engines, where there are several."""
+        """Return the replicas, or an empty list if the model has a single engine."""
         return self._client.all() if isinstance(self._client, Replicas) else []
 
     async def replace(self, replica: int, within_s: float) -> None:
-        """Puts a fresh engine in this one's place (see Replicas)."""
+        """Replace one replica with a new engine (see Replicas.replace)."""
         if isinstance(self._client, Replicas):
             await self._client.replace(replica, within_s)
 
     def resize(self, config: ModelConfig, within_s: float) -> bool:
-        """Takes another number of engines; one that was started alone stays alone."""
+        """Change the number of replicas; return False if the change needs a reload of the model.
+
+        A model that was started with a single engine cannot get more replicas while the engine
+        runs.
+        """
         if isinstance(self._client, Replicas):
             self._client.resize(*between(config), within_s)
             return True
@@ -118,59 +137,60 @@ class EngineLife:
         else:
             self._ended.set_exception(failure)
 
-    def _hear(self, news: StateNews) -> None:
+    def _on_news(self, news: StateNews) -> None:
         if self._ended.done():
             return
         if isinstance(news, Status):
-            self._show(news)
+            self._on_status(news)
         elif isinstance(news, AdapterRead):
-            self._tenants.has_read(news)
+            self._users.has_read(news)
         elif isinstance(news, EngineUp):
-            self._is_up(news)
+            self._on_up(news)
         elif isinstance(news, EngineResized):
-            self._is_resized(news)
+            self._on_resized(news)
         elif isinstance(news, Loading):
             self._loading.tell(news)
-            self._tenants.tell_load(time.monotonic())
+            self._users.set_load_progress(time.monotonic())
         elif news.lost is not None:
-            self._figures.replica_is_down(news)
-            self._tenants.move(news, news.lost)
+            self._figures.record_replica_down(news)
+            self._users.move(news, news.lost)
         else:
-            self._is_down(news)
+            self._on_down(news)
             if news.given_up:
                 self._end(None)
 
-    def _show(self, status: Status) -> None:
+    def _on_status(self, status: Status) -> None:
         self.status = status
         self._figures.show_status(status, self._model.ready)
         self.steps.extend(status.steps)
-        self._tenants.tell_places(status, time.monotonic())
+        self._users.report_positions(status, time.monotonic())
 
-    def _is_up(self, news: EngineUp) -> None:
+    def _on_up(self, news: EngineUp) -> None:
         assert self._client is not None
-        self._model.ready, self.up = news.ready, news
+        self._model.came_up(news.ready)
+        self.up = news
         self._loading.end()
-        self._has_started(news.ready)
+        self._count_start(news.ready)
         self.steps.clear()
         self.state = "ok"
         self._was_up.set()
         if not self.settled.done():
             self.settled.set_result(None)
-        self._tenants.begin(self._model, self._client, news)
+        self._users.begin(self._model, self._client, news)
 
-    def _has_started(self, ready: Ready) -> None:
+    def _count_start(self, ready: Ready) -> None:
         self.num_starts += 1
         self._figures.is_up(ready)
 
-    def _is_resized(self, news: EngineResized) -> None:
+    def _on_resized(self, news: EngineResized) -> None:
         assert self.up is not None
-        self._model.ready = news.ready
+        self._model.came_up(news.ready)
         self.up = replace(self.up, ready=news.ready, pid=news.pid)
-        self._tenants.resize(self._model, self.up)
+        self._users.resize(self._model, self.up)
         if news.has_started:
-            self._has_started(news.ready)
+            self._count_start(news.ready)
 
-    def _is_down(self, news: EngineDown) -> None:
+    def _on_down(self, news: EngineDown) -> None:
         self.up = self.status = None
         self._loading.begin(ENGINE)
         self._figures.is_down(news)
@@ -178,4 +198,4 @@ class EngineLife:
             self.fail(news.message)
         elif self.state == "ok":
             self.state = "recovering"
-        self._tenants.pause(news)
+        self._users.pause(news)

@@ -1,4 +1,4 @@
-"""Detects that the files of a model have changed."""
+"""Detects changes to the files of a model."""
 
 import itertools
 import os
@@ -9,20 +9,22 @@ from headrace.text.model_names import adapters_of
 from headrace_common.checkpoints.find import place_of
 from headrace_common.config.settings import ModelConfig
 
-_MAX_FILES = 1000  # of a folder and its subfolders
+# Maximum number of checked paths per folder, including the paths in subfolders.
+_MAX_FILES = 1000
 
 Stamp = tuple[tuple[int, ...], ...]
 
 
 def file_stamp(config: ModelConfig) -> Stamp | None:
-    """Return a value that changes with the files of a model, its adapters and its template.
+    """Return a value that changes when a file of the model changes.
 
-    Return None if the model is not on this machine. Only the first files of a huge folder count.
+    Files of adapters and the chat template count too. Returns None if the model is not on this
+    machine. In each folder, only the first `_MAX_FILES` paths count.
     """
     place = place_of(config.model)
     if place is None or not place.exists():
         return None
-    # A GGUF file may have further parts beside it.
+    # A GGUF model may consist of several files, so all files of the folder count.
     folders = [place if place.is_dir() else place.parent, *map(Path, adapters_of(config).values())]
     files = [*folders, Path(config.chat_template)] if config.chat_template else folders
     found: set[tuple[int, ...]] = set()
@@ -33,7 +35,7 @@ def file_stamp(config: ModelConfig) -> Stamp | None:
 
 
 def _within(path: str, depth: int = 1) -> Iterator[str]:
-    """Yield a path, and the paths in it and in its subfolders if it is a folder."""
+    """Yield a path. If the path is a folder, also yield the paths in it and in its subfolders."""
     yield path
     try:
         with os.scandir(os.path.expanduser(path)) as entries:
@@ -42,12 +44,16 @@ def _within(path: str, depth: int = 1) -> Iterator[str]:
                     yield from _within(entry.path, depth - 1)
                 else:
                     yield entry.path
-    except (OSError, ValueError):  # it is a file, or the text is not a path
+    # The path is a file, does not exist or is not a valid path.
+    except (OSError, ValueError):
         return
 
 
 def _facts(path: str) -> set[tuple[int, ...]]:
-    """Return the file's identity, size and times; for a link, also those of its target."""
+    """Return the identity, size and times of a file.
+
+    For a link, the result also has the values of the link's target.
+    """
     found: set[tuple[int, ...]] = set()
     for follows in (False, True):
         try:

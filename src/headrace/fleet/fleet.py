@@ -1,4 +1,4 @@
-"""All models of a server: brings them in and out of memory, and lets requests wait for them."""
+"""Loads and unloads the models of a server, and lets requests wait for a model."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any
 
 from headrace.fleet.engine_life import EngineClosed
-from headrace.fleet.memory_policy import Residency, Stage
+from headrace.fleet.memory_policy import MemoryPolicy, Stage
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.roster import Roster
 from headrace.text.model_names import Aliases, Models
@@ -22,21 +22,30 @@ _CHECK_INTERVAL_S = 1.0
 _OVERLOADED_RETRY_S = 5.0
 
 
-class _Wait:
-    """The ticket of one who waits for a model, who is told once: to enter, or why not."""
+class _Ticket:
+    """A request that waits in the queue for a model.
+
+    `outcome` becomes None once the request may use the model. A refusal sets `outcome` to the
+    error.
+    """
 
     def __init__(self, is_used: bool) -> None:
-        self.told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_used = is_used  # by a request; else the model is loaded for later ones
+        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # True for a client's request; False if the model is loaded in advance.
+        self.is_used = is_used
         self.has_entered = False
 
 
 class Fleet:
-    """Brings models in and out of memory for those who ask, by Residency's moves.
+    """Loads and unloads models as MemoryPolicy decides, so that requests can use the models.
 
-    The model of a server that began with one is loaded at the start. While there is no other it is
-    `pinned`: it stays, and the server ends with it.
-    `on_loaded` and `on_lost` are called with a host whose engine came up or was given up.
+    A server that was started with a single model loads this model at the start. The model is
+    `pinned` while the server has no other model. A pinned model is never unloaded, and the server
+    ends when the model's engine ends.
+
+    `on_loaded` is called with a model's host after the load. `on_lost` is called if the load
+    failed or the engine was given up. `on_unknown` is awaited when a client names a model that is
+    not served; this callback may add models.
     """
 
     def __init__(
@@ -45,33 +54,36 @@ class Fleet:
         config: ServerConfig,
         on_loaded: Callable[[ModelHost], None],
         on_lost: Callable[[ModelHost], None],
+        on_unknown: Callable[[], Awaitable[None]],
     ) -> None:
         self.roster = Roster(hosts, Aliases(config.alias))
         self.pinned = hosts[0] if pinned_model(config) and len(hosts) == 1 else None
-        self.ended = asyncio.Event()  # no engine runs, and none will
+        # Set when no engine runs and no engine will be started.
+        self.ended = asyncio.Event()
         self._config = config
-        self._on_loaded, self._on_lost = on_loaded, on_lost
-        self.on_unknown: Callable[[], Awaitable[None]] | None = None  # for a name nobody has
-        # of one that was removed, or replaced
-        self.on_gone: Callable[[ModelHost], object] = lambda host: None
-        self._residency = Residency[_Wait]()
-        # the error for all requests, once none is served any more
+        self._on_loaded, self._on_lost, self._on_unknown = on_loaded, on_lost, on_unknown
+        self._policy = MemoryPolicy[_Ticket]()
+        # Done once the server refuses all requests. The result is the error for these requests.
         self._refusal: asyncio.Future[RequestError] = asyncio.get_running_loop().create_future()
-        self._then: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}  # once a model is gone
-        self._after_load: set[str] = set()  # models to send out once their waiters have entered
+        # The functions to call once a removed model has no engine and no users left. The keys are
+        # model names.
+        self._after_removal: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
+        # Names of loading models that will be unloaded again after the waiting requests have used
+        # the models.
+        self._unload_after_load: set[str] = set()
         self._group: asyncio.TaskGroup
         self._tasks: set[asyncio.Task[None]] = set()
         for host in hosts:
-            self._residency.add(host.name, host.num_bytes)
+            self._policy.add(host.name, host.num_bytes)
         if self.pinned is None:
             self._set_limits()
 
     def _set_limits(self) -> None:
         limits = self._config.loading
-        self._residency.limit(limits.max_models, limits.models_memory_bytes)
+        self._policy.limit(limits.max_models, limits.models_memory_bytes)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """All tasks are those of this group from now on."""
+        """Start background tasks in this group: load the pinned model, and unload idle models."""
         self._group = tasks
         if pinned_model(self._config):
             self.need(self.hosts.first)
@@ -80,44 +92,49 @@ class Fleet:
 
     @property
     def hosts(self) -> Models[ModelHost]:
-        """The models there are."""
+        """The models that are served now."""
         return self.roster.hosts
 
     async def find(self, name: str | None) -> ModelHost:
-        """The host of that name; RequestError if there is no such model."""
+        """Return the host of a model; RequestError if no model has this name."""
         host = None if name is None else self.hosts.find(name)
         if host is None:
-            meant = None if name is None else await self.resolve(name)  # may take up other models
+            # `resolve` may read the folder of models again.
+            meant = None if name is None else await self.resolve(name)
             host = self.hosts.exact(meant)
         note(model=host.name)
         return host
 
     async def resolve(self, name: str) -> str:
-        """Return the name of the model or adapter that a client means, as `Models.resolve` does.
+        """Return the name of the model or adapter that a client means (see `Models.resolve`).
 
-        A model that has just come into the folder of models takes precedence over an alias.
+        A model that was just added to the folder of models takes precedence over an alias.
         """
-        if self.hosts.find(name) is None and self.on_unknown is not None:
-            await self.on_unknown()
+        if self.hosts.find(name) is None:
+            await self._on_unknown()
         return self.hosts.resolve(name)
 
     def fetch(self, host: ModelHost) -> "asyncio.Task[None]":
-        """Reads a model, which may be a download, whether anybody waits or not."""
-        self.hold(host)  # else its files could be removed while they are read, and come again
+        """Download and read a model in the background, before a request needs the model."""
+        # `hold` counts as a use of the model. Without a use, the model's files could be deleted
+        # during the read, and would then be downloaded again.
+        self.hold(host)
         return self._spawn(self._fetch(host))
 
     async def _fetch(self, host: ModelHost) -> None:
         try:
-            with contextlib.suppress(RequestError):  # the log says why it failed
+            # `read` has already logged the error.
+            with contextlib.suppress(RequestError):
                 await self.read(host)
         finally:
             self.release(host)
 
     @contextlib.asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ModelHost]:
-        """The model of that name, in memory as long as the context lasts.
+        """Keep a model in memory for the duration of the context, and yield the model's host.
 
-        Waits for it; RequestError if it cannot be loaded, or if there is no such model.
+        Waits until the model is loaded. Raises RequestError if the model does not exist or cannot
+        be loaded.
         """
         host = await self.enter(await self.find(name))
         try:
@@ -126,113 +143,140 @@ class Fleet:
             self.release(host)
 
     async def enter(self, host: ModelHost, is_used: bool = True) -> ModelHost:
-        """A use begins once the model is in memory; `release` ends it.
+        """Wait until the model is in memory, and count a use of the model; `release` ends the use.
 
-        Others may have come in the host's place meanwhile. RequestError if it cannot be loaded.
+        Returns the model's current host: a host with other settings may have replaced `host`
+        during the wait. Raises RequestError if the model cannot be loaded.
         """
         if not host.is_here:
             await self.read(host)
         if self._refusal.done():
             raise self._refusal.result().with_traceback(None)
-        name = self.roster.get(host.name).name  # RequestError if it was dropped meanwhile
-        if self._residency.enter(name):
-            return self.roster.get(name)
-        ticket = _Wait(is_used)
-        self._residency.ask(name, ticket)
-        self._act()
+        # `get` raises RequestError if the model was removed meanwhile.
+        current = self.roster.get(host.name)
+        if self.enter_now(current):
+            return current
+        name = current.name
+        ticket = _Ticket(is_used)
+        self._policy.ask(name, ticket)
+        self._apply_moves()
         try:
-            await ticket.told
+            await ticket.outcome
         except BaseException:
             if ticket.has_entered:
                 self.release(host)
             raise
         finally:
-            self._residency.leave(ticket)
-            self._act()
+            self._policy.leave(ticket)
+            self._apply_moves()
         return self.roster.get(name)
 
+    def enter_now(self, host: ModelHost) -> bool:
+        """Count a use of a model if the model is available now; `release` ends the use.
+
+        Returns False if the request would have to wait, or if the host is not served any more.
+        """
+        is_served = host in self.roster.hosts.all() and not self._refusal.done()
+        return is_served and self._policy.enter(host.name)
+
     def hold(self, host: ModelHost) -> None:
-        """A use begins, such as a stream's."""
-        self._residency.hold(host.name)
+        """Count a use of the model, such as a stream; `release` ends the use."""
+        self._policy.hold(host.name)
 
     def release(self, host: ModelHost) -> None:
-        """A use ends."""
-        self._residency.release(host.name)
-        self._act()
+        """End a use of the model."""
+        self._policy.release(host.name)
+        self._apply_moves()
 
     def become(self, hosts: tuple[ModelHost, ...]) -> None:
-        """Sets the models. Running work goes on; requests for removed models are refused."""
+        """Set the models to serve.
+
+        Requests that wait for a removed model fail; running requests continue.
+        """
         self.roster.become(hosts, self._config.streams.drain_s)
         if self.pinned and len(hosts) > 1:
-            self.pinned = None  # from now on a model may make room for another
+            # Once there are several models, any of them may be unloaded.
+            self.pinned = None
             self._set_limits()
         for host in self.roster.all():
-            self._residency.add(host.name, host.num_bytes)
+            self._policy.add(host.name, host.num_bytes)
             if host.name in self.roster.leaving:
-                tickets = self._residency.send_away(host.name)
-                self._tell(tickets, self.hosts.unknown(host.name))
-                self._send_out(host)
-            elif host.name in self.roster.changing():  # a load is ended first
-                self._residency.send_out(host.name)
-        self._act()
+                tickets = self._policy.remove_tickets(host.name)
+                self._reject(tickets, self.hosts.unknown(host.name))
+                self._unload_when_idle(host)
+            # If the model is still loading, the change waits until the end of the load (see
+            # `_load`).
+            elif host.name in self.roster.changing:
+                self._policy.unload_when_idle(host.name)
+        self._apply_moves()
 
     def need(self, host: ModelHost) -> None:
-        """Brings it in when its turn comes; nobody waits, and a failure is told by `on_lost`."""
-        self._after_load.discard(host.name)
-        if self._residency.stage(host.name) not in (Stage.IN, Stage.LOADING):
-            self._spawn(self._bring(host))
+        """Load a model in the background, before a request needs the model.
 
-    async def _bring(self, host: ModelHost) -> None:
-        with contextlib.suppress(RequestError):  # waiting requests get the error
+        A failure is reported by `on_lost`.
+        """
+        self._unload_after_load.discard(host.name)
+        if self._policy.stage(host.name) not in (Stage.IN, Stage.LOADING):
+            self._spawn(self._load_ahead(host))
+
+    async def _load_ahead(self, host: ModelHost) -> None:
+        # Requests that wait for the model get an error too, so this task can ignore the error.
+        with contextlib.suppress(RequestError):
             self.release(await self.enter(host, is_used=False))
 
     def unload(self, host: ModelHost) -> None:
-        """Sends it out once its streams have ended; a load is given up if nobody waits for it."""
-        self._send_out(host)
-        self._act()
+        """Unload a model once its streams have ended.
 
-    def _send_out(self, host: ModelHost) -> None:
-        waiting = self._residency.waiting(host.name)
-        if self._residency.stage(host.name) is not Stage.LOADING:
-            self._residency.send_out(host.name)
-        elif self._residency.is_used(host.name) or any(it.is_used for it in waiting):
-            self._after_load.add(host.name)
+        A load that no request waits for is stopped.
+        """
+        self._unload_when_idle(host)
+        self._apply_moves()
+
+    def _unload_when_idle(self, host: ModelHost) -> None:
+        waiting = self._policy.waiting(host.name)
+        if self._policy.stage(host.name) is not Stage.LOADING:
+            self._policy.unload_when_idle(host.name)
+        elif self._policy.is_used(host.name) or any(it.is_used for it in waiting):
+            self._unload_after_load.add(host.name)
         else:
             self._spawn(host.engine.close())
 
-    def when_gone(self, name: str, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Does `then` once nothing runs of a model that was removed."""
+    def when_removed(self, name: str, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `action` once a removed model has no engine and no users left."""
         if name in self.roster.leaving:
-            self._then[name] = then
+            self._after_removal[name] = action
         else:
-            self._spawn(then())
+            self._spawn(action())
 
     def replace(self, host: ModelHost, replica: int) -> None:
-        """Puts a fresh engine in the place of one of several; its streams have time to end."""
+        """Replace a replica with a new engine.
+
+        The old replica's streams have `drain_s` seconds to end.
+        """
         self._spawn(host.engine.replace(replica, self._config.streams.drain_s))
 
     def refuse(self, error: RequestError) -> None:
-        """Sends all away who wait, and all who come."""
+        """Refuse all waiting requests and all later requests with this error."""
         if not self._refusal.done():
             self._refusal.set_result(error)
-        self._tell(self._residency.waiting(), error)
+        self._reject(self._policy.waiting(), error)
 
     def check_line(self) -> None:
-        """RequestError if as many wait for models as may."""
-        number, most = len(self._residency.waiting()), self._config.streams.max_num_queued_reqs
+        """Raise RequestError if too many requests already wait for models."""
+        number, most = self._policy.num_waiting, self._config.streams.max_num_queued_reqs
         if number >= max(1, most):
             message = f"{number} requests wait for models, and --max-num-queued-reqs "
             message += f"is {max(1, most)}; try again later."
             raise RequestError("server_overloaded", message, retry_after_s=_OVERLOADED_RETRY_S)
 
     async def close(self) -> None:
-        """Ends all engines."""
+        """Refuse all requests and end all engines."""
         self.refuse(RequestError("server_shutdown", "The server is shutting down."))
         await asyncio.gather(*(host.engine.close() for host in self.roster.all()))
         self.ended.set()
 
     def cancel(self) -> None:
-        """Drops what is under way; after `close`, or when the server fails."""
+        """Cancel all background tasks, after `close` or when the server fails."""
         for task in self._tasks:
             task.cancel()
 
@@ -243,9 +287,9 @@ class Fleet:
         return task
 
     async def read(self, host: ModelHost) -> None:
-        """Reads all of a model but its weights, after a download; RequestError if that fails.
+        """Download a model if necessary, and read all of the model except its weights.
 
-        Nobody waits for it once the server refuses requests.
+        Raises RequestError if the model cannot be read, or as soon as the server refuses requests.
         """
         try:
             async with race(host.read(), self._refusal) as (reading, _):
@@ -254,15 +298,15 @@ class Fleet:
                 reading.result()
         except ModelError as error:
             host.engine.fail(str(error))
-            self._say_lost(host, error.code)
+            self._log_lost(host, error.code)
             raise _failed(host, error.code) from error
-        self._residency.add(host.name, host.num_bytes)
+        self._policy.add(host.name, host.num_bytes)
 
-    def _act(self) -> None:
-        for name in self.roster.changing():
-            if self._residency.is_gone(name):
-                self._settle(name)
-        while not self._refusal.done() and (move := self._residency.next_move()) is not None:
+    def _apply_moves(self) -> None:
+        for name in self.roster.changing:
+            if self._policy.is_gone(name):
+                self._apply_change(name)
+        while not self._refusal.done() and (move := self._policy.next_move()) is not None:
             host, ticket = self.roster.get(move.model), move.ticket
             if move.kind == "load":
                 self._spawn(self._load(host))
@@ -270,41 +314,41 @@ class Fleet:
                 self._spawn(self._unload(host))
             elif move.kind == "refuse" and ticket is not None:
                 host.engine.fail(_too_large(host, self._config.loading.models_memory_bytes or 0))
-                self._say_lost(host, "model_too_large")
-                self._tell([ticket], _failed(host, "model_too_large"))
-            elif ticket is not None and not ticket.told.done():
+                self._log_lost(host, "model_too_large")
+                self._reject([ticket], _failed(host, "model_too_large"))
+            elif ticket is not None and not ticket.outcome.done():
                 ticket.has_entered = True
-                ticket.told.set_result(None)
-            else:  # stopped, and about to leave
-                self._residency.release(host.name)
+                ticket.outcome.set_result(None)
+            # The request was refused or cancelled during the wait, so the use of the model ends.
+            else:
+                self._policy.release(host.name)
 
-    def _settle(self, name: str) -> None:
-        """Removes or replaces a model that was to leave, since nothing of it runs."""
-        old, new = self.roster.settle(name)
+    def _apply_change(self, name: str) -> None:
+        """Remove or replace a model that has no engine and no users left."""
+        old, new = self.roster.apply_change(name)
         if new is None:
-            self._residency.remove(name)
+            self._policy.remove(name)
         else:
-            self._residency.add(name, new.num_bytes)
-        self.on_gone(old)
+            self._policy.add(name, new.num_bytes)
         if new is not None and old.engine.num_starts:
             self.need(new)
-        if (then := self._then.pop(name, None)) is not None:
-            self._spawn(then())
+        if (action := self._after_removal.pop(name, None)) is not None:
+            self._spawn(action())
 
-    def _tell(self, waiting: Iterable["_Wait"], error: RequestError) -> None:
+    def _reject(self, waiting: Iterable["_Ticket"], error: RequestError) -> None:
         for it in waiting:
-            if not it.told.done():
-                it.told.set_exception(error.with_traceback(None))
+            if not it.outcome.done():
+                it.outcome.set_exception(error.with_traceback(None))
 
     async def _load(self, host: ModelHost) -> None:
-        self._say("Loading %s", host.name)
+        self._log("Loading %s", host.name)
         try:
-            host.engine.state = "loading"
+            host.engine.expect()
             await host.read()
             if self._refusal.done():
                 return
             host.begin()
-            self._spawn(self._hear(host))
+            self._spawn(self._run_engine(host))
             await host.engine.settled
         except EngineClosed:
             self._lose(host, "unloaded")
@@ -315,68 +359,79 @@ class Fleet:
             host.engine.fail(str(error))
             self._lose(host, error.code if isinstance(error, ModelError) else "load_failed")
             return
-        if host.model.sampling_words:
-            self._say("%s", host.model.sampling_words)
-        self._residency.loaded(host.name)
-        self._residency.add(host.name, host.num_bytes)  # now it is known
+        for sentence in host.model.load_notes:
+            self._log("%s", sentence)
+        self._policy.loaded(host.name)
+        # The exact size of a model is known only after the load.
+        self._policy.add(host.name, host.num_bytes)
         self._on_loaded(host)
-        if host.name in self.roster.changing():
-            self._residency.send_out(host.name)  # loaded for streams that it had left
-        self._act()
-        if host.name in self._after_load:
-            self._after_load.remove(host.name)
+        if host.name in self.roster.changing:
+            # The model will be removed or reloaded once its remaining streams have ended.
+            self._policy.unload_when_idle(host.name)
+        self._apply_moves()
+        if host.name in self._unload_after_load:
+            self._unload_after_load.remove(host.name)
             self.unload(host)
 
-    async def _hear(self, host: ModelHost) -> None:
+    async def _run_engine(self, host: ModelHost) -> None:
         await host.engine.run()
-        if host.engine.state == "dead" and self._residency.stage(host.name) is Stage.IN:
+        if host.engine.state == "dead" and self._policy.stage(host.name) is Stage.IN:
             self._lose(host, "engine_failed")
         elif host.engine.state != "dead" and self.pinned:
             self.ended.set()
 
     def _lose(self, host: ModelHost, code: str) -> None:
-        self._say_lost(host, code)
-        tickets = self._residency.lost(host.name)
-        self._after_load.discard(host.name)
+        self._log_lost(host, code)
+        tickets = self._policy.lost(host.name)
+        self._unload_after_load.discard(host.name)
         if host.engine.state == "dead":
             self._on_lost(host)
-        self._tell(tickets, _failed(host, code))
+        self._reject(tickets, _failed(host, code))
         if self.pinned:
             self.ended.set()
-        self._act()
+        self._apply_moves()
 
-    def _say(self, line: str, *arguments: str) -> None:
-        """Writes to the log; of a server's only model, the server itself speaks."""
+    def _log(self, line: str, *arguments: str) -> None:
+        """Log the line, unless a model is pinned.
+
+        The server itself logs the load of a pinned model.
+        """
         if not self.pinned:
             logger.info(line, *arguments)
 
-    def _say_lost(self, host: ModelHost, code: str) -> None:
-        """Why; clients hear the code alone, and that the log has the rest."""
+    def _log_lost(self, host: ModelHost, code: str) -> None:
+        """Log why a model was lost. Clients only get the code and a reference to the log."""
         if not self.pinned:
             level = logging.ERROR if host.engine.state == "dead" else logging.INFO
             words = (host.name, code, host.engine.last_words)
             logger.log(level, "%s is not served now (%s). %s", *words)
 
     async def _unload(self, host: ModelHost) -> None:
-        self._say("Unloading %s", host.name)
+        self._log("Unloading %s", host.name)
         await host.engine.close()
-        self._residency.unloaded(host.name)
-        self._act()
+        self._policy.unloaded(host.name)
+        self._apply_moves()
 
     async def _unload_idle(self, after_s: float) -> None:
-        """Rests are counted in ticks: while this process was stopped, nobody could have asked."""
+        """Unload each model that no request has used for `after_s` seconds.
+
+        Idle time is counted in passes of this loop. A clock would also count the time for which
+        this process was suspended, when no client could send a request.
+        """
         interval_s = min(_CHECK_INTERVAL_S, after_s)
-        ticks: dict[tuple[str, int], int] = {}  # by model and its last use
+        # The number of passes in which a model was idle. The keys are pairs of a model's name and
+        # the number of the model's last use.
+        ticks: dict[tuple[str, int], int] = {}
         while True:
             await asyncio.sleep(interval_s)
-            ticks = {rest: ticks.get(rest, -1) + 1 for rest in self._residency.idle()}
+            ticks = {rest: ticks.get(rest, -1) + 1 for rest in self._policy.idle()}
             for (name, _), number in ticks.items():
                 if number * interval_s >= after_s and self.pinned is None:
                     self.unload(self.roster.get(name))
 
 
 def pinned_model(config: ServerConfig) -> ModelConfig | None:
-    """The model that is loaded at the start and stays; None if models come and go."""
+    """Return the model to load at the start and to keep in memory, or None."""
     is_one = len(config.models) == 1 and config.loading.models_dir is None
     return config.models[0] if is_one and config.models[0].min_replicas != 0 else None
 
@@ -388,7 +443,7 @@ def _failed(host: ModelHost, code: str) -> RequestError:
 
 def _too_large(host: ModelHost, limit: int) -> str:
     return (
-        f"{host.name} takes about {host.num_bytes >> 20} MiB with its cache, and "
-        f"--models-memory-bytes allows {limit >> 20} MiB; raise it, or lower "
+        f"{host.name} needs about {host.num_bytes >> 20} MiB with its cache, but "
+        f"--models-memory-bytes allows {limit >> 20} MiB; raise that limit, or lower "
         "--kv-cache-memory-bytes."
     )

@@ -1,4 +1,4 @@
-"""Runs blocking work in threads that do not keep the process alive."""
+"""Runs blocking functions in threads that do not keep the process alive."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,11 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 def start_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
-    """Start a daemon thread that runs `work`; return the future of its result.
+    """Start a daemon thread that runs `work`, and return the future of the result.
 
-    The process can end while the thread runs, which an executor's threads would prevent. An
-    exception from `work` ends only this call: a panic becomes a RuntimeError, since a BaseException
-    would end the caller's task and its group.
+    The process can end while a daemon thread runs, but not while a thread of an executor runs. A
+    panic (a BaseException from `work`) becomes a RuntimeError. Otherwise the panic would end the
+    caller's task and its task group.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -38,9 +38,11 @@ def start_thread(work: Callable[[], T]) -> "asyncio.Future[T]":
             result = work()
         except Exception as failure:
             error = failure
-        except BaseException as panic:  # an uncaught one would also count as a lost thread
+        # A panic also has to settle the future, and must not be reported as a failed thread.
+        except BaseException as panic:
             error = RuntimeError(f"a library failed ({type(panic).__name__})")
-        with contextlib.suppress(RuntimeError):  # the loop has ended before
+        # The event loop may already be closed when the thread ends.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(tell, result, error)
 
     threading.Thread(target=run, name="read model", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The models in memory, and who waits for one: first come, first served. Knows no clock."""
+"""Decides which models are in memory, and queues requests in order of arrival. Pure: no clock."""
 
 import itertools
 from collections.abc import Hashable, Iterable
@@ -8,7 +8,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 
 class Stage(Enum):
-    """The place of a model's weights."""
+    """The state of a model's weights in memory."""
 
     OUT = "out"
     LOADING = "loading"
@@ -20,7 +20,7 @@ Ticket = TypeVar("Ticket", bound=Hashable)
 
 
 class Move(NamedTuple, Generic[Ticket]):
-    """The next action of the owner; `ticket` is None but for `enter` and `refuse`."""
+    """An action for the owner of the policy. Only the kinds `enter` and `refuse` have a ticket."""
 
     kind: Literal["load", "unload", "enter", "refuse"]
     model: str
@@ -28,11 +28,12 @@ class Move(NamedTuple, Generic[Ticket]):
 
 
 @dataclass
-class _Place:
+class _Model:
     size: int  # bytes
     stage: Stage = Stage.OUT
     num_uses: int = 0
-    used: int = 0  # when it was last used, as a count of uses
+    # The number of the model's last use. All models share one counter of uses.
+    used: int = 0
     must_leave: bool = False
 
     @property
@@ -40,151 +41,176 @@ class _Place:
         return self.stage is Stage.IN and self.num_uses == 0
 
 
-class Residency(Generic[Ticket]):
-    """Ask, leave and release as things happen, then do what `next_move` says until it is None.
+class MemoryPolicy(Generic[Ticket]):
+    """Decides which models are loaded and unloaded.
 
-    One line for all models keeps it fair: behind a ticket that waits for memory nobody enters, so
-    the models in use come to rest, and the one that was used least recently makes room.
+    The owner reports each event, and then carries out the moves from `next_move` until
+    `next_move` returns None. A ticket stands for a request that waits. The ticket enters when the
+    request may use the model.
+
+    All models share one queue, so that the waiting is fair. While the first ticket waits for
+    memory, no later ticket enters. So the models in memory become idle, and the least recently
+    used model is unloaded.
     """
 
     def __init__(self, max_models: int | None = None, max_bytes: int | None = None) -> None:
         self._max_models = max_models
         self._max_bytes = max_bytes
-        self._places: dict[str, _Place] = {}
-        self._line: dict[Ticket, str] = {}  # in order, and the model that each waits for
+        self._models: dict[str, _Model] = {}
+        # The queued tickets in order of arrival, each with the name of the ticket's model.
+        self._queue: dict[Ticket, str] = {}
         self._uses = itertools.count(1)
 
     def limit(self, max_models: int | None, max_bytes: int | None) -> None:
-        """Sets how many models, and how much of them, may be in from now on."""
+        """Set the maximum number of models in memory, and their maximum total size in bytes."""
         self._max_models, self._max_bytes = max_models, max_bytes
 
     def add(self, model: str, size: int) -> None:
-        """Makes a model known, or its size."""
-        self._places.setdefault(model, _Place(size)).size = size
+        """Add a model with its size in bytes, or change the size of an existing model."""
+        self._models.setdefault(model, _Model(size)).size = size
 
     def remove(self, model: str) -> None:
-        """Forgets a model that is out."""
-        assert self._places.pop(model).stage is Stage.OUT
+        """Forget a model that is not in memory."""
+        assert self._models.pop(model).stage is Stage.OUT
 
     def stage(self, model: str) -> Stage:
-        return self._places[model].stage
+        return self._models[model].stage
 
     def enter(self, model: str) -> bool:
-        """Begin a use if the model is in memory to stay and no ticket waits, else return False."""
-        place = self._places[model]
-        if self._line or place.stage is not Stage.IN or place.must_leave:
+        """Count a use and return True if no ticket waits and the model stays in memory."""
+        entry = self._models[model]
+        if self._queue or entry.stage is not Stage.IN or entry.must_leave:
             return False
         self.hold(model)
         return True
 
     def ask(self, model: str, ticket: Ticket) -> None:
-        """Puts a ticket in line; `next_move` says when it enters, which counts as a use."""
-        self._line[ticket] = model
+        """Queue a ticket. The later move `enter` counts a use of the model for this ticket."""
+        self._queue[ticket] = model
 
     def leave(self, ticket: Ticket) -> None:
-        """Gives up waiting; nothing if it has entered."""
-        self._line.pop(ticket, None)
+        """Remove a ticket from the queue, if the ticket is still queued."""
+        self._queue.pop(ticket, None)
 
     def hold(self, model: str) -> None:
-        """A use begins unasked, of a model that is in or will be."""
-        place = self._places[model]
-        place.num_uses += 1
-        place.used = next(self._uses)
+        """Count a use without a ticket, even if the model is not in memory yet."""
+        entry = self._models[model]
+        entry.num_uses += 1
+        entry.used = next(self._uses)
 
     def release(self, model: str) -> None:
-        """A use ends."""
-        place = self._places[model]
-        assert place.num_uses > 0
-        place.num_uses -= 1
-        place.used = next(self._uses)
+        """End a use."""
+        entry = self._models[model]
+        assert entry.num_uses > 0
+        entry.num_uses -= 1
+        entry.used = next(self._uses)
 
-    def send_out(self, model: str) -> None:
-        """Lets a model leave once it is idle. Tickets taken meanwhile wait, and bring it back."""
-        if self._places[model].stage is Stage.IN:
-            self._places[model].must_leave = True
+    def unload_when_idle(self, model: str) -> None:
+        """Unload a model once it is idle.
+
+        A ticket that waits for the model will load the model again.
+        """
+        if self._models[model].stage is Stage.IN:
+            self._models[model].must_leave = True
 
     def loaded(self, model: str) -> None:
-        """The move `load` is done."""
-        place = self._places[model]
-        place.stage, place.used = Stage.IN, next(self._uses)
+        """Note that the move `load` has been carried out."""
+        entry = self._models[model]
+        entry.stage, entry.used = Stage.IN, next(self._uses)
 
     def lost(self, model: str) -> list[Ticket]:
-        """The load failed, or the engine is gone for good; the tickets that waited for it."""
-        place = self._places[model]
-        place.stage, place.must_leave = Stage.OUT, False
-        return self.send_away(model)
+        """Note a failed load or a dead engine; remove and return the model's tickets."""
+        entry = self._models[model]
+        entry.stage, entry.must_leave = Stage.OUT, False
+        return self.remove_tickets(model)
 
-    def send_away(self, model: str) -> list[Ticket]:
-        """The tickets that wait for it, which wait no longer."""
+    def remove_tickets(self, model: str) -> list[Ticket]:
+        """Remove all tickets that wait for a model from the queue, and return these tickets."""
         tickets = self.waiting(model)
         for ticket in tickets:
-            del self._line[ticket]
+            del self._queue[ticket]
         return tickets
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of tickets that wait for any model."""
+        return len(self._queue)
+
     def waiting(self, model: str | None = None) -> list[Ticket]:
-        """The tickets that wait for it, or for any."""
-        return [ticket for ticket, wanted in self._line.items() if model in (wanted, None)]
+        """Return the tickets that wait for this model; without a model, return all tickets."""
+        return [ticket for ticket, wanted in self._queue.items() if model in (wanted, None)]
 
     def is_used(self, model: str) -> bool:
-        """Whether somebody holds it, wherever it is."""
-        return self._places[model].num_uses > 0
+        """Return whether the model has uses. The model's stage does not matter."""
+        return self._models[model].num_uses > 0
 
     def is_gone(self, model: str) -> bool:
-        """Whether the model is out, and nobody holds it."""
-        place = self._places[model]
-        return place.stage is Stage.OUT and place.num_uses == 0
+        """Return whether the model is not in memory and has no uses."""
+        entry = self._models[model]
+        return entry.stage is Stage.OUT and entry.num_uses == 0
 
     def unloaded(self, model: str) -> None:
-        """The move `unload` is done."""
-        place = self._places[model]
-        place.stage, place.must_leave = Stage.OUT, False
+        """Note that the move `unload` has been carried out."""
+        entry = self._models[model]
+        entry.stage, entry.must_leave = Stage.OUT, False
 
     def idle(self) -> list[tuple[str, int]]:
-        """Models that are in and that nobody uses or waits for, and a number for their last use."""
-        wanted = set(self._line.values())
-        places = self._places.items()
-        return [(name, it.used) for name, it in places if it.is_idle and name not in wanted]
+        """Return the idle models that no ticket waits for, each with the number of its last use."""
+        wanted = set(self._queue.values())
+        entries = self._models.items()
+        return [(name, it.used) for name, it in entries if it.is_idle and name not in wanted]
 
     def next_move(self) -> Move[Ticket] | None:
-        """The next action; its effect on the books is taken at once, so each is returned once."""
-        for name, place in self._places.items():
-            if place.must_leave and place.is_idle:
-                place.stage = Stage.LEAVING
+        """Return the next action, or None if there is nothing to do.
+
+        Each action is returned only once: the policy assumes that the caller carries out the
+        action.
+
+        Models that have to leave memory are unloaded first. Then the queue is scanned in order. A
+        ticket enters if its model is in memory. A ticket is skipped if its model is loading or
+        leaving, since no decision about the ticket is needed now. The scan stops at the first
+        ticket whose model is unloaded, even if the result is None. Otherwise later tickets could
+        keep other models busy, and the first ticket would never get their memory.
+        """
+        for name, entry in self._models.items():
+            if entry.must_leave and entry.is_idle:
+                entry.stage = Stage.LEAVING
                 return Move("unload", name)
-        for ticket, name in self._line.items():
-            place = self._places[name]
-            if place.stage is Stage.IN and not place.must_leave:
-                del self._line[ticket]
+        for ticket, name in self._queue.items():
+            entry = self._models[name]
+            if entry.stage is Stage.IN and not entry.must_leave:
+                del self._queue[ticket]
                 self.hold(name)
                 return Move("enter", name, ticket)
-            if place.stage is Stage.OUT:
+            if entry.stage is Stage.OUT:
                 return self._make_room(ticket, name)
-            # loading or leaving, it has its place, or will: others need not wait for it
+            # The model is loading or leaving, so this ticket waits. Later tickets may still enter.
         return None
 
     def _make_room(self, ticket: Ticket, name: str) -> Move[Ticket] | None:
-        place = self._places[name]
-        if not self._fits([place]):
-            del self._line[ticket]
+        entry = self._models[name]
+        if not self._fits([entry]):
+            del self._queue[ticket]
             return Move("refuse", name, ticket)
-        there = [it for it in self._places.values() if it.stage is not Stage.OUT]
-        if self._fits([*there, place]):
-            place.stage = Stage.LOADING
+        present = [it for it in self._models.values() if it.stage is not Stage.OUT]
+        if self._fits([*present, entry]):
+            entry.stage = Stage.LOADING
             return Move("load", name)
-        staying = [it for it in there if it.stage is not Stage.LEAVING]
-        if self._fits([*staying, place]):
-            return None  # there will be room
+        staying = [it for it in present if it.stage is not Stage.LEAVING]
+        if self._fits([*staying, entry]):
+            # There is enough room once the leaving models have been unloaded.
+            return None
         victim = min(
-            (one for one, it in self._places.items() if it.is_idle),
-            key=lambda one: self._places[one].used,
+            (one for one, it in self._models.items() if it.is_idle),
+            key=lambda one: self._models[one].used,
             default=None,
         )
         if victim is None:
             return None
-        self._places[victim].stage = Stage.LEAVING
+        self._models[victim].stage = Stage.LEAVING
         return Move("unload", victim)
 
-    def _fits(self, places: Iterable[_Place]) -> bool:
-        sizes = [place.size for place in places]
-        has_place = self._max_models is None or len(sizes) <= self._max_models
-        return has_place and (self._max_bytes is None or sum(sizes) <= self._max_bytes)
+    def _fits(self, entries: Iterable[_Model]) -> bool:
+        sizes = [entry.size for entry in entries]
+        are_few_enough = self._max_models is None or len(sizes) <= self._max_models
+        return are_few_enough and (self._max_bytes is None or sum(sizes) <= self._max_bytes)

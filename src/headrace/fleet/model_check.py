@@ -1,12 +1,13 @@
-"""Reads a model first in a separate process, which can be killed.
+"""Reads each model in a separate process, before the gateway reads the model.
 
-What a folder holds is parsed by libraries that can crash, hang while they hold the interpreter's
-lock, or take any amount of memory: tokenizers, templates, configs, headers of weights. So a process
-with limits reads it before the gateway does. If that process can read the files, so can the
-gateway. The user's cache remembers the models that it could read, so that a restart need not wait
-for the process again.
+Libraries parse a model's tokenizer, template, config and weight headers. A library can crash,
+hang while it holds the interpreter's lock, or use any amount of memory. So a process with limits
+reads the files first. Files that this process can read are safe for the gateway. A cache in the
+user's cache folder records the models that passed, so that a restart of the server needs no
+check.
 
-`python -m headrace.fleet.model_check` reads a packed ModelConfig from stdin and writes its answer.
+`python -m headrace.fleet.model_check` reads a ModelConfig from stdin as msgpack. The answer, a
+Readable or Unreadable, is written to stdout as JSON.
 """
 
 import contextlib
@@ -24,10 +25,11 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from headrace.fleet.atomic_file import keep_file
 from headrace.fleet.file_stamp import file_stamp
-from headrace.fleet.kept_file import keep_file
 from headrace.fleet.served_model import ServedModel
 from headrace_common.checkpoints.find import MINI, find_model
+from headrace_common.checkpoints.gguf_folder import conversion
 from headrace_common.checkpoints.headers import count_parameters
 from headrace_common.checkpoints.small_file import read_small
 from headrace_common.checkpoints.spec import read_spec
@@ -35,34 +37,37 @@ from headrace_common.config.settings import ModelConfig
 from headrace_common.config.sources import SECRETS
 from headrace_common.errors import ModelError
 from headrace_common.system.panics import STEERING
-from headrace_common.version import __version__
 
 MAX_CPU_S = 60
 MAX_BYTES = 2 << 30
-_MAX_WALL_S = 300  # a disk may be slow
+# Seconds until a check is stopped. Reading from a slow disk can take long.
+_MAX_WALL_S = 300
 _COMMAND = ("-m", "headrace.fleet.model_check")
 _MAX_OUTPUT = 1 << 16
 _MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000  # characters
 _MAX_REMEMBERED = 256
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
-    # A library that panics without memory for its traceback deadlocks.
+    # A panic in a Rust library deadlocks if there is no memory for a backtrace.
     "RUST_BACKTRACE": "0",
     "RUST_LIB_BACKTRACE": "0",
 }
 _places = threading.Semaphore(2)
-"""Processes that may run at once: each takes a core and up to MAX_BYTES of memory."""
+"""Limits the number of concurrent checks: each check uses a core and up to MAX_BYTES of memory."""
 
 
 class Readable(msgspec.Struct, frozen=True, tag=True):
-    """The model can be read; `folder` holds it, which for a GGUF file is one made of it."""
+    """The answer for a model that can be read.
+
+    For a GGUF file, `folder` contains the files that were converted from the GGUF file.
+    """
 
     folder: bytes
     num_parameters: int | None
 
 
 class Unreadable(msgspec.Struct, frozen=True, tag=True):
-    """The model cannot be read. `details` are for the log."""
+    """The answer for a model that cannot be read. `details` are for the log."""
 
     code: str
     message: str
@@ -70,20 +75,21 @@ class Unreadable(msgspec.Struct, frozen=True, tag=True):
 
 
 class Checked(NamedTuple):
-    """A model that can be read: its folder, and how many weights its files state, if they do."""
+    """A readable model's folder, and the number of weights if the files state this number."""
 
     folder: Path
     num_parameters: int | None
 
 
 class NotChecked(ModelError):
-    """The process could not be started, which says nothing about the model."""
+    """Raised when the process for a check could not be started; the model may still be readable."""
 
 
 def read_checked(config: ModelConfig, path: str) -> ServedModel:
-    """Read the model at `path` once the process with limits has read it; ModelError if it cannot.
+    """Check the model at `path` in a process with limits, then read the model in this process.
 
-    The model that comes with the package needs no check.
+    Raises ModelError if the model cannot be read. The small model in Headrace's own package is
+    not checked.
     """
     if path == MINI:
         folder = find_model(MINI)
@@ -96,10 +102,10 @@ def read_checked(config: ModelConfig, path: str) -> ServedModel:
 
 
 def check_model(config: ModelConfig) -> Checked:
-    """Read a model that is on the disk; ModelError if it cannot be served.
+    """Check a model on the disk; raise ModelError if the model cannot be served.
 
-    Takes about a second, and up to MAX_CPU_S of processor time, unless the same files were read
-    before.
+    A check takes about a second, and at most MAX_CPU_S seconds of processor time. Unchanged files
+    that passed a check are not checked again.
     """
     memory = _memory(config)
     answer = _remembered(memory)
@@ -110,11 +116,14 @@ def check_model(config: ModelConfig) -> Checked:
 
 
 def _memory(config: ModelConfig) -> Path | None:
-    """Return the cache file for a model with these settings and the present state of its files."""
+    """Return the cache file for these settings and the current state of the model's files.
+
+    Returns None if the model is not on this machine.
+    """
     if (stamp := file_stamp(config)) is None:
         return None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    known = (__version__, msgspec.to_builtins(config), stamp)
+    known = (conversion(), msgspec.to_builtins(config), stamp)
     return Path(base) / "headrace" / "checked" / hashlib.sha256(repr(known).encode()).hexdigest()
 
 
@@ -129,7 +138,10 @@ def _remembered(memory: Path | None) -> Readable | None:
 
 
 def _remember(memory: Path | None, answer: Readable) -> None:
-    """Write the answer to the cache; if that fails, the next start checks the model again."""
+    """Write the answer to the cache.
+
+    If the write fails, the next start checks the model again.
+    """
     if memory is None:
         return
     with contextlib.suppress(OSError):
@@ -140,7 +152,7 @@ def _remember(memory: Path | None, answer: Readable) -> None:
 
 
 def _ask(config: ModelConfig) -> Readable:
-    """Have the process read the model; ModelError says why it cannot be served."""
+    """Let a process check the model; raise ModelError with the reason if the check fails."""
     environment = {k: v for k, v in os.environ.items() if k not in SECRETS} | _ENVIRONMENT
     with _places:
         try:
@@ -156,7 +168,9 @@ def _ask(config: ModelConfig) -> Readable:
         except subprocess.TimeoutExpired:
             raise _failure(f"took longer than {_MAX_WALL_S} s") from None
         except OSError as error:
-            message = f"No process could be started to read it ({error.strerror}); try again."
+            message = (
+                f"No process could be started to read the model ({error.strerror}); try again."
+            )
             raise NotChecked(message, "load_failed") from None
     try:
         answer = msgspec.json.decode(done.stdout[:_MAX_OUTPUT], type=Readable | Unreadable)
@@ -185,15 +199,17 @@ def _reason(code: int) -> str:
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # Output that libraries print is not part of the answer.
+    # Output that libraries print must not mix with the answer, so stdout is redirected to stderr.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    os.nice(19)  # running streams take precedence
+    # Running streams get processor time before this check.
+    os.nice(19)
     _limit(resource.RLIMIT_CPU, MAX_CPU_S)
     _limit(resource.RLIMIT_DATA, MAX_BYTES)
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelConfig)
     answers.write(msgspec.json.encode(_read(config)))
     answers.close()
-    os._exit(0)  # skips the cleanup of libraries, which may be damaged
+    # Skip the cleanup of libraries, since a library may be in a bad state.
+    os._exit(0)
 
 
 def _limit(what: int, most: int) -> None:
@@ -202,7 +218,7 @@ def _limit(what: int, most: int) -> None:
 
 
 def _read(config: ModelConfig) -> Readable | Unreadable:
-    """Do all that the gateway will do with the model's files."""
+    """Read everything that the gateway will read from the model's files."""
     try:
         model = ServedModel(config)
         model.read_adapters(config)
@@ -213,11 +229,12 @@ def _read(config: ModelConfig) -> Readable | Unreadable:
     except ModelError as error:
         return Unreadable(error.code, str(error)[:_MAX_MESSAGE])
     except MemoryError:
-        message = f"Reading its files took more than {MAX_BYTES >> 20} MiB of memory."
+        message = f"Reading the model's files took more than {MAX_BYTES >> 20} MiB of memory."
         return Unreadable("load_failed", message)
-    except BaseException as error:  # a library's panic is not an Exception
+    # A panic in a Rust library is a BaseException.
+    except BaseException as error:
         details = "".join(traceback.format_exception(error))[-_MAX_DETAILS:]
-        message = f"Its files cannot be read ({type(error).__name__}); download the model again."
+        message = f"The model's files cannot be read ({type(error).__name__}); download them again."
         return Unreadable("load_failed", message, details)
     return Readable(os.fsencode(model.folder), num_parameters)
 

@@ -1,4 +1,4 @@
-"""One model a server runs: its settings, what was read of it, its engine and its tenants."""
+"""Holds one model of a server: settings, data from the model's files, engine and users."""
 
 import asyncio
 import logging
@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from headrace.engines.client import EngineClient
 from headrace.fleet.engine_life import EngineLife
-from headrace.fleet.fetch_apart import fetch_apart
+from headrace.fleet.engine_users import EngineUsers
+from headrace.fleet.fetch_process import fetch_apart
 from headrace.fleet.file_stamp import Stamp, file_stamp
 from headrace.fleet.in_thread import start_thread
-from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.load_progress import LoadProgressWatch
 from headrace.fleet.model_check import NotChecked, read_checked
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import Tenants
 from headrace.metrics.metrics import Metrics
 from headrace.text.model_names import adapters_of, names_of, paths_of, root_of
 from headrace_common.adapter import Adapter
@@ -31,32 +31,34 @@ from headrace_common.messages import Ready
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 1 << 30
-"""Memory of each model for keys and values, where it is budgeted and settings say nothing."""
+"""Default size of a model's KV cache in bytes, if several models share the memory."""
 
 Start = Callable[[ModelConfig], EngineClient]
 
-_REMEMBERED_S = 600.0  # the cause may not be in the files: a full disk, for example
+# Seconds until a failed read is repeated although the files have not changed. The cause may be
+# temporary, such as a full disk.
+_REMEMBERED_S = 600.0
 
 
 class _Failure(NamedTuple):
-    """The reason why a model could not be read, and the state of its files then."""
+    """The reason why a model could not be read, and the state of the files during that read."""
 
     files: ModelConfig
     stamp: Stamp | None
     code: str
     message: str
-    ends: float  # monotonic
+    ends: float  # monotonic seconds
 
     def holds(self) -> bool:
-        """Whether the files are still the same, and the failure is not old."""
+        """Return whether the failure is recent and the files have not changed."""
         return time.monotonic() < self.ends and file_stamp(self.files) == self.stamp
 
 
 class ModelHost:
-    """One model by its names: known from its settings, then `read`, then run by an engine.
+    """One model of the server. Before `read`, only the model's settings are available.
 
-    `start` makes an engine; the model may be `known`, read before with its adapters. `cache_bytes`
-    is the memory for keys and values where the model's settings say nothing.
+    `start` starts an engine. `known` is the model with its adapters, if the model was read
+    before. `cache_bytes` is the size of the KV cache if the model's settings give no size.
     """
 
     def __init__(
@@ -70,48 +72,52 @@ class ModelHost:
         if config.kv_cache_memory_bytes is None and cache_bytes is not None:
             config = replace(config, kv_cache_memory_bytes=cache_bytes)
         self.config = config
-        # of the model and its adapters; the server itself uses the first
+        # Names of the model and of its adapters. The server itself uses the first name.
         self.names = known.names if known else (*names_of(config), *adapters_of(config))
         self.name = self.names[0]
         self.paths = known.paths if known else paths_of(config)
-        self.known = known  # as it was read; it stays when the engine is unloaded
+        # None until the model has been read. Unloading the engine does not change this value.
+        self.known = known
         self.metrics = metrics
-        self.loading = LoadWatch("" if known else self.name)  # one that was read is alone
-        self.tenants = Tenants(self.loading)
+        # A model that was read before the server started is the only model, so reports need no
+        # name.
+        self.loading = LoadProgressWatch("" if known else self.name)
+        self.tenants = EngineUsers(self.loading)
         self.engine = EngineLife(self.tenants, self.loading, metrics.engine)
         self._start = start
-        self._reading: asyncio.Future[ServedModel] | None = None  # a thread that runs
+        # Set while a thread reads the model. The future gets the result of the thread.
+        self._reading: asyncio.Future[ServedModel] | None = None
         self._failure: _Failure | None = None
 
     @property
     def root(self) -> str:
-        """The hub's id, or the folder's name."""
+        """The model's hub id, or the name of its folder or file."""
         return root_of(self.config)
 
     @property
     def is_here(self) -> bool:
-        """Whether the size is known, since nothing need be downloaded."""
+        """Whether the model's files are on this machine, so that the model's size is known."""
         return self.known is not None or os.path.exists(self._path)
 
     @property
     def model(self) -> ServedModel:
-        """The model, once it was read."""
+        """The model. The host must have read the model before."""
         assert self.known is not None
         return self.known
 
     @property
     def ready(self) -> Ready | None:
-        """The limits of the engine that was up last."""
+        """The latest limits of the engine; None before the engine's first start."""
         return self.known.ready if self.known else None
 
     @property
     def local(self) -> ModelConfig:
-        """The model's settings, with the folder that it was read from."""
+        """The model's settings, with the model's local folder and the current adapters."""
         return replace(self.config, model=str(self.model.folder), adapter=self.adapters)
 
     @property
     def may_see_images(self) -> bool:
-        """Whether the model sees images, or may: one that was not read is not opened for this."""
+        """Whether the model accepts images. The value is a guess until the model has been read."""
         if self.known is not None:
             return self.known.has_vision
         is_text = self.config.lane.endswith("-text")
@@ -119,18 +125,18 @@ class ModelHost:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The adapters that are served now, as settings name them."""
+        """The adapters that are served now, in the format of the settings: NAME=PATH."""
         if self.known is None:
             return self.config.adapter
         return tuple(f"{name}={it.path}" for name, it in self.known.adapters.items())
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Let requests ask for an adapter by its name."""
+        """Serve an adapter, so that requests can name the adapter."""
         self.model.add_adapter(adapter)
         self.names = self.model.names
 
     def remove_adapter(self, name: str) -> Adapter | None:
-        """Serve an adapter no more; None if there is none of that name."""
+        """Stop serving an adapter; return None if no adapter has this name."""
         if self.known is None:
             return None
         adapter = self.known.remove_adapter(name)
@@ -138,7 +144,7 @@ class ModelHost:
         return adapter
 
     def reads_like(self, other: "ModelHost") -> bool:
-        """Whether both make the same prompt of a request, and the same answer of its tokens."""
+        """Return whether both hosts render the same prompts and parse answers in the same way."""
         if other is self:
             return True
         fields = ("model", "revision", "chat_template", "tool_format", "reasoning_format")
@@ -146,7 +152,10 @@ class ModelHost:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, weights and cache; an estimate until it has been loaded."""
+        """Memory for the weights and caches of all replicas, in bytes.
+
+        The value is an estimate until the model has been loaded.
+        """
         cache = self.config.kv_cache_memory_bytes or 0
         if self.ready is not None:
             return (self.ready.weight_bytes + cache) * self.config.replicas
@@ -158,14 +167,14 @@ class ModelHost:
 
     @property
     def _path(self) -> Path:
-        """The model's path, if it is no hub id."""
+        """The path that the settings give for the model. For a hub id, the path has no meaning."""
         return find_model(MINI) if self.config.model == MINI else Path(self.config.model)
 
     async def read(self) -> None:
-        """Read all but the weights, which may be a download; ModelError if it cannot be served.
+        """Download the model, and read the model except its weights.
 
-        All callers share one thread. It goes on when they leave, so that the next caller does not
-        start another one.
+        Raises ModelError on failure. All callers wait for the same thread. The thread continues
+        when the callers leave, so that a later caller does not start a second thread.
         """
         if self.known is not None:
             return
@@ -176,7 +185,8 @@ class ModelHost:
         reading = self._reading
         await asyncio.wait([reading])
         if (error := reading.exception()) is not None:
-            # A new exception for each caller: one that is raised again collects their frames.
+            # Each caller gets a new exception, since an exception that is raised several times
+            # collects tracebacks.
             raise ModelError(str(error), getattr(error, "code", "load_failed"))
 
     def _has_read(self, reading: "asyncio.Future[ServedModel]") -> None:
@@ -186,7 +196,10 @@ class ModelHost:
             self.known = reading.result()
 
     def _read(self) -> ServedModel:
-        """Read the model, unless that failed before and its files have not changed since."""
+        """Read the model.
+
+        If an earlier read failed and is still remembered, raise the same error again.
+        """
         failed = self._failure
         if failed is not None and failed.holds():
             raise ModelError(failed.message, failed.code)
@@ -206,19 +219,20 @@ class ModelHost:
             for details in getattr(error, "__notes__", ()):
                 logger.error("%s could not be read:\n%s", self.name, details)
             raise
-        except BaseException as error:  # a library's panic is not an Exception
+        # A panic in a Rust library is a BaseException.
+        except BaseException as error:
             logger.exception("%s could not be read", self.name)
-            message = f"It could not be read ({type(error).__name__}); download it again."
+            message = f"The model could not be read ({type(error).__name__}); download it again."
             raise ModelError(message, "load_failed") from error
 
     def begin(self) -> None:
-        """Starts the engine."""
+        """Start the engine."""
         self.engine.begin(self.model, self._start(self.local))
 
     def resize(self, config: ModelConfig, within_s: float) -> bool:
-        """Takes another number of engines at once; False if it cannot, or if more has changed.
+        """Change the number of replicas; return False if the new settings need a reload.
 
-        Streams of engines that leave have `within_s` to end.
+        Streams of removed replicas get `within_s` seconds to end.
         """
         numbers = {"replicas": config.replicas, "min_replicas": config.min_replicas}
         if config != replace(self.config, **numbers) or not self.engine.resize(config, within_s):
@@ -228,8 +242,9 @@ class ModelHost:
 
 
 def _size_of(file: Path) -> int:
-    """Return the bytes of a file; 0 if it does not exist."""
+    """Return the size of a file in bytes; 0 if the file does not exist."""
     try:
         return file.stat().st_size
-    except (OSError, ValueError):  # the latter for a name that no file can have
+    # ValueError means that the path is not valid for a file.
+    except (OSError, ValueError):
         return 0

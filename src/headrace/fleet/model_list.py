@@ -1,18 +1,18 @@
-"""The models a server should have: kept over restarts, and carried out by its fleet."""
+"""Stores the list of models that a server should have, and applies changes to the fleet."""
 
 import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.fleet.atomic_file import StateFile
 from headrace.fleet.fleet import Fleet
-from headrace.fleet.kept_file import KeptFile
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.pulls import Pull, Pulls
-from headrace.text.model_names import told_apart
+from headrace.text.model_names import with_unique_names
 from headrace_common.checkpoints.downloads import discard
 from headrace_common.config.document import read_document, to_document
 from headrace_common.config.settings import ModelConfig
@@ -22,12 +22,12 @@ from headrace_common.system.state_files import read_kept
 _CHECK_INTERVAL_S = 1.0
 _MAX_FILE_BYTES = 64 << 20
 _ONE_MODEL = (
-    "This server was started with one model, which stays. POST /models takes others beside it; to "
-    "replace it, start the server with --models-dir, [[models]] or --model NAME=PATH."
+    "This server was started with a single model, which cannot be replaced. Add models with POST "
+    "/models, or start the server with --models-dir, [[models]] or --model NAME=PATH."
 )
 _NOT_PULLED = (
-    "This model is one of the server's flags, file or folder; only what came by POST /models is "
-    "deleted by a request."
+    "This model comes from the server's flags, file or folder. Only models that were added with "
+    "POST /models can be deleted by a request."
 )
 _OWN = (
     *("model", "revision", "served_model_name", "min_replicas"),
@@ -37,10 +37,12 @@ Configs = tuple[ModelConfig, ...]
 
 
 class ModelSources:
-    """Where a server's models come from: flags and folder, or the document that was put; and pulls.
+    """Combines the configured models with the models that clients downloaded.
 
-    `reread` reads the folder again. Without `file` a document is lost with the server; `is_one`:
-    the server began with one model, and takes no document.
+    `configs` come from the settings and the folder of models, or from a document that a client
+    sent to replace the list. Without `file`, this document is lost when the server ends. `reread`
+    reads the folder of models again. `is_one` means that the server was started with a single
+    model and accepts no document.
     """
 
     def __init__(
@@ -58,14 +60,14 @@ class ModelSources:
         self.is_one = is_one
 
     def all(self) -> Configs:
-        """All of them, each with its names."""
+        """Return the settings of all models. Each name occurs only once."""
         taken = {config.model for config in self.configs}
         names = (name for name in self.pulls.here if name not in taken)
-        return told_apart((*self.configs, *(_like_all(self.configs, it) for it in names)))
+        return with_unique_names((*self.configs, *(_like_all(self.configs, it) for it in names)))
 
 
 def _like_all(configs: Configs, model: str) -> ModelConfig:
-    """A model with the settings in which the server's own are alike, such as flags for all."""
+    """Return settings for one more model, with the values that all `configs` have in common."""
     shared = {
         name: getattr(configs[0], name)
         for name in ModelConfig.__struct_fields__
@@ -75,35 +77,52 @@ def _like_all(configs: Configs, model: str) -> ModelConfig:
 
 
 def _repo_of(model: str) -> str:
-    """The hub's id, whichever of its files was asked for."""
+    """Return a hub id without the suffix that selects a file."""
     return model.partition(":")[0]
 
 
-class Desired:
-    """The models as they should be, put as a whole or pulled one by one.
+class ModelChanges(NamedTuple):
+    """The sources of a server's models.
 
-    `make` makes a host, `renew` tells those who know models by their settings.
+    `make` creates the host of a model. `renew` passes a new list of hosts to the worker processes.
     """
 
-    def __init__(
-        self,
-        sources: ModelSources,
-        make: Callable[[ModelConfig], ModelHost],
-        renew: Callable[[tuple[ModelHost, ...]], None],
-        fleet: Fleet,
-    ) -> None:
-        self.pulls = sources.pulls
+    sources: ModelSources
+    make: Callable[[ModelConfig], ModelHost]
+    renew: Callable[[tuple[ModelHost, ...]], None]
+
+    @classmethod
+    def none(cls, hosts: tuple[ModelHost, ...]) -> "ModelChanges":
+        """Return the value for a server whose models never change."""
+        configs = tuple(host.config for host in hosts)
+
+        def make(config: ModelConfig) -> ModelHost:
+            raise AssertionError("the models of this server never change")
+
+        sources = ModelSources(configs, Pulls(None), lambda: configs, None, is_one=True)
+        return cls(sources, make, lambda hosts: None)
+
+
+class ModelList:
+    """The list of models. Clients can replace the whole list, or add a model with a download."""
+
+    def __init__(self, changes: ModelChanges, fleet: Fleet) -> None:
+        sources, self._make, self._renew = changes
         self._sources = sources
-        self._make = make
-        self._renew = renew
+        self.pulls = sources.pulls
         self._fleet = fleet
         self._was_put = sources.file is not None and sources.file.exists()
-        self._file = KeptFile(sources.file) if sources.file else None
-        self._putting = asyncio.Lock()  # what is kept last is what is served
+        self._file = StateFile(sources.file) if sources.file else None
+        # Held while a document is saved and applied. Otherwise two concurrent calls could save
+        # one document and apply the other document.
+        self._putting = asyncio.Lock()
         self._checked_at = 0.0
-        self._deleting = asyncio.Lock()  # no download begins meanwhile
-        self.pulls.on_change = self._apply
-        fleet.on_unknown = self.reread
+        # Held while files are deleted, so that no download of the same files can start.
+        self._deleting = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Run the downloads until cancelled."""
+        await self.pulls.run(self._apply)
 
     def document(self) -> dict[str, Any]:
         if self._sources.is_one:
@@ -111,23 +130,28 @@ class Desired:
         return to_document(self._sources.configs)
 
     async def put(self, document: Any) -> None:
-        """RequestError, and nothing is changed, if the document is not fit."""
+        """Replace the list of models; an invalid list raises RequestError and changes nothing."""
         self.document()
-        configs = read_document(document, told_apart)
+        configs = read_document(document, with_unique_names)
         async with self._putting:
             if self._file is not None:
                 content = msgspec.json.format(msgspec.json.encode(to_document(configs)))
                 try:
                     await self._file.keep(content)
                 except OSError as error:
-                    message = f"The document cannot be kept ({error.strerror}); nothing is changed."
+                    message = (
+                        f"The document could not be saved ({error.strerror}); nothing was changed."
+                    )
                     raise RequestError("internal_error", message) from None
             self._was_put = True
             self._sources.configs = configs
             self._apply()
 
     async def reread(self) -> None:
-        """Takes up what has come into the folder of models, and drops what has left it."""
+        """Read the folder of models again; add new models and remove missing models.
+
+        Does nothing if a client has replaced the list, or within a second of the last check.
+        """
         if self._was_put or time.monotonic() < self._checked_at + _CHECK_INTERVAL_S:
             return
         self._checked_at = time.monotonic()
@@ -137,22 +161,27 @@ class Desired:
             self._apply()
 
     async def pull(self, model: str) -> Pull | None:
-        """Begins a download, or goes on; None: the model is served already."""
+        """Start or continue a download; return None if the server already serves the model."""
         if self._fleet.hosts.find(model) is not None:
             return None
         async with self._deleting:
             pull = self.pulls.begin(model)
-        return await pull.answered()
+        return await pull.wait_until_started()
 
     async def delete(self, model: str) -> None:
-        """Stops its download, serves it no more and removes its files, once its streams ended."""
-        if self.pulls.find(model) is None:
-            self._fleet.hosts.get(model)  # RequestError if nobody knows it
-            raise RequestError("unsupported_operation", _NOT_PULLED, "model")
-        await self.pulls.forget(model)
-        self._fleet.when_gone(model, lambda: self._discard(model))
+        """Stop serving and downloading a model. Its files are deleted once its streams have ended.
 
-    async def _discard(self, model: str) -> None:
+        Raises RequestError if the model does not exist or was not added by POST /models.
+        """
+        if self.pulls.find(model) is None:
+            # `get` raises RequestError if the model does not exist.
+            self._fleet.hosts.get(model)
+            raise RequestError("unsupported_operation", _NOT_PULLED, "model")
+        if await self.pulls.forget(model):
+            self._apply()
+        self._fleet.when_removed(model, lambda: self._delete_files(model))
+
+    async def _delete_files(self, model: str) -> None:
         async with self._deleting:
             wanted = [it.model for it in self._sources.configs]
             wanted += [it.model for it in self.pulls.all()]
@@ -169,9 +198,9 @@ class Desired:
 
 
 def kept(file: Path) -> Configs | None:
-    """The document that was put before; None if there is none that can be read."""
+    """Return the models of the saved document, or None if there is no readable document."""
     return read_kept(file, _decode, _MAX_FILE_BYTES)
 
 
 def _decode(content: bytes) -> Configs:
-    return read_document(msgspec.json.decode(content), told_apart)
+    return read_document(msgspec.json.decode(content), with_unique_names)

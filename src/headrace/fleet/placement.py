@@ -1,8 +1,9 @@
-"""Places requests on replicas: first come, first served. Knows no clock and no engine.
+"""Assigns requests to replicas in order of arrival and priority. Pure: no clock, no engine.
 
-A replica has places, one for each sequence that it runs at once. Who goes there claims places and
-holds them until the engine has let go. What was placed where also tells where a prompt's beginning
-is likely to be cached; that record forgets the prefixes that were used least recently.
+A replica has `max_num_seqs` sequence slots, each for one running sequence. A request reserves
+slots on one replica. The slots become free again when the engine has ended the request's
+sequences. A record of earlier assignments predicts where a prompt's prefix is cached. The record
+forgets the least recently used prefixes first.
 """
 
 import bisect
@@ -12,14 +13,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ReplicaId = int
-PartId = int  # of a request's part: a prompt with its choices
+# Identifies a part: one prompt of a request, with all choices of this prompt.
+PartId = int
 
 
-class Want(NamedTuple):
-    """The needs of a request: places, and blocks of memory for a prompt.
+class PlacementRequest(NamedTuple):
+    """The resources that one prompt needs: sequence slots for the choices, and blocks of memory.
 
-    `names` are those of its prompt's full blocks (see `prefix_names`). The lowest `due` goes
-    first: when it came, or later for what is less urgent.
+    `names` identify the full blocks of the prompt (see `prefix_names`). `due` is the arrival
+    time, shifted by the priority; the request with the lowest `due` is assigned first.
     """
 
     num_places: int
@@ -28,8 +30,11 @@ class Want(NamedTuple):
     due: float = 0.0
 
 
-class Placed(NamedTuple):
-    """A claim: so many blocks of the prompt are likely to be cached there."""
+class Assignment(NamedTuple):
+    """The assignment of a part to a replica.
+
+    The first `num_shared` blocks of the prompt are probably cached on the replica.
+    """
 
     part: PartId
     replica: ReplicaId
@@ -37,10 +42,11 @@ class Placed(NamedTuple):
 
 
 def prefix_names(token_ids: bytes, block_size: int, salt: str) -> tuple[int, ...]:
-    """A name for each full block of a prompt (packed int32), and for all that is before it.
+    """Return one hash per full block of a prompt; each hash also covers all earlier blocks.
 
-    Names mean something in this process alone. Two prompts share a name where they share a prefix;
-    a collision costs time and no correctness.
+    `token_ids` are packed int32. Two prompts with a common prefix have the same hashes for the
+    blocks of this prefix. The hashes are only valid in this process. A hash collision can cost
+    time, but never gives a wrong answer.
     """
     size, name = 4 * block_size, hash(salt)
     names = []
@@ -51,21 +57,21 @@ def prefix_names(token_ids: bytes, block_size: int, salt: str) -> tuple[int, ...
 
 
 class PrefixRecord:
-    """Names of blocks that a replica is likely to have, at most `most`."""
+    """Records up to `most` blocks that a replica probably has in its cache."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._names: OrderedDict[int, None] = OrderedDict()
 
     def num_shared(self, names: Sequence[int]) -> int:
-        """Length of the longest prefix that it has, in blocks."""
+        """Return how many blocks at the start of a prompt are probably cached."""
         for number, name in enumerate(names):
             if name not in self._names:
                 return number
         return len(names)
 
     def note(self, names: Sequence[int]) -> None:
-        """These were used; a head is forgotten after its tails."""
+        """Record a use of these blocks. The last blocks of a prompt are forgotten first."""
         for name in reversed(names):
             self._names[name] = None
             self._names.move_to_end(name)
@@ -76,133 +82,156 @@ class PrefixRecord:
 @dataclass(slots=True)
 class _Replica:
     num_places: int
-    blocks_free: int  # by what the engine said last, less what was placed since
+    # The last number that the engine reported, minus the blocks of requests that were assigned
+    # after this report.
+    blocks_free: int
     prefixes: PrefixRecord
     takes_more: bool = True
     num_taken: int = 0
-    claims: dict[PartId, "_Claim"] = field(default_factory=dict)
+    reservations: dict[PartId, "_Reservation"] = field(default_factory=dict)
 
-    def has_room(self, want: Want) -> bool:
-        return self.takes_more and self.num_taken + self.share(want) <= self.num_places
+    def has_room(self, request: PlacementRequest) -> bool:
+        return self.takes_more and self.num_taken + self.num_needed(request) <= self.num_places
 
-    def share(self, want: Want) -> int:
-        """Places that it takes here; more choices than there are places wait in the engine."""
-        return min(want.num_places, self.num_places)
+    def num_needed(self, request: PlacementRequest) -> int:
+        """Return the number of sequence slots that a request needs on this replica.
+
+        If a request has more choices than the replica has slots, the request needs all slots. The
+        engine queues the remaining choices.
+        """
+        return min(request.num_places, self.num_places)
 
 
 @dataclass(slots=True)
-class _Claim:
-    num_left: int  # sequences that the engine has not let go
-    num_held: int  # places, never more than that
+class _Reservation:
+    # The number of sequences that have not ended in the engine.
+    num_left: int
+    # The number of reserved sequence slots, at most `num_left`.
+    num_reserved: int
 
 
 class Placement:
-    """Tell it what happens, then ask `next` until it is None.
+    """Assigns queued requests to replicas.
 
-    Nobody passes the first in line, not even one who would fit: so whoever waits for many places
-    gets them.
+    The caller reports each event, and then calls `next` until the result is None. No request
+    overtakes the first request in the queue, even if a replica has room for the later request. So
+    small requests cannot starve a request that needs many slots.
     """
 
     def __init__(self) -> None:
         self._replicas: dict[ReplicaId, _Replica] = {}
-        self._where: dict[PartId, ReplicaId] = {}
-        self._wants: dict[PartId, Want] = {}  # of those that wait
-        self._line: list[tuple[float, PartId]] = []  # sorted
+        self._assigned: dict[PartId, ReplicaId] = {}
+        # The queued requests. Each key is the id of a part.
+        self._requests: dict[PartId, PlacementRequest] = {}
+        # Pairs of a due time and the id of a part, sorted by due time.
+        self._queue: list[tuple[float, PartId]] = []
 
     def open(self, replica: ReplicaId, num_places: int, num_blocks: int) -> None:
-        """Adds a replica that takes requests from now on; its memory is empty."""
+        """Add a replica with empty memory that accepts requests."""
         assert replica not in self._replicas
         self._replicas[replica] = _Replica(num_places, num_blocks, PrefixRecord(num_blocks))
 
     def close(self, replica: ReplicaId) -> list[PartId]:
-        """Removes a replica, and returns the parts whose claims go with it; none if not open."""
+        """Remove a replica and return the parts that were assigned to the replica.
+
+        An unknown replica is ignored.
+        """
         gone = self._replicas.pop(replica, None)
-        lost = list(gone.claims) if gone else []
+        lost = list(gone.reservations) if gone else []
         for part in lost:
-            del self._where[part]
+            del self._assigned[part]
         return lost
 
     def drain(self, replica: ReplicaId) -> None:
-        """Lets a replica take no more requests; those that it has keep their places."""
+        """Stop assigning requests to a replica; its current requests keep their slots."""
         self._replicas[replica].takes_more = False
 
     def set_free_blocks(self, replica: ReplicaId, blocks_free: int) -> None:
-        """Takes the number of free blocks that a replica's engine reports."""
+        """Set the number of free blocks that the replica's engine has reported."""
         self._replicas[replica].blocks_free = blocks_free
 
-    def ask(self, part: PartId, want: Want) -> None:
-        """Puts a request in line; `next` says when its turn comes."""
-        assert part not in self._wants and part not in self._where
-        self._wants[part] = want
-        bisect.insort(self._line, (want.due, part))
+    def ask(self, part: PartId, request: PlacementRequest) -> None:
+        """Queue a request until `next` assigns it to a replica."""
+        assert part not in self._requests and part not in self._assigned
+        self._requests[part] = request
+        bisect.insort(self._queue, (request.due, part))
 
-    def leave(self, part: PartId) -> Want | None:
-        """Gives up waiting; returns the want, or None if it does not wait, since it was placed."""
-        if (want := self._wants.pop(part, None)) is not None:
-            del self._line[bisect.bisect_left(self._line, (want.due, part))]
-        return want
+    def leave(self, part: PartId) -> PlacementRequest | None:
+        """Remove a request from the queue and return the request.
+
+        Returns None if the request is not queued.
+        """
+        if (request := self._requests.pop(part, None)) is not None:
+            del self._queue[bisect.bisect_left(self._queue, (request.due, part))]
+        return request
 
     def release(self, part: PartId) -> None:
-        """The engine has let go of one of its sequences; nothing if all are gone already."""
-        if (place := self._where.get(part)) is None:
+        """Note that the engine has ended one sequence of a part; an unknown part is ignored."""
+        if (number := self._assigned.get(part)) is None:
             return
-        replica = self._replicas[place]
-        claim = replica.claims[part]
-        claim.num_left -= 1
-        replica.num_taken -= claim.num_held
-        claim.num_held = min(claim.num_held, claim.num_left)
-        replica.num_taken += claim.num_held
-        if not claim.num_left:
-            del replica.claims[part], self._where[part]
+        replica = self._replicas[number]
+        reservation = replica.reservations[part]
+        reservation.num_left -= 1
+        replica.num_taken -= reservation.num_reserved
+        reservation.num_reserved = min(reservation.num_reserved, reservation.num_left)
+        replica.num_taken += reservation.num_reserved
+        if not reservation.num_left:
+            del replica.reservations[part], self._assigned[part]
 
-    def next(self) -> Placed | None:
-        """Claims places for the first in line; None if it has to wait, or nobody does."""
-        if not self._line:
+    def next(self) -> Assignment | None:
+        """Assign the first queued request and return the assignment.
+
+        Returns None if the queue is empty or no replica has room.
+        """
+        if not self._queue:
             return None
-        _, part = self._line[0]
-        want = self._wants[part]
-        number = self._choose(want)
+        _, part = self._queue[0]
+        request = self._requests[part]
+        number = self._choose(request)
         if number is None:
             return None
-        del self._line[0], self._wants[part]
+        del self._queue[0], self._requests[part]
         replica = self._replicas[number]
-        num_shared = replica.prefixes.num_shared(want.names)
-        share = replica.share(want)
-        replica.num_taken += share
+        num_shared = replica.prefixes.num_shared(request.names)
+        num_needed = replica.num_needed(request)
+        replica.num_taken += num_needed
         assert replica.num_taken <= replica.num_places
-        replica.claims[part] = _Claim(want.num_places, share)
-        replica.blocks_free -= max(0, want.num_blocks - num_shared)
-        replica.prefixes.note(want.names)
-        self._where[part] = number
-        return Placed(part, number, num_shared)
+        replica.reservations[part] = _Reservation(request.num_places, num_needed)
+        replica.blocks_free -= max(0, request.num_blocks - num_shared)
+        replica.prefixes.note(request.names)
+        self._assigned[part] = number
+        return Assignment(part, number, num_shared)
 
     def replica_of(self, part: PartId) -> ReplicaId | None:
-        """None while it waits, and once it is gone."""
-        return self._where.get(part)
+        """Return the replica that runs a part; None if the part waits or has ended."""
+        return self._assigned.get(part)
 
     def waiting(self) -> list[PartId]:
-        """The line, first one first."""
-        return [part for _, part in self._line]
+        """Return the queued parts in the order in which they will be assigned."""
+        return [part for _, part in self._queue]
 
     def num_taken(self, replica: ReplicaId) -> int:
-        """Places of a replica that are claimed; 0 if it is not open."""
+        """Return the number of reserved sequence slots of a replica; 0 for an unknown replica."""
         return self._replicas[replica].num_taken if replica in self._replicas else 0
 
-    def _choose(self, want: Want) -> ReplicaId | None:
-        able = {number: it for number, it in self._replicas.items() if it.has_room(want)}
-        if not able:
+    def _choose(self, request: PlacementRequest) -> ReplicaId | None:
+        candidates = {number: it for number, it in self._replicas.items() if it.has_room(request)}
+        if not candidates:
             return None
-        least = min(it.num_taken for it in able.values())
+        least = min(it.num_taken for it in candidates.values())
 
-        def worth(number: ReplicaId) -> tuple[bool, int, int, int, int]:
-            it = able[number]
-            shared = it.prefixes.num_shared(want.names)
-            has_memory = it.blocks_free >= want.num_blocks - shared
-            # A short prefix, as of a system prompt that all have, must not draw everybody to one
-            # replica, nor any prefix to one that is far busier than another: it soon is at both.
-            is_long = 2 * shared >= len(want.names)
+        def preference(number: ReplicaId) -> tuple[bool, int, int, int, int]:
+            it = candidates[number]
+            shared = it.prefixes.num_shared(request.names)
+            has_memory = it.blocks_free >= request.num_blocks - shared
+            # Prefer the replica that has cached the longest part of the prompt, with two
+            # exceptions. A short prefix does not count: all requests may begin with the same
+            # system prompt, and must not all go to one replica. A prefix does not count either if
+            # its replica is far busier than another replica: soon both replicas will have cached
+            # the prefix.
+            is_long = 2 * shared >= len(request.names)
             is_busy = 2 * (it.num_taken - least) > it.num_places
             counted = shared if is_long and not is_busy else 0
             return has_memory, counted, -it.num_taken, shared, it.blocks_free
 
-        return max(able, key=worth)
+        return max(candidates, key=preference)

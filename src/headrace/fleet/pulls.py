@@ -1,4 +1,8 @@
-"""Models on their way here while the server runs: begun, stopped, gone on with after restarts."""
+"""Downloads models while the server runs.
+
+Clients can stop and continue a download. A restart of the server continues the downloads that
+were running.
+"""
 
 import asyncio
 import contextlib
@@ -14,8 +18,9 @@ from typing import Literal
 
 import msgspec
 
-from headrace.fleet.kept_file import KeptFile
+from headrace.fleet.atomic_file import StateFile
 from headrace_common.checkpoints.fetch import (
+    MAX_LINE,
     MAX_SILENCE_S,
     SILENT,
     Fetched,
@@ -32,7 +37,8 @@ from headrace_common.system.state_files import read_kept
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 8
-_BEGIN_S = 10.0  # for the hub's first word
+# Seconds to wait for the hub's first response.
+_FIRST_RESPONSE_S = 10.0
 _PACE_S = 10.0
 _END_S = 2.0
 _RETRY_S = 30.0
@@ -43,8 +49,8 @@ _MAX_FAILED = 64
 PullState = Literal["downloading", "stopped", "failed", "here"]
 
 
-class KeptPull(msgspec.Struct, frozen=True):
-    """One model in the file that outlives the server."""
+class StoredPull(msgspec.Struct, frozen=True):
+    """The entry for a download in the state file."""
 
     model: str
     state: PullState
@@ -52,28 +58,31 @@ class KeptPull(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-_KEPT = msgspec.json.Decoder(tuple[KeptPull, ...])
+_KEPT = msgspec.json.Decoder(tuple[StoredPull, ...])
 
 
 class Pull:
-    """One model, by its hub id or a package's short name."""
+    """The download of one model, named by its hub id or the short name of a package."""
 
-    def __init__(self, kept: KeptPull) -> None:
+    def __init__(self, kept: StoredPull) -> None:
         self.model = kept.model
         self.state: PullState
         self.error: RequestError | None
-        self.done = self.total = 0  # bytes; 0 of 0 until the size is known
-        self.began = asyncio.Event()  # its size is known, or it is over
+        # Bytes that were downloaded, and the total; both are 0 until the total is known.
+        self.done = self.total = 0
+        # Set when the total size is known or the download has ended.
+        self.began = asyncio.Event()
         self.over = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None  # the last that downloaded it
+        # The task of the latest download.
+        self.task: asyncio.Task[None] | None = None
         self._pace: deque[tuple[float, int]] = deque()
         why = RequestError(kept.code, kept.message, "model") if kept.code else None
         self.settle(kept.state, why)
 
     @property
-    def kept(self) -> KeptPull:
+    def kept(self) -> StoredPull:
         code, message = (self.error.code, self.error.message) if self.error else ("", "")
-        return KeptPull(self.model, self.state, code, message)
+        return StoredPull(self.model, self.state, code, message)
 
     def advance(self, done: int, total: int) -> None:
         now = time.monotonic()
@@ -83,16 +92,19 @@ class Pull:
             self._pace.popleft()
         self.began.set()
 
-    async def answered(self) -> "Pull":
-        """Waits a while for the hub's first word; RequestError if that is a no."""
+    async def wait_until_started(self) -> "Pull":
+        """Wait up to `_FIRST_RESPONSE_S` until the total size is known.
+
+        Raises RequestError if the download has failed.
+        """
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.began.wait(), _BEGIN_S)
+            await asyncio.wait_for(self.began.wait(), _FIRST_RESPONSE_S)
         if self.error is not None:
             raise self.error.with_traceback(None)
         return self
 
     def settle(self, state: PullState, error: RequestError | None = None) -> None:
-        """Nothing more comes, or it begins again."""
+        """Set the state of a download that has ended or starts again."""
         self.state, self.error = state, error
         self._pace.clear()
         if state == "downloading":
@@ -105,7 +117,7 @@ class Pull:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The pace of the last seconds; None while too little is known."""
+        """Return the download rate over the last few seconds; None while the rate is unknown."""
         if len(self._pace) < 2:
             return None
         (first_at, first), (last_at, last) = self._pace[0], self._pace[-1]
@@ -118,16 +130,13 @@ class Pull:
 
 
 class Pulls:
-    """The models that came, or come, by being asked for; `file` keeps which over restarts.
-
-    `on_change` is called when one has come, or one that had come is to go.
-    """
+    """The models that clients asked to download; `file` stores the list across restarts."""
 
     def __init__(self, file: Path | None) -> None:
-        self._file = KeptFile(file) if file else None
+        self._file = StateFile(file) if file else None
         self._pulls = {kept.model: Pull(kept) for kept in _read(file)}
         self._group: asyncio.TaskGroup
-        self.on_change: Callable[[], None] = lambda: None
+        self._on_arrival: Callable[[], None]
 
     def all(self) -> tuple[Pull, ...]:
         return tuple(self._pulls.values())
@@ -137,29 +146,37 @@ class Pulls:
 
     @property
     def here(self) -> tuple[str, ...]:
-        """The models that are to be served."""
+        """The models whose download is complete; the server serves all of these models."""
         return tuple(it.model for it in self._pulls.values() if it.state == "here")
 
-    async def run(self) -> None:
-        """Goes on with what an earlier server had begun; all downloads end with this task."""
+    async def run(self, on_arrival: Callable[[], None]) -> None:
+        """Continue the downloads of an earlier server process.
+
+        If the task is cancelled, all downloads end. `on_arrival` is called after each successful
+        download.
+        """
+        self._on_arrival = on_arrival
         async with asyncio.TaskGroup() as self._group:
-            begun = [pull for pull in self.all() if pull.state == "downloading"]
-            for pull in begun[:MAX_AT_ONCE]:
+            unfinished = [pull for pull in self.all() if pull.state == "downloading"]
+            for pull in unfinished[:MAX_AT_ONCE]:
                 self._start(pull)
-            for pull in begun[MAX_AT_ONCE:]:
+            for pull in unfinished[MAX_AT_ONCE:]:
                 pull.settle("stopped")
             await asyncio.Event().wait()
 
     def begin(self, model: str) -> Pull:
-        """Begins, or goes on; RequestError if there is no such model or no room for it."""
+        """Start or continue a download.
+
+        Raises RequestError if the model's id is invalid or MAX_AT_ONCE downloads run already.
+        """
         if not can_be_fetched(model):
-            raise RequestError("invalid_value", _NO_ID, "model")
-        pull = self._pulls.get(model) or Pull(KeptPull(model, "stopped"))
+            raise RequestError("invalid_value", _INVALID_ID, "model")
+        pull = self._pulls.get(model) or Pull(StoredPull(model, "stopped"))
         if pull.state in ("stopped", "failed"):
             number = sum(it.state == "downloading" for it in self.all())
             if number >= MAX_AT_ONCE:
-                message = f"{number} models are being downloaded, the most at once; "
-                message += "stop one, or wait."
+                message = f"{number} models are being downloaded, and {MAX_AT_ONCE} is the limit; "
+                message += "stop one download, or try again later."
                 raise RequestError("server_overloaded", message, retry_after_s=_RETRY_S)
             self._pulls[model] = pull
             self._forget_failed()
@@ -168,26 +185,32 @@ class Pulls:
         return pull
 
     def _forget_failed(self) -> None:
-        """Forget all but the newest failures: clients may ask for any number of models."""
+        """Forget all failed downloads but the newest.
+
+        Clients can ask for any number of models.
+        """
         failed = [it.model for it in self._pulls.values() if it.state == "failed"]
         for model in failed[:-_MAX_FAILED]:
             del self._pulls[model]
 
     async def stop(self, model: str) -> None:
-        """Ends a download; what has come is kept."""
+        """Stop a download; the received part is kept."""
         await self._end(self._pulls[model])
-        await self._keep()
+        await self._save()
 
-    async def forget(self, model: str) -> None:
-        """Ends it, and drops it from the list."""
+    async def forget(self, model: str) -> bool:
+        """Stop a download and remove the download from the list.
+
+        Returns whether the download was complete.
+        """
         pull = self._pulls[model]
         await self._end(pull)
         if self._pulls.get(model) is not pull:
-            return  # another was quicker
+            # Another call removed the download during the wait.
+            return False
         del self._pulls[model]
-        await self._keep()
-        if pull.state == "here":
-            self.on_change()
+        await self._save()
+        return pull.state == "here"
 
     async def _end(self, pull: Pull) -> None:
         while pull.state == "downloading":
@@ -201,20 +224,25 @@ class Pulls:
         pull.task = self._group.create_task(self._run(pull), name=f"pull {pull.model}")
 
     async def _run(self, pull: Pull) -> None:
-        await self._keep()  # before anybody can see bytes come
+        # The list is saved before any client can see progress.
+        await self._save()
         logger.info("Downloading %s", pull.model)
         try:
             error = await _fetch(pull)
             if error is None:
                 logger.info("%s was downloaded", pull.model)
                 pull.settle("here")
-                self.on_change()  # before anybody can see that it is here
+                # The model is served before any client can see that its download is complete.
+                self._on_arrival()
         except OSError as failure:
-            error = FetchFailed("download_failed", f"No process for it ({failure.strerror}).")
-        except Exception as failure:  # one download must not end the server
+            message = f"The download process could not be started ({failure.strerror}); try again."
+            error = FetchFailed("download_failed", message)
+        # A failed download must not end the server.
+        except Exception as failure:
             logger.exception("The download of %s failed because of a bug", pull.model)
             name = type(failure).__name__
-            message = f"The download failed because of a bug in this server ({name}); see its log."
+            message = f"The download failed because of a bug in this server ({name}). "
+            message += "The server's log has the details."
             error = FetchFailed("download_failed", message)
         if error is not None:
             logger.error("%s was not downloaded. %s", pull.model, error.message)
@@ -222,26 +250,26 @@ class Pulls:
                 logger.error("Details of the failed download: %s", error.details)
             code = error.code if error.code in KINDS else "download_failed"
             pull.settle("failed", RequestError(code, error.message, "model"))
-        await self._keep()
+        await self._save()
 
-    async def _keep(self) -> None:
+    async def _save(self) -> None:
         if self._file is None:
             return
         kept = msgspec.json.format(msgspec.json.encode([it.kept for it in self._pulls.values()]))
         try:
             await self._file.keep(kept)
         except OSError as error:
-            logger.error("The list of downloads cannot be kept (%s).", error.strerror)
+            logger.error("The list of downloads could not be saved (%s).", error.strerror)
 
 
-_NO_ID = (
+_INVALID_ID = (
     "model must be the id of a model on the hub (owner/name, or owner/name:Q4_K_M for one of its "
-    "GGUF files), or the short name of one out of a package, such as smollm2."
+    "GGUF files), or a name that GET /models/available lists."
 )
 
 
 async def _fetch(pull: Pull) -> FetchFailed | None:
-    """Runs the process that downloads, and ends it with this task."""
+    """Run the download process, and end the process when this task ends."""
     environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -249,7 +277,10 @@ async def _fetch(pull: Pull) -> FetchFailed | None:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
+        # Ctrl-C must reach only the gateway. A new session would also work. But Linux may divide
+        # the processor among sessions first, and then many workers, each in a session, would
+        # starve the gateway.
+        preexec_fn=os.setpgrp,
         env=environment,
     )
     try:
@@ -263,7 +294,7 @@ async def _fetch(pull: Pull) -> FetchFailed | None:
 
 
 async def _follow(process: asyncio.subprocess.Process, pull: Pull) -> FetchFailed | None:
-    """Pass on what the process reports, until it has ended."""
+    """Handle the download process's reports until the process has ended."""
     assert process.stdout is not None
     clock, last = asyncio.get_running_loop().time, None
     async with asyncio.timeout(MAX_SILENCE_S) as patience:
@@ -283,18 +314,24 @@ async def _follow(process: asyncio.subprocess.Process, pull: Pull) -> FetchFaile
 
 
 def _how_it_ended(code: int) -> str:
-    how = f"was killed (signal {-code})" if code < 0 else f"ended by itself (exit code {code})"
+    how = f"was killed (signal {-code})" if code < 0 else f"ended early (exit code {code})"
     return f"The download process {how}; the downloaded part is kept. Try again."
 
 
 async def _end_process(process: asyncio.subprocess.Process) -> None:
-    """Lets it tidy up, for a while."""
+    """Terminate the process; after `_END_S` seconds, kill the process if it still runs."""
     with contextlib.suppress(ProcessLookupError, TimeoutError):
         process.terminate()
         await asyncio.wait_for(process.wait(), _END_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
+    # asyncio keeps the pipe open while it has unread output.
+    assert process.stdout is not None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_END_S):
+            while await process.stdout.read(MAX_LINE):
+                pass
 
 
 _NOT_NEWS = (
@@ -303,13 +340,13 @@ _NOT_NEWS = (
 )
 
 
-def _read(file: Path | None) -> tuple[KeptPull, ...]:
+def _read(file: Path | None) -> tuple[StoredPull, ...]:
     return (file and read_kept(file, _decode, _MAX_FILE_BYTES)) or ()
 
 
-def _decode(content: bytes) -> tuple[KeptPull, ...]:
+def _decode(content: bytes) -> tuple[StoredPull, ...]:
     kept = _KEPT.decode(content)
     for one in kept:
         if not can_be_fetched(one.model) or (one.code and one.code not in KINDS):
-            raise ValueError("it names a model that cannot be downloaded")
+            raise ValueError("the list names a model that cannot be downloaded")
     return kept

@@ -1,4 +1,4 @@
-"""One engine of several that run a model, how many there are, and their figures as of one."""
+"""Decides how many replicas a model has, and sums up their limits and figures."""
 
 import asyncio
 from collections import Counter
@@ -12,65 +12,95 @@ import msgspec
 from headrace.engines.client import EngineClient, EngineUp
 from headrace_common.messages import Ready, Status
 
-_GROW_AFTER_S = 1.0  # with requests in line and every engine up
-_AGAIN_S = 30.0  # after an engine was given up
+# Seconds for which requests have to wait, while all engines are up, before another replica starts.
+_GROW_AFTER_S = 1.0
+# Seconds between giving up on an engine and starting its replacement.
+_RETRY_AFTER_S = 30.0
 
 
 class Replica:
-    """The state of one replica; `up` is None while it is down."""
+    """The state of one replica; `up` is None while its engine is down."""
 
     def __init__(self, number: int, client: EngineClient) -> None:
         self.number = number
         self.client = client
         self.up: EngineUp | None = None
         self.was_up = asyncio.Event()
-        self.emptied = asyncio.Event()  # no place is claimed any more
-        self.is_leaving = False  # since it is one too many
-        self.status: Status | None = None  # of its engine's present life
+        # Set when no sequence slot of the replica is reserved any more.
+        self.emptied = asyncio.Event()
+        # Set when the replica has been chosen to be removed.
+        self.is_leaving = False
+        # The latest status report since the engine's last start.
+        self.status: Status | None = None
         self.num_starts = 0
-        self.num_taken = 0  # places that are claimed
-        self.rested_at = 0.0  # when it was last seen with something to do
+        self.num_taken = 0  # number of reserved sequence slots
+        # The time when the replica came up, or the last time when the replica had requests.
+        self.rested_at = 0.0
 
     def came_up(self, news: EngineUp, now: float) -> None:
         self.up, self.status, self.rested_at = news, None, now
         self.num_starts += 1
         self.was_up.set()
 
+    def show(self, status: Status) -> None:
+        """Store the latest status report of the replica's engine."""
+        self.status = status
+
+    def went_down(self) -> Status | None:
+        """Note that the engine is gone; return the engine's last status report."""
+        last, self.up, self.status = self.status, None, None
+        return last
+
+    def take(self, num_places: int) -> None:
+        """Store the number of reserved sequence slots."""
+        self.num_taken = num_places
+
+    def leave(self) -> None:
+        """Note that the replica will be removed."""
+        self.is_leaving = True
+
 
 @dataclass(slots=True)
 class ReplicaCount:
-    """Decides how many replicas there are, between `fewest` and `most`. Time is an argument.
+    """Decides how many replicas a model has, between `fewest` and `most`. Time is an argument.
 
-    One more starts while requests are in line, and one that had nothing to do for `idle_s` leaves.
+    Another replica starts when requests have to wait. A replica that had no request for `idle_s`
+    seconds is removed.
     """
 
     fewest: int
     most: int
     idle_s: float | None = None
-    _wanted_since: float | None = None
-    _again_at: float = 0.0
+    _queued_since: float | None = None
+    _retry_at: float = 0.0
+
+    def limit(self, fewest: int, most: int) -> None:
+        """Set the smallest and the largest number of replicas."""
+        self.fewest, self.most = fewest, most
 
     def give_up(self, now: float) -> None:
-        """Notes that an engine was given up, so that the next does not start at once."""
-        self._again_at = now + _AGAIN_S
+        """Note that an engine was given up. No new engine starts for `_RETRY_AFTER_S` seconds."""
+        self._retry_at = now + _RETRY_AFTER_S
 
-    def needs_more(self, now: float, replicas: Sequence[Replica], has_line: bool) -> bool:
-        """Whether one more starts now."""
-        if not (has_line and all(it.up for it in replicas)):
-            self._wanted_since = None
-        elif self._wanted_since is None:
-            self._wanted_since = now
-        is_busy = self._wanted_since is not None and now >= self._wanted_since + _GROW_AFTER_S
+    def needs_more(self, now: float, replicas: Sequence[Replica], has_queue: bool) -> bool:
+        """Return whether another replica should start now."""
+        if not (has_queue and all(it.up for it in replicas)):
+            self._queued_since = None
+        elif self._queued_since is None:
+            self._queued_since = now
+        is_busy = self._queued_since is not None and now >= self._queued_since + _GROW_AFTER_S
         is_low = len(replicas) < self.fewest or (is_busy and len(replicas) < self.most)
-        if is_low and now >= self._again_at:
-            self._wanted_since = None
+        if is_low and now >= self._retry_at:
+            self._queued_since = None
             return True
         return False
 
     def spare(self, now: float, replicas: Sequence[Replica]) -> Replica | None:
-        """The replica that leaves next; None if all stay.
+        """Return the replica to remove next, or None to keep all replicas.
 
-        Of too many, one at a time: first of those that are not up, else what has the least to do.
+        Replicas above the maximum `most` are removed one at a time. Replicas whose engine is down
+        come first, then the least busy replica. Otherwise a replica is removed after `idle_s`
+        idle seconds.
         """
         for it in replicas:
             if it.num_taken:
@@ -85,7 +115,11 @@ class ReplicaCount:
 
 
 def ready_of(known: Iterable[Ready]) -> Ready:
-    """Limits of all of them; of a request those of the smallest, since it may move there."""
+    """Combine the limits of all replicas.
+
+    Numbers of sequences, blocks and slots are added up. `max_model_len` is the smallest limit of
+    all replicas, since a request may move to any replica.
+    """
     every = tuple(known)
     layouts = [it.layout for it in every]
     layout = msgspec.structs.replace(
@@ -102,7 +136,7 @@ def ready_of(known: Iterable[Ready]) -> Ready:
 
 
 def total(known: Iterable[Status]) -> Status:
-    """The sum of their figures, and their queues one behind the other."""
+    """Add up the numbers in the replicas' status reports, and concatenate the queues."""
     fields = zip(*map(msgspec.structs.astuple, (_NOTHING, *known)), strict=True)
     return Status(*(reduce(_plus, figures) for figures in fields))
 
@@ -116,14 +150,14 @@ def _plus(one: Any, other: Any) -> Any:
     return dict(Counter(one) + Counter(other)) if isinstance(one, dict) else one + other
 
 
-def counts_of(life: Status) -> Status:
-    """The counts of an engine that has died, kept so that totals never go back."""
+def counts_of(status: Status) -> Status:
+    """Keep only the counters in the status of a dead engine, so that totals never decrease."""
     states = {name: getattr(_NOTHING, name) for name in _STATES}
-    return msgspec.structs.replace(life, **states)
+    return msgspec.structs.replace(status, **states)
 
 
 _STATES = (
     *("num_running", "num_waiting", "num_waiting_tokens", "blocks_free", "slots_free"),
     *("queue", "prompt_tokens_per_s", "steps"),
 )
-"""Figures of a status that are no counts: they are of a moment."""
+"""Fields of a status that describe the present, unlike counters."""

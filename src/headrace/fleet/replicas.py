@@ -1,4 +1,4 @@
-"""Several engines of one model as one: deals out requests, and moves them when an engine dies."""
+"""Runs several engines of one model as if they were one engine."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from headrace.engines.client import (
     StateNews,
 )
 from headrace.fleet.replica import Replica, ReplicaCount, counts_of, ready_of, total
-from headrace.fleet.request_line import Cancels, RequestLine
+from headrace.fleet.request_queue import Cancels, RequestQueue
 from headrace_common.config.settings import ModelConfig
 from headrace_common.messages import (
     AdapterRead,
@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 0.5
 _NOTHING = Status(0, 0, 0, 0, 0, 0)
-_MOVED = "The engine is replaced; its streams go on at another."
+_MOVED = "The engine is being replaced; its streams continue on another engine."
 
 
 class Replicas:
-    """An EngineClient over engines that `start` makes, each an EngineClient itself.
+    """An EngineClient that distributes requests over several engines; `start` creates an engine.
 
-    Each engine runs what it has places for; the rest waits here, in one line. An engine's death is
-    told to the streams it ran, which submit again what is left of them; with no engine left, it is
-    told to all.
+    Each engine only gets as many sequences as the engine can run at the same time. All other
+    sequences wait here in one queue. When an engine dies, the engine's streams are notified and
+    submit their unfinished sequences again. When no engine is left, all streams are notified.
     """
 
     def __init__(
@@ -57,36 +57,47 @@ class Replicas:
     ) -> None:
         self._start = start
         self._count = ReplicaCount(fewest, most, idle_s)
-        self._leave_s = 0.0  # what the streams of those that are too many have to end
+        # Seconds in which streams have to end when their replica is removed.
+        self._leave_s = 0.0
         self.news = NewsQueue()
-        self._line = RequestLine()
+        self._queue = RequestQueue()
         self._replicas: dict[int, Replica] = {}
         self._numbers = itertools.count()
-        self._retired = _NOTHING  # counts of engines that have died
+        # The sum of the counters of dead engines.
+        self._retired = _NOTHING
         self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         for _ in range(fewest):
             self._add()
         self._spawn(self._scale())
 
-    # an engine, to its host
+    # Methods that the model's host calls:
 
     def submit(self, submit: Submit) -> None:
         if not self._has_engine:
-            return  # as with one engine: callers submit again when one is up
-        self._line.ask(submit, self._ready().layout)
-        self._place()
+            # The request is dropped here. As with a single engine, the caller submits the request
+            # again when an engine is up.
+            return
+        self._queue.ask(submit, self._ready().layout)
+        self._assign()
 
     def cancel(self, cancel: Cancel) -> None:
-        """Ends sequences in line at once, and the others when their engine has let go."""
-        ended, running = self._line.cancel(cancel)
+        """Cancel sequences.
+
+        Queued sequences end immediately. A running sequence ends when its engine has released the
+        sequence.
+        """
+        ended, running = self._queue.cancel(cancel)
         self._cancel(running)
         if ended:
             self.news.put(Outputs(finished=ended))
-            self._place()
+            self._assign()
 
     def adapt(self, message: LoadAdapter | DropAdapter) -> None:
-        """All engines hear it; the first answer counts, since all read the same files."""
+        """Send a message to all engines.
+
+        Only the first answer counts, since all engines read the same files.
+        """
         for it in self._replicas.values():
             it.client.adapt(message)
 
@@ -102,24 +113,27 @@ class Replicas:
         self.news.end(None)
 
     def all(self) -> list[Replica]:
-        """The replicas, by number."""
+        """Return the replicas in order of their numbers."""
         for number, it in self._replicas.items():
-            it.num_taken = self._line.placement.num_taken(number)
+            it.take(self._queue.placement.num_taken(number))
         return list(self._replicas.values())
 
     def resize(self, fewest: int, most: int, within_s: float) -> None:
-        """Sets the smallest and largest number of engines.
+        """Set the smallest and the largest number of engines.
 
-        Of those that are too many, one after the other takes no more requests, and leaves once
-        its streams have ended; those that have not after `within_s` go on at another engine.
+        Surplus engines are removed one after another. A surplus engine gets no new requests, and
+        ends once its streams have ended. Streams that still run after `within_s` seconds move to
+        another engine.
         """
-        self._count.fewest, self._count.most, self._leave_s = fewest, most, within_s
+        self._count.limit(fewest, most)
+        self._leave_s = within_s
 
     async def replace(self, number: int, within_s: float) -> None:
-        """Puts a fresh engine in the place of this one, if there is one of that number.
+        """Replace the engine that has this number with a new engine, if there is such an engine.
 
-        What it runs has `within_s` to end. The rest goes on at another engine, after a gap; where
-        there is no other, the fresh one starts first.
+        The old engine's streams have `within_s` seconds to end. Streams that still run afterwards
+        pause and move to another engine. If no other engine is up, the new engine is started
+        first.
         """
         if (old := self._replicas.get(number)) is None:
             return
@@ -128,27 +142,28 @@ class Replicas:
             others.append(self._add())
             await others[-1].was_up.wait()
         if self._replicas.get(number) is not old:
-            return  # it has died meanwhile, and is started again
+            # The old engine was removed during the wait, so there is nothing left to replace.
+            return
         if old.up is not None:
-            self._line.placement.drain(number)
+            self._queue.placement.drain(number)
             old.emptied.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    if self._line.placement.num_taken(number):
+                    if self._queue.placement.num_taken(number):
                         await old.emptied.wait()
-        self._lose(old, EngineDown("engine_replaced", _MOVED, given_up=False, from_outside=True))
+        self._on_lost(old, EngineDown("engine_replaced", _MOVED, given_up=False, from_outside=True))
         self._replicas.pop(number, None)
         await old.client.close()
         if len(self._replicas) < self._count.fewest and not self._is_closing:
             self._add()
 
-    # what engines say
+    # Methods that create engines and handle their messages:
 
     def _add(self) -> Replica:
         made = Replica(next(self._numbers), self._start())
         self._replicas[made.number] = made
-        deliver, hear = partial(self._deliver, made), partial(self._hear, made)
-        made.client.news.hand_to(deliver, hear, self._has_failed)
+        deliver, on_news = partial(self._deliver, made), partial(self._on_news, made)
+        made.client.news.subscribe(deliver, on_news, self._on_failure)
         return made
 
     def _deliver(self, replica: Replica, outputs: Outputs) -> None:
@@ -156,19 +171,19 @@ class Replicas:
             self.news.put(outputs)
             self._release(outputs)
 
-    def _hear(self, replica: Replica, news: StateNews) -> None:
+    def _on_news(self, replica: Replica, news: StateNews) -> None:
         if self._is_closing or replica.number not in self._replicas:
             return
         if isinstance(news, Status):
-            self._show(replica, news)
+            self._on_status(replica, news)
         elif isinstance(news, AdapterRead) or (isinstance(news, Loading) and not self._has_engine):
             self.news.put(news)
         elif isinstance(news, EngineUp):
-            self._is_up(replica, news)
+            self._on_up(replica, news)
         elif isinstance(news, EngineDown):
-            self._is_down(replica, news)
+            self._on_down(replica, news)
 
-    def _has_failed(self, failure: BaseException | None) -> None:
+    def _on_failure(self, failure: BaseException | None) -> None:
         if failure is not None:
             self.news.end(failure)
 
@@ -176,49 +191,49 @@ class Replicas:
     def _has_engine(self) -> bool:
         return any(it.up for it in self._replicas.values())
 
-    def _is_up(self, replica: Replica, news: EngineUp) -> None:
+    def _on_up(self, replica: Replica, news: EngineUp) -> None:
         was_up = self._has_engine
         replica.came_up(news, asyncio.get_running_loop().time())
         layout = news.ready.layout
-        self._line.placement.open(replica.number, news.ready.max_num_seqs, layout.num_blocks)
+        self._queue.placement.open(replica.number, news.ready.max_num_seqs, layout.num_blocks)
         if was_up:
-            self._tell_size(has_started=True)
-            self._place()
+            self._report_size(has_started=True)
+            self._assign()
         else:
             self.news.put(msgspec.structs.replace(news, ready=self._ready()))
 
-    def _is_down(self, replica: Replica, news: EngineDown) -> None:
+    def _on_down(self, replica: Replica, news: EngineDown) -> None:
         if news.given_up:
             logger.error("A replica was given up. %s", news.message)
             del self._replicas[replica.number]
             self._count.give_up(asyncio.get_running_loop().time())
-        self._lose(replica, news)
+        self._on_lost(replica, news)
 
-    def _lose(self, replica: Replica, news: EngineDown) -> None:
-        """Tells the streams of a lost replica; tells all, if no other engine is up."""
-        was_up, replica.up = replica.up, None
-        if (life := replica.status) is not None:
-            self._retired, replica.status = total((self._retired, counts_of(life))), None
-        lost, running = self._line.close(replica.number)
+    def _on_lost(self, replica: Replica, news: EngineDown) -> None:
+        """Notify the streams of a lost replica. If no other engine is up, notify all streams."""
+        was_up = replica.up
+        if (life := replica.went_down()) is not None:
+            self._retired = total((self._retired, counts_of(life)))
+        lost, running = self._queue.close(replica.number)
         if self._has_engine:
             if was_up:
                 self._cancel(running)
                 self.news.put(msgspec.structs.replace(news, given_up=False, lost=lost))
-                self._tell_size()
-                self._place()
+                self._report_size()
+                self._assign()
         elif was_up or (news.given_up and not self._replicas):
-            self._line, self._retired = RequestLine(), _NOTHING
+            self._queue, self._retired = RequestQueue(), _NOTHING
             self.news.put(msgspec.structs.replace(news, given_up=not self._replicas))
 
-    def _place(self) -> None:
-        for number, part in self._line.placed():
+    def _assign(self) -> None:
+        for number, part in self._queue.placed():
             self._replicas[number].client.submit(part)
 
     def _release(self, outputs: Outputs) -> None:
         for end in outputs.finished:
-            self._line.release(end.sequence_id)
+            self._queue.release(end.sequence_id)
         if outputs.finished:
-            self._place()
+            self._assign()
             for it in self.all():
                 if not it.num_taken:
                     it.emptied.set()
@@ -226,40 +241,40 @@ class Replicas:
     def _ready(self) -> Ready:
         return ready_of(it.up.ready for it in self._replicas.values() if it.up)
 
-    def _tell_size(self, has_started: bool = False) -> None:
+    def _report_size(self, has_started: bool = False) -> None:
         first = next(it.up for it in self._replicas.values() if it.up)
         self.news.put(EngineResized(self._ready(), first.pid, has_started))
 
-    def _show(self, replica: Replica, status: Status) -> None:
-        replica.status = status
-        self._line.placement.set_free_blocks(replica.number, status.blocks_free)
+    def _on_status(self, replica: Replica, status: Status) -> None:
+        replica.show(status)
+        self._queue.placement.set_free_blocks(replica.number, status.blocks_free)
         known = [it.status for it in self._replicas.values() if it.status]
-        whole = total((*known, self._retired, self._line.status()))
+        whole = total((*known, self._retired, self._queue.status()))
         self.news.put(msgspec.structs.replace(whole, steps=status.steps))
 
     async def _scale(self) -> None:
         clock = asyncio.get_running_loop().time
         while not self._is_closing:
-            every, has_line = self.all(), bool(self._line.placement.waiting())
-            if self._count.needs_more(clock(), every, has_line):
+            every, has_queue = self.all(), bool(self._queue.placement.waiting())
+            if self._count.needs_more(clock(), every, has_queue):
                 self._add()
             elif (spare := self._count.spare(clock(), every)) is not None:
-                spare.is_leaving = True
+                spare.leave()
                 self._spawn(self.replace(spare.number, self._leave_s))
             await asyncio.sleep(_CHECK_INTERVAL_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="replicas")
         self._tasks.add(task)
-        task.add_done_callback(self._has_ended)
+        task.add_done_callback(self._on_task_done)
 
-    def _has_ended(self, task: "asyncio.Task[None]") -> None:
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            self._has_failed(task.exception())
+            self._on_failure(task.exception())
 
 
 def between(config: ModelConfig) -> tuple[int, int]:
-    """The fewest and the most engines that a model shall have while it is loaded."""
+    """Return the smallest and the largest number of replicas of a loaded model."""
     fewest = config.replicas if config.min_replicas is None else config.min_replicas
     return max(1, fewest), config.replicas

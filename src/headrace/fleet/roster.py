@@ -1,56 +1,63 @@
-"""The models that a server has, and how they follow the models that it should have."""
+"""Tracks the models that a server has, and the pending changes to models that are still in use."""
 
 from headrace.fleet.model_host import ModelHost
 from headrace.text.model_names import Aliases, Models
 
 
 class Roster:
-    """The models there are, those to be removed, and the hosts that take another's place.
+    """The served models, the models to remove, and the hosts that will replace current hosts.
 
-    Changes wait until nobody uses a model; then `settle` makes them.
+    A change waits until no request uses the model. Then `apply_change` makes the change.
     """
 
     def __init__(self, hosts: tuple[ModelHost, ...], aliases: Aliases | None = None) -> None:
         self._aliases = aliases
         self.hosts = Models(hosts, aliases)
-        self.leaving: dict[str, ModelHost] = {}  # by name
+        # The models to remove. The keys are the names of the models.
+        self.leaving: dict[str, ModelHost] = {}
         self._successors: dict[str, ModelHost] = {}
+        # Names of models that will be removed, or loaded again with other settings.
+        self.changing: tuple[str, ...] = ()
 
     def all(self) -> tuple[ModelHost, ...]:
         return (*self.hosts.all(), *self.leaving.values())
 
     def get(self, name: str) -> ModelHost:
-        """The host of a name, also of one that is to leave; RequestError if there is none."""
+        """Return the host of a model, even if the model will be removed.
+
+        Raises RequestError if no model has this name.
+        """
         return self.leaving.get(name) or self.hosts.exact(name)
 
-    def changing(self) -> tuple[str, ...]:
-        """The models to be removed, or loaded anew with other settings."""
-        return (*self.leaving, *self._successors)
-
     def become(self, hosts: tuple[ModelHost, ...], within_s: float) -> None:
-        """Sets the models; a host whose settings are those of one that there is stays unused.
+        """Set the models to serve.
 
-        Another number of engines is taken at once, and streams of those that leave have `within_s`.
+        A model that is served already keeps its host while the host is in use. If the settings
+        differ, a new host replaces the old host afterwards (see `apply_change`). A changed number
+        of replicas takes effect immediately; streams of removed replicas have `within_s` seconds
+        to end.
         """
-        there = {host.name: host for host in self.all()}
+        known = {host.name: host for host in self.all()}
         for host in hosts:
-            if host.name in there:
-                there[host.name].resize(host.config, within_s)
-        those = tuple(there.get(host.name, host) for host in hosts)
-        self.hosts = Models(those, self._aliases)
+            if host.name in known:
+                known[host.name].resize(host.config, within_s)
+        current = tuple(known.get(host.name, host) for host in hosts)
+        self.hosts = Models(current, self._aliases)
         self._successors = {
             host.name: host
             for host in hosts
-            if host.name in there and there[host.name].config != host.config
+            if host.name in known and known[host.name].config != host.config
         }
         wanted = {host.name for host in hosts}
-        self.leaving = {name: host for name, host in there.items() if name not in wanted}
+        self.leaving = {name: host for name, host in known.items() if name not in wanted}
+        self.changing = (*self.leaving, *self._successors)
 
-    def settle(self, name: str) -> tuple[ModelHost, ModelHost | None]:
-        """Makes the change of a model; the host that is gone, and the one in its place."""
+    def apply_change(self, name: str) -> tuple[ModelHost, ModelHost | None]:
+        """Make the pending change of a model; return the old host, and the new host or None."""
+        self.changing = tuple(one for one in self.changing if one != name)
         if (gone := self.leaving.pop(name, None)) is not None:
             return gone, None
         gone, new = self.hosts.exact(name), self._successors.pop(name)
-        those = tuple(new if host is gone else host for host in self.hosts.all())
-        self.hosts = Models(those, self._aliases)
+        current = tuple(new if host is gone else host for host in self.hosts.all())
+        self.hosts = Models(current, self._aliases)
         return gone, new

@@ -1,4 +1,4 @@
-"""A model that a server serves: its text side, and what its engine said of it."""
+"""Holds a served model: its tokenizer and formats, its adapters and its engine's limits."""
 
 import itertools
 import re
@@ -15,11 +15,12 @@ from headrace_common.config.settings import ModelConfig
 from headrace_common.messages import Ready
 from headrace_common.version import __version__
 
-_EMBEDS = re.compile(r"((?<!LMHead)Model|ForMaskedLM)$")  # architectures that only embed
+# Names of architectures that can only compute embeddings.
+_EMBEDS = re.compile(r"((?<!LMHead)Model|ForMaskedLM)$")
 
 
 class ServedModel(TextModel):
-    """One model. `ready` holds the engine's limits once it has loaded."""
+    """A model that a server serves. `ready` has the engine's limits once the engine has loaded."""
 
     _numbers = itertools.count()
 
@@ -30,49 +31,82 @@ class ServedModel(TextModel):
         folder: Path | None = None,
         num_parameters: int | None = None,
     ) -> None:
-        """Read the text side; `num_parameters` is what the model's files state, if it is known."""
+        """Read the model except its weights; `num_parameters` is the number of weights."""
         super().__init__(config, on_progress, folder)
-        self.number = next(self._numbers)  # a model that is read anew is another one
+        # A model that is read again gets a new number.
+        self.number = next(self._numbers)
         self.own_names = self.names
-        self.adapters: dict[str, Adapter] = {}  # by name; those that are served now
+        # The adapters that are served now, by name.
+        self.adapters: dict[str, Adapter] = {}
         self.created = int(time.time())
         self.ready: Ready | None = None
         self._num_parameters = num_parameters
 
+    def came_up(self, ready: Ready) -> None:
+        """Store the limits of the engine that runs the model now."""
+        self.ready = ready
+
     def read_adapters(self, config: ModelConfig) -> None:
-        """Read the adapters that the settings name; ModelError if one does not fit the model."""
+        """Read the adapters in the settings; raise ModelError if an adapter does not fit."""
         for name, path in adapters_of(config).items():
             self.add_adapter(name_adapter(name, Path(path), self.spec.architecture, self.names[0]))
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Let requests ask for an adapter by its name."""
+        """Serve an adapter, so that requests can name the adapter."""
         self.adapters[adapter.name] = adapter
         self.names = (*self.own_names, *self.adapters)
 
     def remove_adapter(self, name: str) -> Adapter | None:
-        """Serve an adapter no more; None if there is none of that name."""
+        """Stop serving an adapter; return None if no adapter has this name."""
         adapter = self.adapters.pop(name, None)
         self.names = (*self.own_names, *self.adapters)
         return adapter
 
     @property
-    def sampling_words(self) -> str:
-        """The model's defaults of sampling, for people; "" if it has none of its own."""
+    def load_notes(self) -> list[str]:
+        """Sentences for the operator, once the model has loaded."""
+        return [it for it in (self._short_context, self._sampling_summary) if it]
+
+    @property
+    def _short_context(self) -> str:
+        """A sentence if the context is shorter than --max-model-len; else ""."""
+        name, asked, longest = self.names[0], self._max_model_len, self.max_model_len
+        if asked is None or asked <= longest:
+            return ""
+        if longest == self.spec.max_positions or (self.ready and self.ready.is_whole):
+            return f"{name} reads at most {longest:,} tokens; --max-model-len {asked} has no effect"
+        return (
+            f"{name} has memory for {longest:,} tokens, but --max-model-len is {asked}; "
+            "raise --kv-cache-memory-bytes"
+        )
+
+    @property
+    def _sampling_summary(self) -> str:
+        """A sentence with the sampling defaults of a GGUF model; "" if the model has no
+        defaults.
+        """
         shown = self.spec.is_gguf and self.defaults
         if not shown:
             return ""
         of_each = [(name, getattr(shown, name)) for name in shown.__struct_fields__]
         values = ", ".join(f"{name} {value:g}" for name, value in of_each if value is not None)
-        return f"{self.names[0]} draws by {values} unless a request says otherwise"
+        return f"{self.names[0]} samples with {values} unless a request sets other values"
 
     @property
     def num_parameters(self) -> int | None:
-        """Number of its weights; until an engine has counted them, as its files state."""
+        """The number of weights.
+
+        The engine counts the weights. Before the engine has loaded, this is the number in the
+        model's files.
+        """
         return self.ready.num_parameters if self.ready else self._num_parameters
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Tasks it can do (generate, embed, score); until it has loaded, by its architecture."""
+        """The tasks that the model supports: generate, embed, score.
+
+        The value is a guess until the model has loaded.
+        """
         if self.ready:
             return self.ready.tasks
         if self.spec.architecture.endswith("ForSequenceClassification"):
@@ -81,7 +115,10 @@ class ServedModel(TextModel):
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and answer together: the engine's limit once it has loaded."""
+        """The maximum number of tokens in prompt and answer together.
+
+        After the load, this is the engine's limit.
+        """
         return self.ready.max_model_len if self.ready else super().max_model_len
 
     @property

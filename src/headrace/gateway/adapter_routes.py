@@ -1,4 +1,4 @@
-"""Routes that load and unload adapters (LoRA) of served models, by vLLM's names."""
+"""Routes that load and unload LoRA adapters of served models. Paths and fields are vLLM's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,15 +7,15 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
-from headrace.gateway.bodies import Bodies
+from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.protocols.fields.kinds import Kind, String, missing, read_fields
 from headrace.protocols.requests import decode
 from headrace_common.errors import RequestError
 
-NAMED: Mapping[str, Kind] = {"lora_name": String(least=1)}
-LOADED: Mapping[str, Kind] = {
-    **NAMED,
+UNLOAD_FIELDS: Mapping[str, Kind] = {"lora_name": String(least=1)}
+LOAD_FIELDS: Mapping[str, Kind] = {
+    **UNLOAD_FIELDS,
     "lora_path": String(least=1),
     "base_model_name": String(least=1),
 }
@@ -28,15 +28,15 @@ class AdapterRoutes:
         self._bodies = bodies
 
     async def load(self, request: Request) -> ASGIApp:
-        """Answers once requests may name it."""
-        given = await self._read(request, LOADED, ("lora_name", "lora_path"))
+        """Load an adapter, and answer when requests can name the adapter."""
+        given = await self._read(request, LOAD_FIELDS, ("lora_name", "lora_path"))
         name = given["lora_name"]
         await self._generation.adapters.load(name, given["lora_path"], given.get("base_model_name"))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> ASGIApp:
-        """Answers once the last stream of it has ended."""
-        name = (await self._read(request, NAMED, ("lora_name",)))["lora_name"]
+        """Unload an adapter, and answer when the adapter's last stream has ended."""
+        name = (await self._read(request, UNLOAD_FIELDS, ("lora_name",)))["lora_name"]
         await self._generation.adapters.unload(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -46,7 +46,7 @@ class AdapterRoutes:
         async with self._bodies.read(request) as body:
             whole = b"".join(body)
         if len(whole) > _MAX_BODY:
-            message = f"The body has {len(whole)} bytes; {_MAX_BODY} are taken."
+            message = f"The body has {len(whole):,} bytes; the limit is {_MAX_BODY:,} bytes."
             raise RequestError("request_too_large", message)
         given = decode(whole)
         for name in required:

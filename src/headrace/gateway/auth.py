@@ -1,4 +1,4 @@
-"""Who may enter: keys, and on a keyless loopback server the names it is called by."""
+"""Checks API keys. On a local server without keys, also checks the Host and Origin headers."""
 
 import hashlib
 import hmac
@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.workers.job_line import OWNER
+from headrace.workers.job_queue import OWNER
 from headrace_common.config.settings import HttpConfig
 from headrace_common.config.sources import read_keys
 from headrace_common.errors import RequestError
@@ -21,29 +21,32 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Auth:
-    """Looks at headers only, before a byte of the body is read.
+    """Checks a request by its headers alone, before a byte of the body is read.
 
-    An admin key opens all that clients' keys open, and /manage and /metrics besides.
+    A client's key opens the API. An admin key opens the API, /manage and /metrics.
     """
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
         self._hosts = {host.lower() for host in config.allowed_host}
         self._origins = set(config.allowed_origins)
-        self._keys: dict[bytes, str] = {}  # names of clients' keys, by digest
+        # Maps the digest of each client's key to the key's name.
+        self._keys: dict[bytes, str] = {}
         self._admins: dict[bytes, str] = {}
         self.reload()
-        # a foreign page cannot know a key, but it can point a name of its own at loopback
-        self._checks_names = not self._keys and _is_loopback(config.host)
+        # A page of another site cannot know a key. But with DNS rebinding, such a page can reach
+        # the loopback address under a foreign host name. So a local server without keys checks
+        # Host and Origin.
+        self._checks_names = not self._keys and is_loopback(config.host)
         self.is_open_to_all = not self._keys and not self._checks_names
 
     @property
     def num_keys(self) -> int:
-        """The number of clients' keys."""
+        """Counts the keys of clients; admin keys do not count."""
         return len(self._keys)
 
     def reload(self) -> None:
-        """Takes the files of keys as they are now; ConfigError, and no change, if one is bad."""
+        """Read the key files again; on ConfigError, the old keys stay."""
         config = self._config
         keys = _digests(config.api_key, config.api_key_file, "--api-key-file")
         own = (config.admin_key,) if config.admin_key else ()
@@ -51,19 +54,19 @@ class Auth:
         self._keys, self._admins = keys, admins
 
     def check(self, headers: Headers) -> None:
-        """RequestError `forbidden` or `invalid_api_key` if this client may not enter."""
+        """Raise RequestError `forbidden` or `invalid_api_key` if this client has no access."""
         if self._checks_names:
             self._check_names(headers)
         if not self._keys:
             return
         known = self._keys | self._admins
-        digest = _known(headers, known)
+        digest = _find_key(headers, known)
         if digest is None:
-            raise _no_key("No valid key")
-        _let_in(digest, known)
+            raise _no_key("The request has no valid key; send one")
+        _set_owner(digest, known)
 
     def check_admin(self, headers: Headers) -> None:
-        """Checks a request for what only the operator may do, such as /manage and /metrics."""
+        """Raise RequestError if this client may not use an operator's route, such as /manage."""
         if self._checks_names:
             self._check_names(headers)
         if not self._admins:
@@ -71,72 +74,83 @@ class Auth:
                 return
             raise RequestError(
                 "forbidden",
-                "Beyond this machine, or with keys, this is for those with the admin key, and "
-                "there is none; start the server with --admin-key or HEADRACE_ADMIN_KEY.",
+                "This route needs an admin key, and the server has none; start it with --admin-key "
+                "or HEADRACE_ADMIN_KEY.",
             )
-        digest = _known(headers, self._admins)
+        digest = _find_key(headers, self._admins)
         if digest is not None:
-            _let_in(digest, self._admins)
-        elif _known(headers, self._keys) is not None:
+            _set_owner(digest, self._admins)
+        elif _find_key(headers, self._keys) is not None:
             raise RequestError(
-                "forbidden", "This takes the admin key, and a client's was sent; send the former."
+                "forbidden",
+                "This route needs the admin key; the request carried a client key.",
             )
         else:
-            raise _no_key("This takes the admin key, and no valid one was sent")
+            raise _no_key("This route needs the admin key; send it")
 
     def check_operator(self, headers: Headers) -> None:
-        """Checks a request for what disturbs others: the admin key, where there are keys at all."""
+        """Raise RequestError if this client may not use a route that affects other clients.
+
+        If the server has any keys, such a route needs the admin key.
+        """
         if self._keys or self._admins:
             self.check_admin(headers)
         else:
             self.check(headers)
 
     def check_page(self, headers: Headers) -> None:
-        """Raise RequestError `forbidden` if the Origin is a page of another host.
+        """Raise RequestError `forbidden` if the Origin header names a page of another host.
 
-        Used for WebSockets, which a browser lets any page read, and by `check_simple`.
+        A browser lets any page open a WebSocket and read from the WebSocket. So every WebSocket
+        is checked. `check_simple` uses this check too.
         """
         origin = headers.get("origin")
         if origin is None or self._origins & {origin, "*"}:
             return
         name, own = _hostname(origin), _hostname(f"//{headers.get('host', '')}")
-        if not name or (name not in (own, *self._hosts) and not _is_loopback(name)):
+        if not name or (name not in (own, *self._hosts) and not is_loopback(name)):
             raise RequestError(
                 "forbidden",
-                "This request was sent by a page of another host; allow its Origin with "
+                "A page of another host sent this request; allow its Origin with "
                 "--allowed-origins.",
             )
 
     def check_simple(self, headers: Headers) -> None:
-        """Check a request that a browser lets a page of any site send without a preflight.
+        """Check a CORS simple request, which a browser sends for any page without a preflight.
 
-        Such a page cannot know a key, so only a server without keys has to look at its Origin.
+        A page of another site cannot know a key. So only a server without keys has to check the
+        Origin header.
         """
         if not self._keys:
             self.check_page(headers)
 
     def sees_all(self, headers: Headers) -> bool:
-        """Whether this client may see what others ask: with the admin key, or without keys."""
-        return not self._keys or _known(headers, self._admins) is not None
+        """Return whether this client may see all requests.
+
+        If the server has keys for clients, only an admin key may see all requests.
+        """
+        return not self._keys or _find_key(headers, self._admins) is not None
 
     def owner(self, headers: Headers) -> str:
-        """Whose streams this client may see: those of its key; without keys, everybody's."""
+        """Return the id of the key whose streams this client may see; "" if the server has no
+        keys.
+        """
         if not self._keys:
             return ""
-        digest = _known(headers, self._keys | self._admins)
+        digest = _find_key(headers, self._keys | self._admins)
         return _owner(digest) if digest else ""
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint, for clients with a key."""
-        return _behind(self.check, endpoint)
+        """Wrap an endpoint so that, on a server with keys, the endpoint needs a key."""
+        return _guarded(self.check, endpoint)
 
     def guard_admin(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint, for the admin key."""
-        return _behind(self.check_admin, endpoint)
+        """Wrap an endpoint that only the operator may use."""
+        return _guarded(self.check_admin, endpoint)
 
     def guard_operator(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint, for the admin key where there are keys."""
-        return _behind(self.check_operator, endpoint)
+        """Wrap an endpoint so that, on a server with keys, the endpoint needs the admin key."""
+        return _guarded(self.check_operator, endpoint)
 
     def _check_names(self, headers: Headers) -> None:
         self._check_name("Host", _hostname(f"//{headers.get('host', 'localhost')}"))
@@ -145,15 +159,15 @@ class Auth:
             self._check_name("Origin", _hostname(origin))
 
     def _check_name(self, header: str, name: str) -> None:
-        if name not in self._hosts and not _is_loopback(name):
+        if name not in self._hosts and not is_loopback(name):
             raise RequestError(
                 "forbidden",
-                f"A server without keys serves local names only, and the {header} is another; "
-                "give it a key, or name the host with --allowed-host.",
+                f"The {header} header names a host that is not local, and this server has no keys; "
+                "start it with --api-key, or allow the host with --allowed-host.",
             )
 
 
-def _behind(check: Callable[[Headers], None], endpoint: Endpoint) -> Endpoint:
+def _guarded(check: Callable[[Headers], None], endpoint: Endpoint) -> Endpoint:
     async def guarded(request: Request) -> ASGIApp:
         check(request.headers)
         return await endpoint(request)
@@ -162,27 +176,27 @@ def _behind(check: Callable[[Headers], None], endpoint: Endpoint) -> Endpoint:
 
 
 def _digests(keys: tuple[str, ...], file: str | None, given_as: str) -> dict[bytes, str]:
-    """The name of each key, or "", by its digest."""
+    """Map the digest of each key to the key's name, or to "" for a key without a name."""
     named = dict.fromkeys(keys, "")
     if file is not None:
         named |= read_keys(Path(file), given_as=given_as)
     return {_digest(key): name for key, name in named.items()}
 
 
-def _known(headers: Headers, known: dict[bytes, str]) -> bytes | None:
-    """The digest of the key that a client sends, if it is one of these."""
-    # every key is compared, so that time tells nothing
+def _find_key(headers: Headers, known: dict[bytes, str]) -> bytes | None:
+    """Return the digest of the request's key; None if the request carries no known key."""
+    # Compare every key, so that the duration of the search reveals nothing about the keys.
     found = [
         digest
-        for sent in map(_digest, _given(headers))
+        for sent in map(_digest, _sent_keys(headers))
         for digest in known
         if hmac.compare_digest(sent, digest)
     ]
     return found[0] if found else None
 
 
-def _let_in(digest: bytes, known: dict[bytes, str]) -> None:
-    """Sets the key for which this task acts from now on."""
+def _set_owner(digest: bytes, known: dict[bytes, str]) -> None:
+    """Set the key's name and owner for the rest of the current task."""
     KEY_NAME.set(known[digest])
     OWNER.set(_owner(digest))
 
@@ -194,12 +208,12 @@ def _owner(digest: bytes) -> str:
 def _no_key(what: str) -> RequestError:
     return RequestError(
         "invalid_api_key",
-        f"{what}; send one as Authorization: Bearer KEY or X-Api-Key: KEY.",
+        f"{what} as Authorization: Bearer KEY or X-Api-Key: KEY.",
     )
 
 
-def _given(headers: Headers) -> list[str]:
-    """The keys that a client sends, by either header."""
+def _sent_keys(headers: Headers) -> list[str]:
+    """Return the keys that the request carries in X-Api-Key and Authorization."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = [headers.get("x-api-key", "")]
     return [*given, bearer.strip()] if scheme.lower() == "bearer" else given
@@ -216,7 +230,8 @@ def _hostname(url: str) -> str:
         return ""
 
 
-def _is_loopback(name: str) -> bool:
+def is_loopback(name: str) -> bool:
+    """Return whether this host name or address always means the machine itself."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

@@ -1,4 +1,4 @@
-"""/v1/batches: lines of a file that are answered overnight, in OpenAI's shape."""
+"""/v1/batches: OpenAI's API for batches. A batch answers the lines of a file in the background."""
 
 import re
 from collections.abc import Mapping
@@ -8,16 +8,16 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.batches.answers import ROUTES
-from headrace.batches.batches import Batches, BatchWish
+from headrace.batches.batches import Batches, NewBatch
 from headrace.batches.records import SUCCEEDED, BatchRecord
 from headrace.gateway.auth import Auth
-from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
 from headrace.gateway.listing import Paging, page
-from headrace.workers.pool import Work
+from headrace.gateway.request_bodies import Bodies
+from headrace.workers.pool import JobRunner
 from headrace_common.errors import RequestError
-from headrace_common.jobs import LineFault, ReadBatch
+from headrace_common.worker_jobs import LineFault, ReadBatch
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})h")
 _MAX_HOURS = 720
@@ -26,7 +26,7 @@ _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancel
 
 
 class BatchRoutes:
-    def __init__(self, batches: Batches, work: Work, auth: Auth, bodies: Bodies) -> None:
+    def __init__(self, batches: Batches, work: JobRunner, auth: Auth, bodies: Bodies) -> None:
         self._batches = batches
         self._work = work
         self._auth = auth
@@ -34,19 +34,21 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> ASGIApp:
         async with self._bodies.read(request) as body:
-            asked = await unless_left(request.receive, self._work.do(ReadBatch(), body))
-        if asked.endpoint not in ROUTES:
-            message = f"endpoint is one of {', '.join(ROUTES)}."
+            fields = await unless_left(request.receive, self._work.do(ReadBatch(), body))
+        if fields.endpoint not in ROUTES:
+            message = f"endpoint must be one of {', '.join(ROUTES)}."
             raise RequestError("invalid_value", message, "endpoint")
-        hours = _WINDOW.fullmatch(asked.completion_window)
+        hours = _WINDOW.fullmatch(fields.completion_window)
         if hours is None or int(hours[1]) > _MAX_HOURS:
-            message = f"completion_window is a number of hours up to {_MAX_HOURS}, such as 24h."
+            message = (
+                f"completion_window must be a number of hours up to {_MAX_HOURS}, such as 24h."
+            )
             raise RequestError("invalid_value", message, "completion_window")
         owner, window_s = self._owner(request), int(hours[1]) * 3600
-        wish = BatchWish(
-            owner, "openai", asked.endpoint, asked.input_file_id, window_s, asked.metadata
+        order = NewBatch(
+            owner, "openai", fields.endpoint, fields.input_file_id, window_s, fields.metadata
         )
-        return answer(described(await self._batches.create(wish)))
+        return answer(described(await self._batches.create(order)))
 
     async def list(self, request: Request) -> ASGIApp:
         batches = await self._batches.of(self._owner(request), "openai")
@@ -66,7 +68,7 @@ class BatchRoutes:
 
 
 def described(batch: BatchRecord) -> dict[str, Any]:
-    """The batch as OpenAI's API shows it."""
+    """Return the batch in the format of OpenAI's API."""
     return {
         "id": batch.id,
         "object": "batch",

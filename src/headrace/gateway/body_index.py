@@ -1,4 +1,7 @@
-"""An index of the bytes of bodies, for readers that resume at a byte or a frame."""
+"""Counts the bytes and frames of response bodies.
+
+Clients that resume a stream at a byte or at a frame need these counts.
+"""
 
 import asyncio
 from array import array
@@ -17,19 +20,26 @@ _PAGE = 256
 
 
 class BodyIndex:
-    """The streams that were asked for last. Who waits does the counting; if all leave, it stops."""
+    """Keeps the counts of the most recently requested streams.
+
+    The log is counted in the task of a reader that waits for a count. So the counting stops when
+    all waiting readers have left.
+    """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[StreamId, _Counts] = OrderedDict()
 
     async def num_bytes(self, found: Found) -> int:
-        """The length of the body so far."""
+        """Return the length of the body so far, in bytes."""
         counts = self._of(found.record)
         await counts.extend(found.log, found.log.next_seq)
         return counts.num_bytes
 
     async def num_frames(self, found: Found, seq: int) -> int:
-        """The number of frames that the body has of one event, which must be in the log."""
+        """Return the number of frames in which the body renders event `seq`.
+
+        The log must already have the event.
+        """
         counts = self._of(found.record)
         await counts.extend(found.log, seq + 1)
         return counts.num_frames[seq]
@@ -45,16 +55,17 @@ class BodyIndex:
 
 
 class _Counts:
-    """The counts of one body, and the state of its rendering until the log has ended."""
+    """Counts one body, and keeps the rendering's state until the log has ended."""
 
     def __init__(self, record: Record) -> None:
         self.num_bytes = 0
-        self.num_frames = array("H")  # by seq
+        # The number of frames of each event. The index is the event's seq.
+        self.num_frames = array("H")
         self._frames: WireFrames | None = WireFrames(record)
         self._counting = asyncio.Lock()
 
     async def extend(self, log: Log, next_seq: int) -> None:
-        """Counts what lies before `next_seq`."""
+        """Count the events before `next_seq`."""
         async with self._counting:
             while len(self.num_frames) < next_seq:
                 await self._count_page(log)

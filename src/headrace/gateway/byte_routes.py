@@ -1,4 +1,4 @@
-"""Streams by byte, as llama.cpp's server offers them: the body of a POST from any offset."""
+"""llama.cpp's routes for streams: send the body of a POST's answer, starting at any byte."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth
-from headrace.gateway.bodies import Bodies
 from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.delivery import LiveAnswer, pace_of, unless_left
+from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import WireFrames, encode
@@ -22,7 +22,7 @@ from headrace.streams.log import Log, LogGone, LogUnsound
 from headrace.streams.store import ByConversation
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
-from headrace_common.jobs import ReadNames
+from headrace_common.worker_jobs import ReadNames
 
 _OFFSET = re.compile(r"[0-9]{1,15}")
 _MAX_LOOKUP = 1000
@@ -45,7 +45,7 @@ class ByteRoutes:
         self._auth = auth
 
     async def read(self, request: Request) -> ASGIApp:
-        """The bytes from `from` on, then those to come."""
+        """Send the bytes from offset `from`, and continue with new bytes until the stream ends."""
         conversation = _conversation(request)
         if not conversation:
             return _refuse(400, "Missing conversation id in path")
@@ -72,7 +72,7 @@ class ByteRoutes:
         return LiveAnswer(found, view, pace_of(found.record, self._config.streams))
 
     async def delete(self, request: Request) -> ASGIApp:
-        """Stops and forgets; unknown ones are gone already."""
+        """Stop and delete a stream; an unknown stream counts as deleted."""
         conversation = _conversation(request)
         if not conversation:
             return _refuse(400, "Missing conversation id in path")
@@ -81,7 +81,7 @@ class ByteRoutes:
         return Response(status_code=204)
 
     async def lookup(self, request: Request) -> ASGIApp:
-        """Lists those of these conversations that have a stream, and how it stands."""
+        """List the streams of the conversations in the body, with the state of each stream."""
         owner = self._auth.owner(request.headers)
         try:
             async with self._bodies.read(request) as body:
@@ -89,20 +89,21 @@ class ByteRoutes:
         except RequestError as error:
             return _refuse(error.kind.status, error.message)
         if len(names) > _MAX_LOOKUP:
-            return _refuse(400, f"At most {_MAX_LOOKUP} conversation ids are looked up at once")
+            return _refuse(400, f"A lookup can have at most {_MAX_LOOKUP} conversation ids")
         return _json(await unless_left(request.receive, self._entries(owner, names)))
 
     async def _entries(self, owner: str, names: Sequence[str]) -> list[dict[str, Any]]:
         found = await self._streams.find_conversations(owner, names)
         entries = []
         for stream in found:
-            await asyncio.sleep(0)  # logs in memory are read without a wait
+            # Reading a log in memory never waits, so this call lets other tasks run.
+            await asyncio.sleep(0)
             entries.append(await _entry(stream, self._index))
         return [entry for entry in entries if entry]
 
 
 class ByteView(WireFrames):
-    """The body of the POST without its first bytes."""
+    """Renders the body of the POST's answer without its first `num_skipped` bytes."""
 
     def __init__(self, found: Found, num_skipped: int) -> None:
         super().__init__(found.record)
@@ -123,7 +124,7 @@ def _conversation(request: Request) -> str:
 
 
 async def _entry(found: Found, index: BodyIndex) -> dict[str, Any] | None:
-    """None for what was damaged or forgotten meanwhile."""
+    """Describe a stream; return None if the log is damaged or was just deleted."""
     record, log = found.record, found.log
     try:
         ended_at = await _ended_at(record.created, log)
@@ -143,7 +144,7 @@ async def _entry(found: Found, index: BodyIndex) -> dict[str, Any] | None:
 
 
 async def _ended_at(created: int, log: Log) -> int:
-    """Unix seconds; 0 while the stream lives."""
+    """Return the stream's end in Unix seconds; 0 while the stream is running."""
     with contextlib.suppress(IndexError):
         last = (await log.read(log.next_seq - 2, 1))[0][0]
         if is_terminal(last):

@@ -1,4 +1,4 @@
-"""The served models in the form of Codex's catalog, which tells Codex how long the context is."""
+"""Lists the served models and their context sizes in the format of Codex's catalog."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,8 +7,8 @@ from headrace.gateway.introductions import introduction
 from headrace.gateway.model_view import ModelView
 from headrace.text.output_splitter import HARMONY
 
-# Codex drops the whole catalog if one entry has no instructions, and takes those of an entry in
-# place of its own, which are too long for a small context.
+# Codex drops the whole catalog if one entry has no instructions. An entry's instructions replace
+# Codex's own instructions, which are too long for a small context.
 _INSTRUCTIONS = """\
 You are a coding agent in a terminal on the user's computer. You work in the current folder with \
 the tools that you are given.
@@ -36,19 +36,20 @@ apply_patch <<'EOF'
 *** End Patch
 EOF
 """
-_MAX_OUTPUT = 10_000  # tokens of what a command prints that the model is shown
+# Codex shows the model at most this many tokens of a command's output.
+_MAX_OUTPUT = 10_000
 
 
 def catalog(served: Iterable[ModelView]) -> list[dict[str, Any]]:
-    """Return the models that generate text, with every field that a version of Codex requires."""
+    """Return the models that generate text, with all fields that any version of Codex requires."""
     return [
-        _entry(view, place)
-        for place, view in enumerate(served)
+        _entry(view, position)
+        for position, view in enumerate(served)
         if view.ready is None or "generate" in view.ready.tasks
     ]
 
 
-def _entry(view: ModelView, place: int) -> dict[str, Any]:
+def _entry(view: ModelView, position: int) -> dict[str, Any]:
     text = view.text
     entry: dict[str, Any] = {
         "slug": view.id,
@@ -57,7 +58,7 @@ def _entry(view: ModelView, place: int) -> dict[str, Any]:
         "base_instructions": _INSTRUCTIONS,
         "visibility": "list",
         "supported_in_api": True,
-        "priority": place,
+        "priority": position,
         "availability_nux": None,
         "upgrade": None,
         "supported_reasoning_levels": [],
@@ -68,7 +69,8 @@ def _entry(view: ModelView, place: int) -> dict[str, Any]:
         "shell_type": "shell_command",
         "apply_patch_tool_type": None,
         "experimental_supported_tools": [],
-        # the answers of harmony end with their first call
+        # An answer in the harmony format ends with its first tool call, so parallel calls are
+        # impossible.
         "supports_parallel_tool_calls": bool(
             text and text.tool_format and text.reasoning_format != HARMONY
         ),

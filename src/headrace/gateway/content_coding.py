@@ -1,4 +1,4 @@
-"""Decodes the bodies of requests by their Content-Encoding: gzip, or none."""
+"""Decodes request bodies according to their Content-Encoding, which is gzip or none."""
 
 import zlib
 from collections.abc import AsyncIterator, Iterator
@@ -9,27 +9,33 @@ from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 
 ACCEPTED = "gzip, identity"
-_STEP = 64 << 10  # bytes to take in or give out at a time
+# Maximum number of bytes to read or produce at a time.
+_STEP = 64 << 10
 _GZIP = 16 + zlib.MAX_WBITS
 
 
 class BodyDecoder:
-    """Decodes one body piece by piece; raises RequestError 415 for an unknown coding."""
+    """Decodes one body piece by piece.
+
+    Raises RequestError with status 415 if the Content-Encoding is unknown.
+    """
 
     def __init__(self, headers: Headers) -> None:
         coding = ", ".join(headers.getlist("content-encoding")).strip().lower()
         if coding not in ("", "identity", "gzip", "x-gzip"):
             raise RequestError(
                 "unsupported_media_type",
-                f"The body's Content-Encoding is {coding[:64]}; this server takes {ACCEPTED}. "
-                "Send the body in one of these.",
+                f"The body's Content-Encoding is {coding[:64]}; this server accepts "
+                f"{ACCEPTED}. Send the body with one of these codings.",
             )
         self._inflater = zlib.decompressobj(_GZIP) if "gzip" in coding else None
 
     async def feed(self, data: bytes) -> AsyncIterator[bytes]:
-        """Yield the decoded bytes. gzip is decoded in pieces of at most 64 KiB; keys take turns.
+        """Yield the decoded bytes.
 
-        Only one gzip member is accepted: a body of many empty members would cost much time.
+        A gzip body is decoded in pieces of at most 64 KiB. Between two pieces, requests of other
+        keys can continue. Only one gzip member is accepted, because many empty members would cost
+        much time.
         """
         if self._inflater is None:
             yield data
@@ -53,7 +59,7 @@ class BodyDecoder:
             is_all_out = not data and len(piece) < _STEP
 
     def finish(self) -> None:
-        """Raise RequestError if the body ends in the middle of its gzip data."""
+        """Raise RequestError if the gzip data of the body is incomplete."""
         if self._inflater is not None and not self._inflater.eof:
             raise _not_gzip("is cut off")
 

@@ -1,6 +1,7 @@
-"""Brings a stream to the client that asked for it, and notices when that client leaves.
+"""Sends a stream to the client that requested the stream, and notices when this client leaves.
 
-A client that left is a reader that left; what becomes of the stream is decided elsewhere.
+When a client leaves, the stream only loses a reader. `generation` then decides whether the stream
+continues.
 """
 
 import asyncio
@@ -14,10 +15,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.gateway.http_responses import cut, notice_of, request_id_of
+from headrace.gateway.http_responses import failed_stream_answer, notice_of, request_id_of
 from headrace.generation.registry import Found
 from headrace.intake.answers import NUM_NEW, AnswerBody, encoded, is_old
-from headrace.protocols.dialect import PING, SIGN_S, UnnamedFrames, WireFrames, dialect_of
+from headrace.protocols.dialect import PING, VISIBLE_SIGN_S, UnnamedFrames, WireFrames, dialect_of
 from headrace.streams.events import Accepted, AnyEvent, Heartbeat, Tokens
 from headrace.streams.record import Record
 from headrace.workers.loop_slices import slice_of_loop
@@ -31,9 +32,10 @@ _PAGE = 256
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None if the client left first, which cancels it.
+    """Return the result of `work`. If the client leaves first, cancel `work` and return None.
 
-    Leaving is noticed by reading the socket: a write to a dead one can succeed for minutes.
+    The socket is read to notice that the client has left: writes to a dead socket can succeed for
+    minutes.
     """
     async with race(work, _left(receive)) as (working, _):
         return working.result() if working.done() else None
@@ -42,9 +44,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 async def unless_left(
     receive: Receive, work: Coroutine[Any, Any, T], patience_s: float | None = 0.0
 ) -> T:
-    """The result of `work`; ClientDisconnect if it is not done `patience_s` after the client left.
+    """Return the result of `work`; raise ClientDisconnect if the client leaves first.
 
-    With None it is waited for, however long it takes.
+    After the client has left, the work may take `patience_s` more seconds. If `patience_s` is
+    None, the work may take as long as it needs.
     """
     async with race(work, _left(receive)) as (working, _):
         if not working.done():
@@ -61,39 +64,45 @@ async def _left(receive: Receive) -> None:
 
 
 class WholeAnswer:
-    """One body once the stream has ended; nothing precedes it."""
+    """Sends the whole answer as one body after the end of the stream, and sends nothing before."""
 
     def __init__(self, stream: Found, headers: Mapping[str, str]) -> None:
         self._stream = stream
         self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def deliver() -> None:
-            answer = AnswerBody(self._stream.record)
-            async with self._stream.audience.reader() as reader:
-                try:
-                    last = await answer.gather(self._stream.log)
-                except Exception as error:
-                    raise notice_of(error) from None
-                response = await self._response(answer, request_id_of(scope))
-                response.headers.update(self._headers)
-                await response(scope, receive, send)
-                reader.sent(last)
+        pause, delivery = self._stream.audience.pause, self._deliver(scope, receive, send)
+        async with race(delivery, _left(receive), pause.is_set.wait()) as (delivering, left, _):
+            if delivering.done():
+                delivering.result()
+            elif not left.done():
+                pause.check()
 
-        await while_connected(receive, self._stream.audience.pause.unless(deliver()))
+    async def _deliver(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = AnswerBody(self._stream.record)
+        async with self._stream.audience.reader() as reader:
+            try:
+                last = await answer.gather(self._stream.log)
+            except Exception as error:
+                raise notice_of(error) from None
+            response = await self._response(answer, request_id_of(scope))
+            response.headers.update(self._headers)
+            await response(scope, receive, send)
+            reader.sent(last)
 
     async def _response(self, answer: AnswerBody, request_id: str) -> Response:
         record = self._stream.record
         if answer.error:
-            return cut(answer.error, record, request_id)
+            return failed_stream_answer(answer.error, record, request_id)
         body = await answer.body()
         return Response(body, 200, {"X-Stream-Id": record.id}, "application/json")
 
 
 class AnswerSoFar:
-    """The answer so far, at once, in a dialect whose body can tell that it is unfinished.
+    """Sends the existing part of the answer immediately.
 
-    The client need not stay.
+    The dialect must have a way to mark a body as unfinished. The client is not a reader of the
+    stream, so the stream is not affected if the client leaves.
     """
 
     def __init__(self, stream: Found, headers: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -119,23 +128,23 @@ class AnswerSoFar:
 
 
 class Rendering(Protocol):
-    """The rendering of a live answer."""
+    """Renders the events of a live answer as bytes."""
 
     @property
     def media_type(self) -> str: ...
 
     def render(self, event: AnyEvent) -> list[bytes]:
-        """Data that the event adds."""
+        """Return the data that the event adds to the answer."""
 
     def idle(self, form: str) -> bytes:
-        """A sign of life that adds nothing, as data or comment."""
+        """Return bytes that show that the server is alive, as data or as a comment."""
 
     def failure(self, error: RequestError) -> bytes:
-        """The end of an answer that cannot be rendered further."""
+        """Return the last bytes of an answer that cannot be completed."""
 
 
 class LiveBody:
-    """One JSON body, before which newlines show that the server lives."""
+    """Renders one JSON body. Newlines before the body show that the server is alive."""
 
     media_type = "application/json"
 
@@ -147,7 +156,7 @@ class LiveBody:
         return []
 
     async def whole(self) -> bytes:
-        """The body, which follows the last event."""
+        """Return the body, which is sent after the last event."""
         return await self._answer.body()
 
     def idle(self, form: str) -> bytes:
@@ -158,10 +167,14 @@ class LiveBody:
 
 
 class Pace(NamedTuple):
-    """How long a connection may be silent; seconds, inf for ever.
+    """Limits how long a connection may be silent, in seconds; infinity means no limit.
 
-    Where every byte counts, heartbeats are events: `is_logged`. A sign is an event on every wire,
-    because what follows it depends on it.
+    `heartbeat_s` is the limit since the last data, and `ping_s` the limit since the last byte.
+    `sign_s` is the limit since the last event that every client takes as a sign of life.
+
+    If `is_logged`, clients count the bytes of the stream, so heartbeats are events of the log.
+    The heartbeat after `sign_s` is always an event of the log, because later frames depend on
+    this heartbeat.
     """
 
     heartbeat_s: float
@@ -169,14 +182,20 @@ class Pace(NamedTuple):
     is_logged: bool = False
     sign_s: float = math.inf
 
-    def own(self) -> "Pace":
-        """The pace up to a fifth faster: answers that began together must not all write at once."""
+    def jittered(self) -> "Pace":
+        """Return this pace with the limits for data and bytes up to a fifth shorter.
+
+        So answers that began at the same time do not all write heartbeats at the same time.
+        """
         share = random.uniform(0.8, 1.0)
         return self._replace(heartbeat_s=share * self.heartbeat_s, ping_s=share * self.ping_s)
 
 
 class LiveAnswer:
-    """Status and headers at once, then data as it comes, and signs of life in between."""
+    """Sends status and headers immediately, then data during the generation.
+
+    Heartbeats are sent in between.
+    """
 
     def __init__(
         self,
@@ -188,18 +207,20 @@ class LiveAnswer:
         finish: Callable[[], Awaitable[bytes]] | None = None,
         num_joined: int = NUM_NEW,
     ) -> None:
-        """`finish` makes the bytes that follow the last event.
+        """Create the answer that sends the events after seq `after`.
 
-        Frames of up to `num_joined` events that were written together are sent in one message.
+        `finish` returns the bytes that follow the last event. If up to `num_joined` events were
+        written together, their frames are sent in one message.
         """
         self._headers = headers
         self._finish = finish
         self._num_joined = num_joined
         self._stream = stream
         self._rendering = rendering
-        self.pace = pace.own()
+        self.pace = pace.jittered()
         self._after = after
-        self._data_at = self._byte_at = self._sign_at = 0.0  # when the last of each was written
+        # Loop times at which the last data, the last byte and the last sign of life were sent.
+        self._data_at = self._byte_at = self._sign_at = 0.0
         self._writing = asyncio.Lock()
         self._has_ended = False
 
@@ -223,7 +244,8 @@ class LiveAnswer:
             await self._stream.audience.pause.unless(self._follow(send))
         except Exception as error:
             notice = notice_of(error)
-            if not self.pace.is_logged:  # there, bytes that are no event would shift the others
+            # If clients count bytes, a byte that is not in the log would shift all later offsets.
+            if not self.pace.is_logged:
                 await self._write(send, self._rendering.failure(notice))
         finally:
             beating.cancel()
@@ -232,13 +254,18 @@ class LiveAnswer:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _follow(self, send: Send) -> None:
-        """Send the events of the log. To developers: this runs for every token."""
+        """Send the events of the log.
+
+        This method runs for every token. So the method is one loop with three numbered steps, and
+        not several short functions.
+        """
         log, audience, pace = self._stream.log, self._stream.audience, self.pace
         async with audience.reader(self._after) as reader:
             after, has_ended = self._after, False
             while not has_ended:
-                # 1. Wait for events and read all there are. What a few steps wrote is sent
-                # together. A longer page is sent event by event, so that others have their turn.
+                # 1. Wait for events and read all that exist. The events of a few steps are sent
+                # together. A longer page is sent event by event, so that other tasks can run in
+                # between.
                 await log.wait(after)
                 page, has_ended = await log.read(after, _PAGE)
                 after += len(page)
@@ -247,7 +274,7 @@ class LiveAnswer:
                 for events in messages:
                     if is_long and is_old(log, events[0]):
                         await slice_of_loop()
-                    # 2. Render them. If one fails, the frames before it are still sent.
+                    # 2. Render the events. If one fails, the frames before it are still sent.
                     frames, shown, failure = list[bytes](), list[AnyEvent](), None
                     try:
                         for event in events:
@@ -256,8 +283,9 @@ class LiveAnswer:
                                 shown.append(event)
                     except Exception as error:
                         failure = error
-                    # 3. Send the frames, and note which events have reached the client. A logged
-                    # comment comes back as an event, and may have lost its first bytes.
+                    # 3. Send the frames, and note which events have reached the client. A
+                    # heartbeat comment from the log is not data, even if the reader's byte offset
+                    # cuts off its beginning.
                     if frames:
                         is_data = not pace.is_logged or any(not PING.endswith(it) for it in frames)
                         await self._write(send, b"".join(frames), is_data)
@@ -273,7 +301,13 @@ class LiveAnswer:
                 reader.sent(page[-1])
 
     async def _beat(self, send: Send) -> None:
-        """Sends heartbeats by the wall clock alone: whatever else waits, this does not."""
+        """Send a heartbeat whenever a limit of the pace is reached, even while `_follow` waits.
+
+        Three clocks run, one for each limit of the pace. After `sign_s` without a sign of life, a
+        heartbeat is appended to the log, and `_follow` sends this heartbeat. After `heartbeat_s`
+        without data, a heartbeat is sent as data. After `ping_s` without a byte, a heartbeat is
+        sent as a comment. A comment restarts only the clock of `ping_s`.
+        """
         clock = asyncio.get_running_loop().time
         while (due := self._due()) < math.inf:
             await asyncio.sleep(due - clock())
@@ -295,9 +329,11 @@ class LiveAnswer:
     async def _sign(self, send: Send, form: str) -> None:
         is_data = form == "data"
         if self.pace.is_logged:
-            if not self._writing.locked():  # else the client has yet to take what there is
+            # While the lock is held, the client has not yet accepted an earlier write.
+            if not self._writing.locked():
                 interval_s = self.pace.heartbeat_s if is_data else self.pace.ping_s
-                self._stream.beat(form, interval_s)  # it comes back as an event
+                # `_follow` reads the heartbeat from the log as an event.
+                self._stream.beat(form, interval_s)
             self._byte_at = asyncio.get_running_loop().time()
             if is_data:
                 self._data_at = self._byte_at
@@ -317,7 +353,7 @@ class LiveAnswer:
 def deliver(
     stream: Found, config: StreamConfig, headers: Mapping[str, str] = MappingProxyType({})
 ) -> WholeAnswer | LiveAnswer | AnswerSoFar:
-    """Return the answer in the form that the request asked for, with these headers."""
+    """Return the answer with these headers, in the format that the request asked for."""
     record = stream.record
     options = record.request.response_options
     if options.stream:
@@ -334,18 +370,20 @@ def deliver(
 
 
 def _is_sign(event: AnyEvent) -> bool:
-    """Whether every client counts its frames as a sign of life."""
+    """Return whether every client takes the event's frames as a sign of life."""
     is_beat = isinstance(event, Heartbeat) and event.form == "sign"
     return is_beat or isinstance(event, Accepted | Tokens)
 
 
 def pace_of(record: Record, config: StreamConfig) -> Pace:
-    """The pace of a connection that carries the request's own frames."""
+    """Return the pace for a connection that carries the frames of the POST's answer."""
     options = record.request.response_options
     ping_s = options.ping_interval_s or config.sse_ping_interval
     return Pace(
         config.heartbeat_s if options.heartbeat else math.inf,
         ping_s if ping_s > 0 else math.inf,
         is_logged=record.names.conversation is not None,
-        sign_s=SIGN_S.get(record.request.route, math.inf) if options.heartbeat else math.inf,
+        sign_s=VISIBLE_SIGN_S.get(record.request.route, math.inf)
+        if options.heartbeat
+        else math.inf,
     )

@@ -1,6 +1,7 @@
-"""Streams as Durable Streams 1.0 has them read: from an offset, at once, by long poll or as SSE.
+"""Serves streams with the Durable Streams 1.0 protocol, as pages, by long poll or as SSE.
 
-The messages of a stream are the events of its log, the offset behind one is the number of the next.
+The messages of a stream are the events of the stream's log. The offset after an event is the seq
+of the next event.
 """
 
 import asyncio
@@ -31,23 +32,24 @@ LONG_POLL_S, SSE_S = 20.0, 60.0
 _PAGE, _MAX_BYTES = 256, 1 << 20
 _OFFSET = re.compile(r"[0-9]{16}")
 _CURSOR = re.compile(r"[0-9]{1,15}")
-_CURSOR_S, _CURSOR_EPOCH = 20, 1728432000  # the protocol's: 9 October 2024
+# The protocol counts intervals of 20 s. The first interval began on 9 October 2024.
+_CURSOR_S, _CURSOR_EPOCH = 20, 1728432000
 _MAX_JITTER_S = 3600
 _LINE = re.compile(rb"\r\n|\r|\n")
 _SECURITY = {"Cross-Origin-Resource-Policy": "same-origin"}
 
 
 class StreamMessages(Protocol):
-    """The messages that the events of a stream stand for, in its media type."""
+    """Converts the events of a stream to messages of one media type."""
 
     media_type: str
 
     def of(self, event: AnyEvent) -> list[bytes]:
-        """The messages of an event; an event without one takes an offset all the same."""
+        """Return the messages of an event. An event without messages still takes up an offset."""
 
 
 class EventMessages:
-    """Events as JSON."""
+    """Renders each event as one JSON message."""
 
     media_type = "application/json"
 
@@ -56,7 +58,11 @@ class EventMessages:
 
 
 class DurableRead(NamedTuple):
-    """A request to read. `offset` is an event's number, -1 the start, None the tail."""
+    """Holds the parameters of a read.
+
+    `offset` is the seq of the first event to read; -1 means the start of the stream, and None the
+    end.
+    """
 
     offset: int | None
     live: str
@@ -64,17 +70,17 @@ class DurableRead(NamedTuple):
 
     @classmethod
     def read(cls, request: Request) -> "DurableRead":
-        """RequestError `invalid_value` for what the protocol does not know."""
+        """Parse the query; raise RequestError `invalid_value` for a value that is not allowed."""
         given = request.query_params
         offsets, live = given.getlist("offset"), given.get("live", "")
         if live not in ("", "long-poll", "sse"):
-            raise RequestError("invalid_value", "live is long-poll or sse.", "live")
+            raise RequestError("invalid_value", "live must be long-poll or sse.", "live")
         if live and not offsets:
             raise RequestError("invalid_value", f"live={live} needs an offset.", "offset")
         offset = offsets[0] if offsets else "-1"
         if len(offsets) > 1 or not (offset in ("-1", "now") or _OFFSET.fullmatch(offset)):
-            known = "-1, now, or one that the server has sent: 16 digits"
-            raise RequestError("invalid_value", f"One offset is taken: {known}.", "offset")
+            known = "-1, now, or 16 digits that the server has sent"
+            raise RequestError("invalid_value", f"Send one offset: {known}.", "offset")
         cursor = given.get("cursor", "")
         return cls(
             None if offset == "now" else int(offset),
@@ -84,7 +90,7 @@ class DurableRead(NamedTuple):
 
 
 class MessagePage(NamedTuple):
-    """Messages between two offsets. `is_closed`: nothing will ever follow them."""
+    """Holds the messages between two offsets. If `is_closed`, the stream has no later messages."""
 
     messages: list[bytes]
     start: int
@@ -93,7 +99,7 @@ class MessagePage(NamedTuple):
     is_closed: bool
 
     def headers(self, cursor: str = "") -> dict[str, str]:
-        known = {"Stream-Next-Offset": written(self.end)}
+        known = {"Stream-Next-Offset": write_offset(self.end)}
         if self.is_up_to_date:
             known["Stream-Up-To-Date"] = "true"
         if self.is_closed:
@@ -108,48 +114,54 @@ class DurableRoutes:
         self._heartbeat_s = heartbeat_s
 
     async def read(self, request: Request) -> ASGIApp:
-        """GET and HEAD of one stream."""
-        asked = DurableRead.read(request)
+        """Answer a GET or HEAD request for one stream."""
+        query = DurableRead.read(request)
         owner = self._auth.owner(request.headers)
         found = await self._streams.find(owner, ById(StreamId(request.path_params["id"])))
         if found is None:
-            code = "stream_gone" if asked.offset not in (None, -1) else "stream_not_found"
-            raise RequestError(code, "There is no such stream, or it has expired.")
-        return await answer_read(request, asked, found, EventMessages(), self._heartbeat_s)
+            code = "stream_gone" if query.offset not in (None, -1) else "stream_not_found"
+            raise RequestError(code, "This stream does not exist, or it has expired.")
+        return await answer_read(request, query, found, EventMessages(), self._heartbeat_s)
 
 
 async def answer_read(
-    request: Request, asked: DurableRead, found: Found, messages: StreamMessages, heartbeat_s: float
+    request: Request, query: DurableRead, found: Found, messages: StreamMessages, heartbeat_s: float
 ) -> ASGIApp:
+    """Answer a read with one page, a long poll or SSE; for HEAD, with headers only.
+
+    A page from an offset has an ETag, so that caches can validate the page. A page from the end
+    has no ETag. Raise RequestError if the offset is beyond the end.
+    """
     tail = found.log.next_seq
-    if (asked.offset or 0) > tail:
-        message = f"The offset is beyond {written(tail)}, the last one of this stream."
+    if (query.offset or 0) > tail:
+        message = f"The offset is beyond the end of this stream, which is at {write_offset(tail)}."
         raise RequestError("invalid_value", message, "offset")
-    start = tail if asked.offset is None else max(0, asked.offset)
+    start = tail if query.offset is None else max(0, query.offset)
     reading = _Reading(found, messages)
     if request.method == "HEAD":
         return _head(await reading.page(tail), messages)
-    if asked.live == "sse":
-        return _LiveMessages(reading, start, asked.cursor, heartbeat_s)
-    wait_s = LONG_POLL_S if asked.live else 0.0
+    if query.live == "sse":
+        return _LiveMessages(reading, start, query.cursor, heartbeat_s)
+    wait_s = LONG_POLL_S if query.live else 0.0
     page = await unless_left(request.receive, reading.page(start, wait_s))
-    cursor = _cursor(asked.cursor) if asked.live else ""
-    if asked.live and page.start == page.end:
+    cursor = _cursor(query.cursor) if query.live else ""
+    if query.live and page.start == page.end:
         return Response(status_code=204, headers=_SECURITY | page.headers(cursor))
     headers = _SECURITY | page.headers(cursor) | {"Cache-Control": "private, no-cache"}
-    if asked.offset is None:
+    if query.offset is None:
         headers["Cache-Control"] = "no-store"
     else:
-        span = (found.record.id, written(page.start), written(page.end))
+        span = (found.record.id, write_offset(page.start), write_offset(page.end))
         headers["ETag"] = f'"{":".join(span)}{":closed" * page.is_closed}"'
-        if not asked.live and request.headers.get("if-none-match") == headers["ETag"]:
+        if not query.live and request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
-    headers["Content-Type"] = messages.media_type  # as it is: Starlette would name a charset
+    # The header is set here, because Starlette would add a charset to a media type.
+    headers["Content-Type"] = messages.media_type
     return Response(reading.body(page), headers=headers)
 
 
 class _Reading:
-    """One stream as messages."""
+    """Reads one stream as messages."""
 
     def __init__(self, found: Found, messages: StreamMessages) -> None:
         self.found = found
@@ -159,7 +171,10 @@ class _Reading:
         self.is_binary = not self._is_json and not kind.startswith("text/")
 
     async def page(self, start: int, wait_s: float = 0.0) -> MessagePage:
-        """The messages behind an offset that fit into a page; waits a while for the first."""
+        """Return the messages after an offset, as many as fit into a page.
+
+        If there are no messages yet, wait up to `wait_s` seconds for the first message.
+        """
         log = self.found.log
         if wait_s:
             with contextlib.suppress(TimeoutError):
@@ -171,9 +186,9 @@ class _Reading:
             events, has_ended = await log.read(end - 1, _PAGE)
             for event in events:
                 await slice_of_loop()
-                said = self.messages.of(event)
-                taken += said
-                size += sum(map(len, said))
+                messages = self.messages.of(event)
+                taken += messages
+                size += sum(map(len, messages))
                 end += 1
                 if size >= _MAX_BYTES:
                     break
@@ -188,13 +203,13 @@ class _Reading:
         return b"".join(page.messages)
 
     def frames(self, page: MessagePage, cursor: int) -> bytes:
-        """A page as SSE: its messages, and where one stands behind them."""
+        """Render a page as SSE: the messages, then a control event with the next offset."""
         frames = b""
         if page.messages:
             data = self.body(page)
             data = base64.b64encode(data) if self.is_binary else data
             frames = b"event: data\n" + b"".join(map(_data_line, _LINE.split(data))) + b"\n"
-        control: dict[str, object] = {"streamNextOffset": written(page.end)}
+        control: dict[str, object] = {"streamNextOffset": write_offset(page.end)}
         if page.is_closed:
             control["streamClosed"] = True
         else:
@@ -205,7 +220,10 @@ class _Reading:
 
 
 class _LiveMessages:
-    """Messages as they come, for about a minute; then the client asks again where it stands."""
+    """Sends messages for about a minute, as soon as each message is written.
+
+    The client then sends a new request from the offset that it has reached.
+    """
 
     def __init__(self, reading: _Reading, start: int, cursor: int, heartbeat_s: float) -> None:
         self._reading = reading
@@ -230,15 +248,18 @@ class _LiveMessages:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _deliver(self, send: Send) -> None:
-        """A cut shows a client that it has to ask again: errors are told in that answer."""
+        """Send messages until the stream ends. An error ends the answer early and silently.
+
+        The client then sends a new request, and the answer to the new request reports the error.
+        """
         async with self._reading.found.audience.reader(self._next - 1):
             with contextlib.suppress(RequestError):
                 await self._follow(send)
 
     async def _follow(self, send: Send) -> None:
-        for turn in itertools.count():
-            page = await self._reading.page(self._next, self._heartbeat_s if turn else 0.0)
-            is_news = page.end > self._next or page.is_closed or not turn
+        for num_pages in itertools.count():
+            page = await self._reading.page(self._next, self._heartbeat_s if num_pages else 0.0)
+            is_news = page.end > self._next or page.is_closed or not num_pages
             frames = self._reading.frames(page, self._cursor) if is_news else PING
             await send({"type": "http.response.body", "body": frames, "more_body": True})
             self._next = page.end
@@ -247,7 +268,10 @@ class _LiveMessages:
 
 
 def _data_line(line: bytes) -> bytes:
-    """A line of SSE; readers take one space off."""
+    """Return one line of SSE data.
+
+    Clients remove one leading space, so a line that starts with a space gets a second space.
+    """
     return b"data:%b%b\n" % (b" " * line.startswith(b" "), line)
 
 
@@ -256,13 +280,17 @@ def _head(page: MessagePage, messages: StreamMessages) -> Response:
     return Response(headers=_SECURITY | page.headers() | kind)
 
 
-def written(offset: int) -> str:
-    """Offsets sort as texts do."""
+def write_offset(offset: int) -> str:
+    """Write an offset with leading zeros, so that offsets can be sorted as strings."""
     return f"{offset:016d}"
 
 
 def _cursor(given: int) -> str:
-    """The number of the interval; beyond the client's own, or caches would repeat themselves."""
+    """Return a cursor: the number of the current interval, or a number above the client's cursor.
+
+    The result is always greater than `given`, because a cache would answer a repeated cursor with
+    an old page.
+    """
     current = int(time.time() - _CURSOR_EPOCH) // _CURSOR_S
     if given < current:
         return str(current)

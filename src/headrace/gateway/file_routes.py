@@ -1,4 +1,4 @@
-"""/v1/files: taken in as they come, listed, read and deleted by the key that sent them."""
+"""/v1/files: stores files during the upload; lists, sends and deletes the files of a key."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,7 +11,7 @@ from headrace.batches.batches import Batches
 from headrace.batches.files import LEAST_S, MOST_S, Upload
 from headrace.batches.lines import PIECE
 from headrace.batches.records import FileRecord
-from headrace.batches.shelf import Blobs
+from headrace.batches.store import Blobs
 from headrace.gateway.auth import Auth
 from headrace.gateway.content_coding import BodyDecoder
 from headrace.gateway.http_responses import answer
@@ -29,7 +29,8 @@ from headrace_common.errors import RequestError
 from headrace_common.system import awake
 
 _MAX_FIELD_BYTES = 1024
-_MAX_BESIDE = 64 << 10  # bytes of a form beside its file: fields, headers, boundaries
+# Maximum number of bytes in a form without the file: fields, headers and boundaries.
+_MAX_BESIDE = 64 << 10
 _PURPOSES = ("batch",)
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _PAGING = Paging(most=10_000, usual=10_000)
@@ -37,7 +38,7 @@ _PAGING = Paging(most=10_000, usual=10_000)
 
 class FileRoutes:
     def __init__(self, batches: Batches, blobs: Blobs, auth: Auth, pause_s: float) -> None:
-        """`pause_s`: how long an upload may pause."""
+        """Set up the routes; an upload may pause for `pause_s` seconds."""
         self._batches = batches
         self._files = batches.files
         self._blobs = blobs
@@ -60,33 +61,37 @@ class FileRoutes:
                     for news in parser.feed(data[start : start + STEP_BYTES]):
                         await form.take(news)
             if not parser.is_done:
-                raise RequestError("invalid_value", "The form ends before its last boundary.")
+                raise RequestError(
+                    "invalid_value", "The form ends before its last boundary; send it again."
+                )
             file = await upload.finish(form.filename(), *form.settings())
         return answer(_described(file))
 
     def _check_size(self, num_bytes: int) -> None:
-        """Raise RequestError if the file in a form of this size must be too large.
+        """Raise RequestError if a form of this size is too large.
 
-        All bytes of the form count, also those before, between and after its parts.
+        The limit is the maximum size of a file plus `_MAX_BESIDE`. All bytes of the form count,
+        also the bytes before, between and after the form's parts.
         """
         most = self._files.config.max_file_bytes
         if num_bytes > most + _MAX_BESIDE:
             raise RequestError(
                 "request_too_large",
-                f"The form is larger than {most} bytes for the file and {_MAX_BESIDE} bytes for "
-                "the rest; split the file, or start the server with a larger --max-file-bytes.",
+                f"The form is too large; the limit is {most} bytes for the file and {_MAX_BESIDE} "
+                "bytes for everything else. Split the file, or start the server with a larger "
+                "--max-file-bytes.",
                 "file",
             )
 
     async def _pieces(self, request: Request, decoder: BodyDecoder) -> AsyncIterator[bytes]:
-        """The body as it comes; RequestError once it is too large or has paused too long."""
+        """Yield the body as it arrives; raise RequestError if the body is too large or too slow."""
         num_received, num_bytes, has_more = 0, 0, True
         while has_more:
             try:
                 async with awake.within(self._pause_s):
                     message = await request.receive()
             except TimeoutError:
-                text = f"Nothing of the file came for {self._pause_s:g} s; send it again."
+                text = f"No data arrived for {self._pause_s:g} s; send the file again."
                 raise RequestError("body_timeout", text) from None
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
@@ -128,15 +133,16 @@ class FileRoutes:
 
 
 class FileGone(Exception):
-    """A file was deleted as it was read."""
+    """Raised when a file is deleted while its bytes are being sent."""
 
 
 def content_of(
     blobs: Blobs, file: FileRecord, media_type: str = "application/octet-stream"
 ) -> ASGIApp:
-    """A file's bytes as they are read; of one that grows, what there is.
+    """Send the bytes of a file. If the file is still growing, send the bytes that exist.
 
-    FileGone in the middle cuts the connection: an end in order would pass for the file's.
+    If the file is deleted meanwhile, FileGone cuts the connection. After a regular end, the
+    client would believe that the file is complete.
     """
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -151,7 +157,10 @@ def content_of(
 
 
 class _Form:
-    """The fields of an upload: its file goes on at once, the others are few and short."""
+    """Collects the parts of an upload.
+
+    The file is written immediately, and the few short fields are kept.
+    """
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
@@ -163,7 +172,7 @@ class _Form:
         if isinstance(news, PartHead):
             self._name, self._is_file = news.name, news.name == "file"
             if self._is_file and self._filename is not None:
-                raise RequestError("invalid_value", "One file is taken; two were sent.", "file")
+                raise RequestError("invalid_value", "The form has two files; send one.", "file")
             if self._is_file:
                 self._filename = news.filename or "file"
             else:
@@ -176,20 +185,24 @@ class _Form:
             self._bound()
 
     def _bound(self) -> None:
-        """Raise RequestError if the fields and their names are larger than any form here needs."""
+        """Raise RequestError if the fields and their names exceed the size limit."""
         size = sum(len(name) + len(value) for name, value in self._fields.items())
         if size > _MAX_FIELD_BYTES:
-            text = f"The form has {size} bytes in its other fields and their names; the limit is "
-            text += f"{_MAX_FIELD_BYTES} bytes in {MAX_FIELDS} fields. Send less."
+            text = f"Apart from the file, the form's fields and their names have {size} bytes; the "
+            text += f"limit is {_MAX_FIELD_BYTES} bytes in {MAX_FIELDS} fields. Send less."
             raise RequestError("invalid_value", text, self._name[:64])
 
     def filename(self) -> str:
         if self._filename is None:
-            raise RequestError("missing_required_parameter", "Send the file in file.", "file")
+            raise RequestError(
+                "missing_required_parameter",
+                "The form has no file; send it as the part named file.",
+                "file",
+            )
         return self._filename[:255]
 
     def settings(self) -> tuple[str, int | None]:
-        """Purpose, and how many seconds it is kept."""
+        """Return the purpose, and the number of seconds to keep the file (None if not given)."""
         fields = {name: value.decode(errors="replace") for name, value in self._fields.items()}
         purpose = fields.get("purpose", "")
         if purpose not in _PURPOSES:
@@ -201,7 +214,8 @@ class _Form:
         seconds = fields.get(_SECONDS, "")
         is_number = seconds.isdecimal() and len(seconds) < 10
         if not is_number or not LEAST_S <= int(seconds) <= MOST_S:
-            text = f"expires_after has anchor created_at and seconds from {LEAST_S} to {MOST_S}."
+            text = "expires_after needs the anchor created_at and a number of seconds from "
+            text += f"{LEAST_S} to {MOST_S}."
             raise RequestError("invalid_value", text, "expires_after")
         return purpose, int(seconds)
 

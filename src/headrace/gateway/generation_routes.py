@@ -1,24 +1,25 @@
-"""The routes that take a body: it becomes a stream, under the names its headers give, or ids."""
+"""Routes that open a stream from a request body, and routes that convert text and token ids."""
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth
-from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import deliver, unless_left
+from headrace.gateway.download_wait import DownloadWait, WaitingAnswer, download_wait
 from headrace.gateway.http_responses import IGNORED, answer
-from headrace.gateway.waiting import Wait, WaitingAnswer, wait_of
+from headrace.gateway.request_bodies import Bodies, CountedAnswer
 from headrace.generation.generation import Generation
 from headrace.intake.intake import CONVERSATION, KEY, Intake, names_of, new_id
 from headrace.protocols.dialect import dialect_of
-from headrace.protocols.ollama.answers import unloaded
 from headrace.streams.record import Names
 from headrace.text.tool_formats.generic import GENERIC
 from headrace_common.config.settings import ServerConfig
 from headrace_common.ids import StreamId
-from headrace_common.jobs import (
+from headrace_common.request import Route
+from headrace_common.worker_jobs import (
     ApplyTemplate,
     CheckedBody,
     CountTokens,
@@ -26,9 +27,14 @@ from headrace_common.jobs import (
     Job,
     Tokenize,
 )
-from headrace_common.request import Route
 
-_SOON_S = 0.25  # a request that is refused, or attaches, is answered by then
+# Seconds to wait for the stream before the headers are sent. If the stream is open by then, the
+# headers contain the stream's id, even if the stream belongs to an earlier request. A request
+# that is refused by then gets the status of the error.
+_SOON_S = 0.25
+
+Before = Callable[[Request, CheckedBody], ASGIApp | None]
+"""Answers a checked body that should not open a stream; returns None for all other bodies."""
 
 
 class GenerationRoutes:
@@ -46,17 +52,17 @@ class GenerationRoutes:
         self._auth = auth
         self._config = config
 
-    async def generate(self, request: Request) -> ASGIApp:
-        """A POST in the dialect of its path."""
+    async def generate(self, request: Request, before: Before | None = None) -> ASGIApp:
+        """Answer a POST in the dialect of its path, unless `before` returns another answer."""
         route = request.url.path
         async with self._bodies.read(request) as body:
-            is_named = any(name in request.headers for name in (CONVERSATION, KEY))
+            is_named = CONVERSATION in request.headers or KEY in request.headers
             patience_s = None if is_named else self._config.streams.linger_s
             agent = request.headers.get("user-agent", "")
             reading = self._intake.read_from(agent, route, body)
             checked = await unless_left(request.receive, reading, patience_s)
-        if checked.fields.get("unloads"):
-            return self._unload(request, checked)
+        if before is not None and (other := before(request, checked)) is not None:
+            return other
         conversation, key = map(request.headers.get, (CONVERSATION, KEY))
         names = names_of(self._auth.owner(request.headers), checked, conversation, key)
         id = new_id(dialect_of(route))
@@ -76,24 +82,17 @@ class GenerationRoutes:
             return coming.result()
         return WaitingAnswer(coming, wait, self._config.streams.heartbeat_s)
 
-    def _unload(self, request: Request, checked: CheckedBody) -> ASGIApp:
-        """Send out a model that Ollama's client needs no more; a server's only model stays."""
-        name, ignored = checked.fields["model"], checked.ignored
-        fleet = self._generation.fleet
-        host = fleet.hosts.get(name)
-        if host is fleet.pinned:
-            ignored += ("keep_alive",)
-        else:
-            self._auth.check_operator(request.headers)
-            fleet.unload(host)
-        return answer(unloaded(name, request.url.path), ignored)
+    def _wait(
+        self, route: Route, checked: CheckedBody, names: Names, id: StreamId
+    ) -> DownloadWait | None:
+        """Describe the data that the client receives during a download of the model.
 
-    def _wait(self, route: Route, checked: CheckedBody, names: Names, id: StreamId) -> Wait | None:
-        """How the client hears of a download, before which there can be no stream."""
+        Returns None if no download is necessary. A stream can only be opened after the download.
+        """
         host = self._generation.fleet.hosts.find(checked.fields.get("model", ""))
         if host is None or host.is_here or names.conversation is not None:
             return None
-        return wait_of(route, checked, names, id)
+        return download_wait(route, checked, names, id)
 
     async def _admit(
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId
@@ -112,7 +111,7 @@ class GenerationRoutes:
 
 
 class TextRoutes:
-    """Text into ids and back without generating; a worker does all of it."""
+    """Converts between text and token ids without generating. A worker process does the work."""
 
     def __init__(self, generation: Generation, intake: Intake, bodies: Bodies) -> None:
         self._generation = generation
@@ -125,7 +124,7 @@ class TextRoutes:
         return await self._do(request, Tokenize(longest))
 
     async def count_tokens(self, request: Request) -> ASGIApp:
-        """Count the tokens that a conversation would have on /v1/messages."""
+        """Count the prompt tokens that a conversation has on /v1/messages."""
         job = CountTokens(self._intake.client_of(request.headers.get("user-agent", "")))
         async with self._bodies.read(request) as body:
             count = await unless_left(request.receive, self._intake.do(job, body))
@@ -140,4 +139,4 @@ class TextRoutes:
     async def _do(self, request: Request, job: Job[bytes]) -> ASGIApp:
         async with self._bodies.read(request) as body:
             result = await unless_left(request.receive, self._intake.do(job, body))
-        return HeldAnswer(result, self._bodies)
+        return CountedAnswer(result, self._bodies)

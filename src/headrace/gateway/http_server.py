@@ -1,7 +1,7 @@
-"""uvicorn, as our processes run it: without signal handlers, and with bounds.
+"""Runs uvicorn without signal handlers, and limits the resources that one client can use.
 
-Bounded are connections, heads of requests in size and time, what is sent ahead, and the time in
-which a client takes nothing of its answer.
+Limits apply to connections, to the size and time of a request's head, and to pipelined requests.
+A client that reads nothing of its answer is disconnected after a while.
 """
 
 import asyncio
@@ -25,24 +25,32 @@ from headrace.gateway.realtime import GOING_AWAY
 from headrace_common.errors import RequestError
 from headrace_common.system.awake import Countdown
 
-MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10  # requests sent before the answer to an earlier one
-PING_S, PONG_S = 15.0, 45.0  # of a WebSocket
-_KEPT_BACK = 64  # descriptors for all else: engine, store, worker processes, files
-DESCRIPTORS_BESIDE = 256  # connections
-MAX_HEAD = 64 << 10  # bytes of a request line with its headers
-TAKES_NOTHING_S = 60.0  # after this long without a byte taken, a client is gone
-_LINGER_S, _LINGER_BYTES = 5.0, 64 << 20  # read and discarded before a connection is closed
+# Maximum number of pipelined requests that wait for an earlier answer, and maximum number of
+# bytes of these requests.
+MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10
+# Seconds between pings on a WebSocket, and seconds to wait for a pong.
+PING_S, PONG_S = 15.0, 45.0
+# Descriptors that are reserved for the engine, the store, worker processes and files.
+_RESERVED_DESCRIPTORS = 64
+# Number of descriptors that the server needs for other purposes than connections.
+OTHER_DESCRIPTORS = 256
+# Maximum number of bytes in a request line and its headers.
+MAX_HEAD = 64 << 10
+# Seconds after which a client that reads nothing of its answer is disconnected.
+STALLED_S = 60.0
+# Maximum number of seconds and of bytes to read and discard before a connection is closed.
+_LINGER_S, _LINGER_BYTES = 5.0, 64 << 20
 
 
 class Bounds(NamedTuple):
-    """The limits that people may set."""
+    """Limits that the operator can set."""
 
     connections: int = 4096
-    head_s: float = 10.0  # for a request line and all headers to come
+    head_s: float = 10.0  # seconds, for a request line and its headers
 
 
 class HttpServer(uvicorn.Server):
-    """The HTTP server; its starter decides when it ends."""
+    """An HTTP server that ignores signals; the code that started the server also ends it."""
 
     def __init__(
         self,
@@ -55,14 +63,17 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            interface="asgi3",  # uvicorn would guess ASGI 2 for an app without `async def`
+            # uvicorn would guess ASGI 2 for an application that is not an `async def` function.
+            interface="asgi3",
             http=_Connection,
             ws=_Socket,
             ws_max_size=max_message_bytes,
             ws_ping_interval=PING_S,
             ws_ping_timeout=PONG_S,
-            ws_per_message_deflate=False,  # text of one client must not cost the loop its time
-            log_config=None,  # uvicorn's own would close the handlers that there are
+            # Compressing one client's text would take the event loop's time from other clients.
+            ws_per_message_deflate=False,
+            # The logging configuration of uvicorn would close the existing handlers.
+            log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -81,7 +92,7 @@ class HttpServer(uvicorn.Server):
 
 
 class _Clients(ServerState):
-    """All connections, and those among them that ask for nothing, the longest idle first."""
+    """Tracks all connections, and the idle connections in order: the longest idle one is first."""
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__()
@@ -89,7 +100,11 @@ class _Clients(ServerState):
         self.idle: dict[HttpToolsProtocol, None] = {}
 
     def make_room(self, newest: HttpToolsProtocol) -> None:
-        """Cuts the longest idle one where descriptors run out, or the newest if all are busy."""
+        """Close a connection if descriptors run out.
+
+        Closes the connection that has been idle longest. If all connections are busy, closes the
+        newest connection.
+        """
         if len(self.connections) > _max_connections(self.bounds.connections):
             victim = next(iter(self.idle), newest)
             self.idle.pop(victim, None)
@@ -97,27 +112,41 @@ class _Clients(ServerState):
 
 
 _PROBES_S = (0.1, 1.0, 15.0)
-"""Waits between interim responses; the system reports a client that has left at the second one."""
+"""Seconds between interim responses. The second response fails if the client has left."""
 _HTTP_1_0_WAIT_S = 1.0
 
 
 class _Connection(HttpToolsProtocol):
-    """Hears of a client's leaving also while requests wait behind the running one."""
+    """Limits one connection, and notices that the client leaves even while requests wait.
+
+    A connection is idle until a head arrives. The head must be complete within a time and a size
+    limit. Then the request runs. Requests that the client sends ahead wait in uvicorn's
+    `pipeline`. The connection continues to read meanwhile, because only a transport that reads
+    notices that the client has left.
+
+    If a request cannot be read, the connection answers with an error and then lingers. A
+    lingering connection reads and discards all input, so that the client can read the answer
+    before the connection closes.
+    """
 
     server_state: _Clients
     _running: RequestResponseCycle | None = None
-    _is_full = False  # nothing more is taken from this client
-    _head_bytes: int | None = 0  # of the request that is being read; None once its head is whole
+    # True once all further input from this client is discarded.
+    _ignores_input = False
+    # Number of bytes of the incomplete head; None once the head is complete.
+    _head_bytes: int | None = 0
     _refusal: RequestError | None = None
     _head_timer: Countdown | None = None
-    _taking_timer: Countdown | None = None
-    _probe: asyncio.TimerHandle | None = None  # set once the client has closed its sending side
-    _linger_timer: Countdown | None = None  # set once the last answer is sent
-    _lingers_for = _LINGER_BYTES
+    _stall_timer: Countdown | None = None
+    # Set once the client has closed its side of the connection for sending.
+    _probe: asyncio.TimerHandle | None = None
+    # Set once the last answer has been sent.
+    _linger_timer: Countdown | None = None
+    _linger_bytes_left = _LINGER_BYTES
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._drop_if_it_takes_nothing()
+        self._let_system_drop_stalled()
         self._time_head()
         self.server_state.idle[self] = None
         self.server_state.make_room(self)
@@ -126,14 +155,14 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self.server_state.idle.pop(self, None)
         self.pipeline.clear()
-        for timer in (self._head_timer, self._taking_timer, self._probe, self._linger_timer):
+        for timer in (self._head_timer, self._stall_timer, self._probe, self._linger_timer):
             if timer is not None:
                 timer.cancel()
         if self._running and not self._running.response_complete:
-            self._hear_that_it_left(self._running)
+            self._mark_disconnected(self._running)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_full:
+        if self._ignores_input:
             self._discard(data)
             return
         if self._head_bytes is not None:
@@ -143,14 +172,15 @@ class _Connection(HttpToolsProtocol):
             self._refuse_head(_TOO_LONG)
         if self.pipeline:
             self._bound_pipeline()
-            self.flow.resume_reading()  # only who reads hears the end of a connection
+            # Only a transport that reads notices the end of a connection.
+            self.flow.resume_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether a client that has closed its sending side can still be answered.
+        """Return whether a client that has closed its sending side can still get an answer.
 
-        A client that has closed only its sending side (`nc -N`) waits for its answer. A client
-        that has left looks the same until something is sent to it, so the server sends interim
-        responses, which HTTP/1.1 allows. TLS has no half-closed connections.
+        A client that has closed only its sending side (`nc -N`) waits for the answer. A client that
+        has left looks the same until the server sends data. So the server sends interim responses,
+        which HTTP/1.1 allows. TLS has no half-closed connections.
         """
         running = self._running
         if running is None or running.more_body or running.response_started or self.pipeline:
@@ -166,7 +196,7 @@ class _Connection(HttpToolsProtocol):
         if running.response_started or self.transport.is_closing():
             return
         if running.scope["http_version"] == "1.0":
-            # HTTP/1.0 has no interim responses: only a quick answer reaches such a client.
+            # HTTP/1.0 has no interim responses. So only a quick answer reaches such a client.
             self._probe = self.loop.call_later(_HTTP_1_0_WAIT_S, self._close_if_waiting, running)
             return
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -177,7 +207,7 @@ class _Connection(HttpToolsProtocol):
         if not running.response_started:
             self.transport.close()
 
-    # what the parser calls
+    # Methods that the parser calls:
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -188,7 +218,8 @@ class _Connection(HttpToolsProtocol):
         self._stop_timing_head()
         self._head_bytes = None
         if self.parser.get_http_version() not in ("1.1", "1.0"):
-            raise _NO_HTTP.with_traceback(None)  # the parser stops, and send_400_response is next
+            # This exception stops the parser, and uvicorn then calls send_400_response.
+            raise _NO_HTTP.with_traceback(None)
         if len(self.url) + sum([len(k) + len(v) + 4 for k, v in self.headers]) > MAX_HEAD:
             self._refusal = _TOO_LONG
             raise _TOO_LONG.with_traceback(None)
@@ -218,24 +249,29 @@ class _Connection(HttpToolsProtocol):
             patience = Countdown(self.timeout_keep_alive, self.timeout_keep_alive_handler)
             self.timeout_keep_alive_task = patience  # type: ignore[assignment]
 
-    # requests that are none
+    # Handling of requests that cannot be read:
 
     def send_400_response(self, msg: str) -> None:
-        """Answers a request that the parser refused with an error like all others."""
+        """Send an error in the usual format for a request that the parser refused."""
         self._refuse_head(self._refusal or _NO_HTTP)
 
     def _refuse_head(self, error: RequestError) -> None:
-        """Answers what cannot be read, and closes; behind a request that runs, only closes."""
+        """Answer a request that cannot be read, then close the connection.
+
+        If an earlier request is still running, the connection closes after the answer to the
+        earlier request, and no error is sent.
+        """
         if self._linger_timer is not None:
             return
-        self._is_full = True
+        self._ignores_input = True
         self._stop_timing_head()
         running = self._running
         if running is not None and not running.response_complete:
             if not running.more_body or running.response_started:
-                self._end_with(running)
+                self._make_last(running)
                 return
-            self._hear_that_it_left(running)  # its body broke off
+            # The malformed bytes belong to the body of the running request.
+            self._mark_disconnected(running)
         request_id = new_request_id(Headers(raw=getattr(self, "headers", None) or []))
         response = refuse(error, "", request_id)
         response.headers["X-Request-Id"] = request_id
@@ -247,91 +283,105 @@ class _Connection(HttpToolsProtocol):
         self.linger()
 
     def linger(self) -> None:
-        """Closes the connection once the client has stopped sending, or has sent for too long.
+        """Close the connection once the client has stopped sending or has sent too much.
 
-        The system answers bytes that nobody reads with a reset, and a client that receives one
-        loses the answer that it has not yet read.
+        If the server closed the connection with unread bytes, the system would send a reset. A
+        client that receives a reset loses the unread part of its answer.
         """
-        self._is_full = True
+        self._ignores_input = True
         if self._linger_timer is not None or self.transport.is_closing():
             return
-        if self.transport.can_write_eof():  # not with TLS
+        # A TLS connection cannot close its sending side alone.
+        if self.transport.can_write_eof():
             self.transport.write_eof()
         self._linger_timer = Countdown(_LINGER_S, self.transport.close)
         self.flow.resume_reading()
 
     def _discard(self, data: bytes) -> None:
         if self._linger_timer is not None:
-            self._lingers_for -= len(data)
-            if self._lingers_for < 0:
+            self._linger_bytes_left -= len(data)
+            if self._linger_bytes_left < 0:
                 self.transport.close()
 
-    def _end_with(self, running: RequestResponseCycle) -> None:
-        """The running request is the last one; the client sends the others again."""
-        self._is_full = True
+    def _make_last(self, running: RequestResponseCycle) -> None:
+        """Make the running request the last one.
+
+        The client has to send later requests again.
+        """
+        self._ignores_input = True
         self.pipeline.clear()
         self.cycle = running
         running.keep_alive = False
 
-    def _hear_that_it_left(self, running: RequestResponseCycle) -> None:
+    def _mark_disconnected(self, running: RequestResponseCycle) -> None:
         running.disconnected = True
         running.message_event.set()
 
     def _time_head(self) -> None:
         self._stop_timing_head()
-        self._head_timer = Countdown(self.server_state.bounds.head_s, self._head_is_late)
+        self._head_timer = Countdown(self.server_state.bounds.head_s, self._time_out_head)
 
     def _stop_timing_head(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _head_is_late(self) -> None:
+    def _time_out_head(self) -> None:
         if self._head_bytes:
             self._refuse_head(_too_slow(self.server_state.bounds.head_s))
         else:
-            self.transport.close()  # it asked for nothing
+            # The client has not sent a request, so the connection closes without an answer.
+            self.transport.close()
 
-    # clients that take nothing
+    # Handling of clients that read nothing of their answer:
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_taking(self.transport.get_write_buffer_size())
+        self._watch_reading(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._taking_timer is not None:
-            self._taking_timer.cancel()
-            self._taking_timer = None
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
-    def _watch_taking(self, num_bytes: int) -> None:
-        """Nothing is written meanwhile, so the buffer grows smaller unless nothing is taken."""
+    def _watch_reading(self, num_bytes: int) -> None:
+        """Abort the connection if the client reads nothing for a while.
 
-        def check_taken() -> None:
+        During this time the server writes nothing, so the buffer shrinks unless the client reads
+        nothing.
+        """
+
+        def check_read() -> None:
             if (left := self.transport.get_write_buffer_size()) < num_bytes:
-                self._watch_taking(left)
+                self._watch_reading(left)
             else:
                 self.transport.abort()
 
-        self._taking_timer = Countdown(TAKES_NOTHING_S, check_taken)
+        self._stall_timer = Countdown(STALLED_S, check_read)
 
-    def _drop_if_it_takes_nothing(self) -> None:
-        """The same by the system, for an answer that is too small to fill our buffer."""
+    def _let_system_drop_stalled(self) -> None:
+        """Let the system drop a client that reads nothing of a short answer.
+
+        An answer that does not fill the write buffer never calls `pause_writing`.
+        """
         sock = self.transport.get_extra_info("socket")
-        with contextlib.suppress(OSError, AttributeError):  # not Linux, or not TCP
-            sock.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * TAKES_NOTHING_S)
-            )
+        # Setting the option fails on systems other than Linux, and on connections other than TCP.
+        with contextlib.suppress(OSError, AttributeError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALLED_S))
 
     def _bound_pipeline(self) -> None:
-        """Beyond the bound the running request is the last."""
+        """Close the connection after the running request if too many requests or bytes wait."""
         num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if self._running and (len(self.pipeline) > MAX_AHEAD or num_bytes > _MAX_AHEAD_BYTES):
-            self._end_with(self._running)
+            self._make_last(self._running)
 
 
 class _LingeringTransport:
-    """The methods of a transport that uvicorn calls for a request; `close` lingers if need be."""
+    """Wraps a transport for uvicorn.
+
+    After a refused upload, `close` makes the connection linger.
+    """
 
     __slots__ = ("_connection", "_cycle", "is_closing", "write")
 
@@ -348,9 +398,9 @@ class _LingeringTransport:
 
 
 class _EndedByClosing:
-    """ASGI middleware for HTTP/1.0 clients, which do not know chunked answers.
+    """ASGI middleware for HTTP/1.0 clients, which cannot read chunked answers.
 
-    An answer without a length ends where its connection does.
+    An answer without a length ends when the connection closes.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
@@ -364,7 +414,9 @@ class _EndedByClosing:
             nonlocal has_length
             if message["type"] == "http.response.start":
                 has_length = "content-length" in Headers(raw=message["headers"])
-            if not has_length:  # what uvicorn checks of an answer with a length, made true here
+            # uvicorn checks that an answer has the announced length. This answer has no announced
+            # length, so the expected length is set to the length of this message.
+            if not has_length:
                 self._cycle.chunked_encoding = False
                 self._cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
@@ -372,24 +424,25 @@ class _EndedByClosing:
         await self._app(scope, receive, send_plainly)
 
 
-_NO_HTTP = RequestError("invalid_http", "This is no HTTP/1.1 request that can be read.")
+_NO_HTTP = RequestError("invalid_http", "The request is not valid HTTP/1.1.")
 _TOO_LONG = RequestError(
     "headers_too_large",
-    f"The request line and headers are longer than {MAX_HEAD} bytes; send less.",
+    f"The request line and headers exceed {MAX_HEAD:,} bytes; shorten them.",
 )
 
 
 def _too_slow(head_s: float) -> RequestError:
-    message = f"The headers were not whole within {head_s:g} s; send the request again."
+    message = f"The headers were incomplete after {head_s:g} s; send the request again."
     return RequestError("headers_timeout", message)
 
 
 class _Socket(WebSocketsSansIOProtocol):
-    """Says why it closes, and does not wait for a client that takes nothing."""
+    """Lets the application close the socket at shutdown; drops a client that answers no pings."""
 
     def shutdown(self) -> None:
         if self.handshake_complete and not (self.close_sent or self.disconnected):
-            # its streams have last words; then the application closes it
+            # The streams on this socket still send their last events. Then the application closes
+            # the socket.
             self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
         else:
             super().shutdown()
@@ -406,17 +459,20 @@ class _Socket(WebSocketsSansIOProtocol):
 
 
 def raise_descriptors(connections: int) -> None:
-    """Takes as many descriptors as connections want, if the system lets this process have them."""
+    """Raise the limit on descriptors to what the connections need.
+
+    If the system's hard limit is lower, raise the limit to the hard limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = connections + DESCRIPTORS_BESIDE
+    most = connections + OTHER_DESCRIPTORS
     wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _max_connections(most: int) -> int:
-    """The connections that the limit on descriptors leaves; it may change while we run."""
+    """Return the number of connections that the current limit on descriptors allows."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return most
-    return min(max(limit - _KEPT_BACK, limit // 2), most)
+    return min(max(limit - _RESERVED_DESCRIPTORS, limit // 2), most)

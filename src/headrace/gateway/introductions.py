@@ -1,11 +1,12 @@
-"""A sentence about a model and prompts to try, for the page's start screen."""
+"""Provides a model's description and example prompts for the web page's start screen."""
 
 from typing import Any
 
 from headrace.fleet.served_model import ServedModel
 from headrace_common.checkpoints.find import MINI
 
-_SMALL = 1_000_000_000  # parameters; below it, open questions often end in loops or inventions
+# Below this number of parameters, open questions often lead to loops or made-up facts.
+_SMALL = 1_000_000_000
 _WEATHER = {
     "type": "function",
     "function": {
@@ -32,9 +33,16 @@ _OF_SMALL = [
 
 
 def introduction(model: ServedModel) -> dict[str, Any]:
-    """Return `description` and `suggestions` of a model, if general prompts do not suit it."""
+    """Return a model's `description` and `suggestions`.
+
+    The result is empty if the page's general suggestions suit the model. The list of suggestions is
+    empty if the model cannot chat.
+    """
     if model.root == MINI:
         about = "A tiny built-in test model: it can count, spell, add and call tools"
         return {"description": about, "suggestions": _OF_MINI}
+    if "generate" not in model.tasks:
+        about = "This model computes vectors or scores for search; it cannot write answers"
+        return {"description": about, "suggestions": []}
     num = model.num_parameters
     return {"suggestions": _OF_SMALL} if num and num < _SMALL else {}

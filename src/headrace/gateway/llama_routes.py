@@ -1,4 +1,4 @@
-"""Routes of llama.cpp's server and vLLM for their own clients: a model's settings, and slots."""
+"""Routes of llama.cpp's server and of vLLM that show a model's settings, tokenizer and slots."""
 
 import itertools
 import logging
@@ -16,10 +16,10 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
 from headrace.gateway.state_routes import Snapshot, stall_target_ms
-from headrace.generation.event_builder import Standing
+from headrace.generation.event_builder import ChoiceProgress
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import encode
-from headrace.protocols.llamacpp.answers import settings_of
+from headrace.protocols.llamacpp.completions import settings_of
 from headrace_common.errors import ModelError, RequestError
 from headrace_common.sampling import Sampling
 from headrace_common.version import __version__
@@ -33,7 +33,7 @@ class LlamaRoutes:
         self._auth = auth
 
     async def props(self, request: Request) -> ASGIApp:
-        host = await self._known(request)
+        host = await self._read_host(request)
         is_pinned = self._generation.fleet.pinned is not None
         is_sleeping = not is_pinned and host.ready is None
         role = "model" if is_pinned else "router"
@@ -41,18 +41,27 @@ class LlamaRoutes:
         return answer(_props(host.model, is_sleeping) | shown)
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
-        """Describes the tokenizer as vLLM does: lm-eval asks before it tokenizes by /tokenize."""
-        return answer(_tokenizer_info((await self._known(request)).model))
+        """Describe the tokenizer as vLLM does.
 
-    async def _known(self, request: Request) -> ModelHost:
-        """The model that the query names, whose text side has been read."""
+        lm-eval calls this route before /tokenize.
+        """
+        return answer(_tokenizer_info((await self._read_host(request)).model))
+
+    async def _read_host(self, request: Request) -> ModelHost:
+        """Return the host of the model in the query.
+
+        The host has already read the model's tokenizer and template.
+        """
         host = self._generation.fleet.hosts.get(request.query_params.get("model"))
         if host.known is None:
             await unless_left(request.receive, read_known(host))
         return host
 
     async def slots(self, request: Request) -> ASGIApp:
-        """Lists slots of all models, or of the one named. To a key, others' slots look idle."""
+        """List the slots of all models, or of the model in the query.
+
+        For a client's key, slots that other keys use look idle.
+        """
         hosts = self._generation.fleet.hosts
         name = request.query_params.get("model")
         sees_all = self._auth.sees_all(request.headers)
@@ -67,7 +76,7 @@ class LlamaRoutes:
 
 
 async def read_known(host: ModelHost) -> None:
-    """Reads the parts of a model that need no weights."""
+    """Read the parts of a model that need no weights; raise RequestError on failure."""
     try:
         await host.read()
     except ModelError as error:
@@ -99,9 +108,10 @@ def _props(model: ServedModel, is_sleeping: bool) -> dict[str, Any]:
 
 
 def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
-    """The special tokens under their names in tokenizer_config.json, `bos_token` and its like."""
+    """Return the tokenizer's class and special tokens, as in tokenizer_config.json."""
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' for any tokenizer.json
+        # transformers uses this class for any tokenizer.json.
+        "tokenizer_class": "PreTrainedTokenizerFast",
         **model.tokenizer.special_tokens,
         "model_max_length": model.max_model_len,
         "chat_template": model.template.source if model.template else None,
@@ -109,7 +119,7 @@ def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
 
 
 def _defaults(model: ServedModel) -> dict[str, Any]:
-    """The settings of a request that sets none, by llama.cpp's names and by ours."""
+    """Return the default settings of a request, under the names of llama.cpp and of Headrace."""
     plain = Sampling(seed=-1)
     given = {
         name: value
@@ -117,33 +127,33 @@ def _defaults(model: ServedModel) -> dict[str, Any]:
         if (value := getattr(model.defaults, name, None)) is not None
     }
     sampling = msgspec.structs.replace(plain, **given)
-    ours = {"repetition_penalty": sampling.repetition_penalty, "n": 1, "stop": ()}
-    return settings_of(sampling) | ours
+    own = {"repetition_penalty": sampling.repetition_penalty, "n": 1, "stop": ()}
+    return settings_of(sampling) | own
 
 
 def slots_of(
     generation: Generation, hosts: Iterable[ModelHost], owner: str | None
 ) -> list[Snapshot]:
-    """The slots as llama.cpp's server shows them: one for each sequence that can run at once.
+    """Return the slots in llama.cpp's format, one for each sequence that can run at the same time.
 
-    One that has lost its memory to others for a while still counts as running. Those of one owner,
-    or of all where it is None.
+    A preempted sequence still counts as running. Only sequences of `owner` are shown; if `owner`
+    is None, all sequences are shown.
     """
     shown: list[Snapshot] = []
     for host in hosts:
         every = generation.streams_of(host)
         streams = (it for it in every if owner in (None, it.record.names.owner))
-        running = (each for stream in streams for each in stream.standings().items())
-        is_there = host.ready is not None and host.engine.state != "unloaded"
-        num_places = host.ready.max_num_seqs if host.ready and is_there else 0
-        last = len(shown) + num_places
-        for number, standing in itertools.islice(running, num_places):
+        running = (each for stream in streams for each in stream.choice_progress().items())
+        is_loaded = host.ready is not None and host.engine.state != "unloaded"
+        num_slots = host.ready.max_num_seqs if host.ready and is_loaded else 0
+        last = len(shown) + num_slots
+        for number, standing in itertools.islice(running, num_slots):
             shown.append(_slot(len(shown), number, standing, host))
         shown += [{"id": id, "is_processing": False} for id in range(len(shown), last)]
     return shown
 
 
-def _slot(id: int, number: int, standing: Standing, host: ModelHost) -> Snapshot:
+def _slot(id: int, number: int, standing: ChoiceProgress, host: ModelHost) -> Snapshot:
     left = -1 if standing.num_left is None else standing.num_left
     return {
         "id": id,

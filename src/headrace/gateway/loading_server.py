@@ -1,4 +1,4 @@
-"""Answers while the first model is loading, and reports its progress."""
+"""Answers requests while the first model is loading, and reports the progress of this load."""
 
 import socket
 import ssl
@@ -9,27 +9,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.load_progress import LoadProgressWatch
 from headrace.gateway.http_responses import answer, refuse
 from headrace.gateway.http_server import HttpServer
 from headrace.gateway.middleware import PathPrefix
-from headrace.gateway.state_routes import UNABLE, loading_of, unhealthy
+from headrace.gateway.state_routes import UNAVAILABLE, loading_of, unhealthy
 from headrace.gateway.web_routes import web_routes
 
-_SHORT_READ_S = 0.5  # a model that loads faster needs no such server
+# This server starts only if a load takes longer than this many seconds.
+_SHORT_READ_S = 0.5
 
 
 class LoadingServer:
-    """Answers while a model is loading, if that takes long: `/health` reports the progress, and
-    the page shows it.
+    """Serves `/health` and the web page during a model's load, if the load takes long.
 
-    A context manager: after its end, only the real server uses the listener.
+    `/health` and the page show the progress. The server is a context manager: after the context,
+    only the real server uses the listener.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        watch: LoadWatch,
+        watch: LoadProgressWatch,
         tls: ssl.SSLContext | None = None,
         prefix: str = "",
     ) -> None:
@@ -58,7 +59,7 @@ class LoadingServer:
         self._thread.join()
 
     def __call__(self, done: int, total: int) -> None:
-        """Bytes of a download that have come, and how many there will be."""
+        """Record the downloaded bytes and the total bytes of a download."""
         self._download = {"bytes_done": done, "bytes_total": total}
         self._watch.download(done, total)
 
@@ -75,4 +76,4 @@ class LoadingServer:
         return unhealthy("loading", **more, loading=loading_of(self._watch))
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
-        return refuse(UNABLE["loading"])
+        return refuse(UNAVAILABLE["loading"])

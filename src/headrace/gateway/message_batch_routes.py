@@ -1,4 +1,4 @@
-"""/v1/messages/batches: the same batches in Anthropic's shape, made of requests in a body."""
+"""/v1/messages/batches: Anthropic's API for batches. All requests of a batch are in one body."""
 
 import contextlib
 from datetime import UTC, datetime
@@ -7,19 +7,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.batches.batches import Batches, BatchWish
+from headrace.batches.batches import Batches, NewBatch
 from headrace.batches.records import CANCELED, ERRORED, EXPIRED, SUCCEEDED, BatchRecord
-from headrace.batches.shelf import Shelf
+from headrace.batches.store import BatchStore
 from headrace.gateway.auth import Auth
-from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.file_routes import content_of
 from headrace.gateway.http_responses import answer
-from headrace.gateway.listing import OF_ANTHROPIC, page
+from headrace.gateway.listing import ANTHROPIC_PAGING, page
+from headrace.gateway.request_bodies import Bodies
 from headrace.intake.intake import Intake
 from headrace.protocols.anthropic.messages import ROUTE
 from headrace_common.errors import RequestError
-from headrace_common.jobs import SplitRequests
+from headrace_common.worker_jobs import SplitRequests
 
 _WINDOW_S = 24 * 3600
 _KINDS = (SUCCEEDED, ERRORED, CANCELED, EXPIRED)
@@ -29,15 +29,15 @@ class MessageBatchRoutes:
     def __init__(
         self,
         batches: Batches,
-        shelf: Shelf,
+        batch_store: BatchStore,
         intake: Intake,
         auth: Auth,
         bodies: Bodies,
         prefix: str,
     ) -> None:
-        """`prefix`: the path below which all routes lie."""
+        """Set up the routes. All routes of the server are below the path `prefix`."""
         self._batches = batches
-        self._blobs = shelf.blobs
+        self._blobs = batch_store.blobs
         self._intake = intake
         self._auth = auth
         self._bodies = bodies
@@ -52,18 +52,20 @@ class MessageBatchRoutes:
         async with await self._batches.files.begin(owner) as upload:
             await upload.write(lines)
             file = await upload.finish("requests.jsonl", "messages")
-        wish = BatchWish(owner, "anthropic", ROUTE, file.id, _WINDOW_S)
+        order = NewBatch(owner, "anthropic", ROUTE, file.id, _WINDOW_S)
         try:
-            batch = await self._batches.create(wish)
+            batch = await self._batches.create(order)
         except RequestError:
-            with contextlib.suppress(RequestError):  # it is needed if the batch is there after all
+            # Remove the file. If the batch was stored despite the error, the batch needs the
+            # file, and the removal fails.
+            with contextlib.suppress(RequestError):
                 await self._batches.remove_file(owner, file.id)
             raise
         return answer(self._described(request, batch))
 
     async def list(self, request: Request) -> ASGIApp:
         batches = await self._batches.of(self._owner(request), "anthropic")
-        found = page(request, batches, lambda it: self._described(request, it), OF_ANTHROPIC)
+        found = page(request, batches, lambda it: self._described(request, it), ANTHROPIC_PAGING)
         del found["object"]
         return answer(found)
 
@@ -82,8 +84,10 @@ class MessageBatchRoutes:
     async def results(self, request: Request) -> ASGIApp:
         batch = await self._find(request)
         if not batch.has_ended or batch.output_id is None:
-            message = f"The batch has not ended: {batch.num_ended} of {batch.num_lines} requests "
-            message += "have; ask again once its processing_status is ended."
+            message = (
+                f"The batch has not ended: {batch.num_ended} of {batch.num_lines} requests are "
+            )
+            message += "done. Ask again once its processing_status is ended."
             raise RequestError("batch_not_ended", message, "id")
         file = await self._batches.files.get(batch.owner, batch.output_id)
         return content_of(self._blobs, file, "application/x-jsonl")
@@ -96,7 +100,7 @@ class MessageBatchRoutes:
         return self._auth.owner(request.headers)
 
     def _described(self, request: Request, batch: BatchRecord) -> dict[str, Any]:
-        """The batch as Anthropic's API shows it."""
+        """Return the batch in the format of Anthropic's API."""
         status = "ended" if batch.has_ended else "in_progress"
         if batch.status == "cancelling":
             status = "canceling"

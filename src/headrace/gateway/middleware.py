@@ -1,4 +1,4 @@
-"""Middleware before all routes: prefixes and spellings of paths, and cross-origin pages."""
+"""ASGI middleware before all routes: path prefix, path spelling, cross-origin requests."""
 
 import re
 from collections.abc import Awaitable
@@ -10,8 +10,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from headrace.gateway.http_responses import new_request_id, refuse
-from headrace.gateway.web_routes import PAGES
+from headrace.gateway.http_responses import new_request_id, refuse_path
+from headrace.gateway.web_routes import HOME, PAGES, home_of
 from headrace_common.errors import RequestError
 
 _READABLE = (
@@ -35,27 +35,32 @@ _READABLE = (
 
 
 class PathPrefix:
-    """ASGI middleware: takes the prefix off paths, and refuses those that do not begin with it."""
+    """ASGI middleware that removes the prefix from paths, and refuses paths without it."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
         self._prefix = prefix
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] not in ("http", "websocket") or not self._prefix:
+        if scope["type"] not in ("http", "websocket"):
+            return self._app(scope, receive, send)
+        scope = {**scope, HOME: home_of(scope, self._prefix)}
+        if not self._prefix:
             return self._app(scope, receive, send)
         path = "/" + scope["path"].lstrip("/")
         if path.startswith(f"{self._prefix}/"):
             return self._app(_at(path[len(self._prefix) :], scope), receive, send)
         if path == self._prefix and scope["type"] == "http":
-            # Links on the page are relative to its folder, so its address must end in a slash.
+            # Links on the page are relative to the page's folder, so the page's address must end
+            # in a slash.
             return RedirectResponse(f"{self._prefix}/")(scope, receive, send)
         return self._refuse(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"There is no such route; all of this server's are below {self._prefix}/."
+        message = f"This route does not exist; all routes of this server are below {self._prefix}/."
         request_id = new_request_id(Headers(scope=scope))
-        response = refuse(RequestError("route_not_found", message), "", request_id)
+        refusal = RequestError("route_not_found", message)
+        response = refuse_path(refusal, scope, "", request_id)
         response.headers["X-Request-Id"] = request_id
         if scope["type"] == "websocket":
             await WebSocket(scope, receive, send).send_denial_response(response)
@@ -64,9 +69,9 @@ class PathPrefix:
 
 
 class CanonicalPath:
-    """ASGI middleware: corrects the path of a client whose base URL differs slightly.
+    """ASGI middleware that corrects the path of a client whose base URL differs slightly.
 
-    The base URL may end in a slash, or lack the /v1 that OpenAI's and Anthropic's clients expect.
+    The base URL can end in a slash, or lack the /v1 that clients of OpenAI and Anthropic expect.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -81,17 +86,19 @@ class CanonicalPath:
 
 
 _WITHOUT_V1 = ("messages", "responses", "embeddings")
-_BEFORE_IDS = ("/v1/stream/", "/v1/models/")  # which may have any slashes
+# After these prefixes, the path contains an id, which can contain any slashes.
+_BEFORE_IDS = ("/v1/stream/", "/v1/models/")
 
 
 def canonical(path: str) -> str:
-    """The path as the table of routes has it."""
+    """Normalize slashes, so that the path matches the route table."""
     path = "/" + path.lstrip("/")
     if path.startswith(_BEFORE_IDS) and path not in _BEFORE_IDS:
         return path
     path = re.sub("//+", "/", path)
     short = path.rstrip("/")
-    if short and short not in PAGES:  # the links of a page are relative to its folder
+    # Links on a page are relative to the page's folder, so the path of a page keeps its last slash.
+    if short and short not in PAGES:
         path = short
     return f"/v1{path}" if path.split("/", 2)[1] in _WITHOUT_V1 else path
 
@@ -101,7 +108,10 @@ def _at(path: str, scope: Scope) -> Scope:
 
 
 class CrossOrigin(CORSMiddleware):
-    """Answers preflights before any key is asked for: a browser sends none with them."""
+    """Answers preflight requests before the check of the key.
+
+    Browsers send no key with a preflight request.
+    """
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
@@ -112,7 +122,7 @@ class CrossOrigin(CORSMiddleware):
 
 
 def cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
-    """Middleware for cross-origin pages; none unless some are allowed. Cookies are never taken."""
+    """Return CORS middleware if any origins are allowed. Cookies are never allowed."""
     if not origins:
         return []
     return [

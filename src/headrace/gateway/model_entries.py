@@ -1,8 +1,9 @@
-"""A model as the lists of models show it, in the shapes of OpenAI's and Anthropic's APIs."""
+"""Renders the entry of a model in lists of models, in OpenAI's or Anthropic's format."""
 
 from datetime import UTC, datetime
 from typing import Any
 
+from headrace.fleet.served_model import ServedModel
 from headrace.gateway.introductions import introduction
 from headrace.gateway.model_view import ModelView
 from headrace_common.messages import Ready
@@ -11,7 +12,7 @@ _LIMIT_NAMES = ("context_length", "context_window", "max_context_length")
 
 
 def entry_of(view: ModelView, has_states: bool) -> dict[str, Any]:
-    """Return a model in the shape of OpenAI's API, with its state if there may be several."""
+    """Return a model in the format of OpenAI's API; `has_states` adds the model's state."""
     text = view.text
     entry = {
         "id": view.id,
@@ -25,14 +26,13 @@ def entry_of(view: ModelView, has_states: bool) -> dict[str, Any]:
     if text is None:
         entry["meta"] = None
     else:
-        config = text.spec.config
         entry["architecture"] = {
             "input_modalities": view.modalities,
             "output_modalities": ["text"],
         }
         entry["meta"] = {
             "n_ctx_train": text.spec.max_positions,
-            "n_embd": (config.get("text_config") or config).get("hidden_size"),
+            "n_embd": width_of(text),
             "n_params": text.num_parameters,
             "n_vocab": text.vocab_size,
             "size": view.ready.weight_bytes if view.ready else None,
@@ -48,8 +48,16 @@ def entry_of(view: ModelView, has_states: bool) -> dict[str, Any]:
     return entry | {"status": view.status, "kind": kind, "lane": lane}
 
 
+def width_of(text: ServedModel) -> int | None:
+    """Return the hidden size from the model's config.json, or None if no size is given."""
+    config = text.spec.config
+    config = config.get("text_config") or config
+    named = (config.get(name) for name in ("hidden_size", "d_model", "n_embd"))
+    return next((width for width in named if type(width) is int), None)
+
+
 def anthropic_entry(view: ModelView) -> dict[str, Any]:
-    """Return a model in the shape of Anthropic's API."""
+    """Return a model in the format of Anthropic's API."""
     limit = view.context or None
     return {
         "type": "model",
@@ -63,12 +71,12 @@ def anthropic_entry(view: ModelView) -> dict[str, Any]:
 
 
 def utc(seconds: int) -> str:
-    """Return a time in the form that Anthropic's and Ollama's clients read."""
+    """Write a time in the format of Anthropic's and Ollama's APIs."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def model_kind(ready: Ready) -> str:
-    """Return text, image-text, seq2seq, embedding or ranking."""
+    """Return the kind of the model: text, image-text, seq2seq, embedding or ranking."""
     if "generate" not in ready.tasks:
         return "ranking" if "score" in ready.tasks else "embedding"
     if ready.source is not None:

@@ -1,4 +1,4 @@
-"""Changes of the list of models, as the events of llama.cpp's router."""
+"""Renders changes in the list of models as events, as llama.cpp's router does."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,22 +8,22 @@ from headrace.protocols.dialect import encode
 _FIGURES = ("bytes_per_s", "seconds_left")
 
 Statuses = Mapping[str, Mapping[str, Any]]
-"""The status of each model by its name."""
+"""The statuses of all models. The keys are the names of the models."""
 
 
 def changed(before: Statuses | None, now: Statuses) -> bytes:
-    """Return the frames of all changes from one state of the list to another."""
+    """Return the SSE frames for all changes between two states of the list."""
     return b"".join(b"data: " + encode(it) + b"\n\n" for it in changes(before or {}, now))
 
 
 def changes(before: Statuses, now: Statuses) -> Iterator[dict[str, Any]]:
-    """The events that lead from one state of the list to another."""
+    """Yield the events for all changes between two states of the list."""
     for model, status in now.items():
         old = before.get(model, {})
         if old.get("value") == "downloading" and status["value"] != "downloading":
             yield _end(model, status)
-        if _told(status) != _told(old):
-            yield {"model": model, "event": "model_status", "data": _told(status)}
+        if _reported(status) != _reported(old):
+            yield {"model": model, "event": "model_status", "data": _reported(status)}
         if (progress := status.get("progress")) != old.get("progress") and isinstance(
             progress, dict
         ):
@@ -35,15 +35,21 @@ def changes(before: Statuses, now: Statuses) -> Iterator[dict[str, Any]]:
 
 def _end(model: str, status: Mapping[str, Any]) -> dict[str, Any]:
     is_over = status["value"] == "stopped" or "error" in status
-    data = status.get("error", {"code": "cancelled", "message": "It was stopped."})
+    data = status.get("error", {"code": "cancelled", "message": "The download was stopped."})
     if is_over:
         return {"model": model, "event": "download_failed", "data": data}
     return {"model": model, "event": "download_finished", "data": {}}
 
 
-def _told(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The state, and of a load its stage and how much of the weights is there."""
+def _reported(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state to report.
+
+    During a load, the result also has the stage and the loaded share of the weights.
+    """
     share = status.get("progress")
-    told = {"status": status.get("value"), "stage": status.get("stage")}
-    told |= {"failed": status.get("failed"), "progress": None if isinstance(share, dict) else share}
-    return {name: value for name, value in told.items() if value is not None}
+    reported = {"status": status.get("value"), "stage": status.get("stage")}
+    reported |= {
+        "failed": status.get("failed"),
+        "progress": None if isinstance(share, dict) else share,
+    }
+    return {name: value for name, value in reported.items() if value is not None}

@@ -1,25 +1,28 @@
-"""Routes that list models, and load and unload them, as llama.cpp's router has it."""
+"""Routes that list, load, unload and download models, in the format of llama.cpp's router."""
 
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_list import Desired
 from headrace.fleet.pulls import Pull
-from headrace.gateway.bodies import Bodies
 from headrace.gateway.codex_catalog import catalog
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
 from headrace.gateway.model_entries import entry_of
 from headrace.gateway.model_events import changed
 from headrace.gateway.model_view import view_of, views_of
-from headrace.gateway.watch import Watch
+from headrace.gateway.polled_events import Watch
+from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.protocols.requests import decode
+from headrace_common.checkpoints.catalog import CatalogEntry
+from headrace_common.checkpoints.catalog import catalog as short_names
 from headrace_common.errors import RequestError
-from headrace_common.jobs import ReadModelName
+from headrace_common.system.memory_limits import installed_bytes
+from headrace_common.worker_jobs import ReadModelName
 
 _MAX_DOCUMENT = 1 << 20
 
@@ -30,19 +33,28 @@ class ModelRoutes:
         self._bodies = bodies
 
     async def models(self, request: Request) -> ASGIApp:
-        """Also of a server with one model, with the state of each, and what is downloaded."""
-        await self._desired().reread()
+        """List all models and downloads with their states.
+
+        A server with a single model has this route too.
+        """
+        await self._generation.desired.reread()
         served = views_of(self._generation.fleet.hosts)
         aliases = [entry_of(one, has_states=True) for one in served if one.id != one.name]
         entries = self._entries() + aliases
         return answer({"object": "list", "data": entries, "models": catalog(served)})
 
+    async def available(self, request: Request) -> ASGIApp:
+        """List the models of the catalog, and whether each fits into this machine's memory."""
+        memory = installed_bytes()
+        entries = [catalog_entry(entry, memory) for entry in short_names().values()]
+        return answer({"object": "list", "data": entries, "memory_bytes": memory})
+
     async def events(self, request: Request) -> ASGIApp:
-        """Each change of the list, as it happens."""
+        """Send each change in the list of models as an event."""
         return Watch(lambda: {it["id"]: it["status"] for it in self._entries()}, changed, b": \n\n")
 
     def _entries(self) -> list[dict[str, Any]]:
-        pulls = self._desired().pulls
+        pulls = self._generation.desired.pulls
         entries = [
             entry_of(view_of(host, name), has_states=True)
             | self._pending(host)
@@ -50,59 +62,67 @@ class ModelRoutes:
             for host in self._generation.fleet.roster.all()
             for name in host.names
         ]
-        there = {entry["id"] for entry in entries}
-        return entries + [pull_entry(pull) for pull in pulls.all() if pull.model not in there]
+        listed = {entry["id"] for entry in entries}
+        return entries + [pull_entry(pull) for pull in pulls.all() if pull.model not in listed]
 
     def _pending(self, host: ModelHost) -> dict[str, str]:
-        """The change that awaits the model until nobody uses it."""
+        """Return the pending change of a model. The change is made when the model is not in use."""
         roster = self._generation.fleet.roster
         if host.name in roster.leaving:
             return {"pending": "removal"}
-        return {"pending": "reload"} if host.name in roster.changing() else {}
+        return {"pending": "reload"} if host.name in roster.changing else {}
 
     async def desired(self, request: Request) -> ASGIApp:
-        """The models the server should have, in the form that a PUT takes."""
-        return answer(self._desired().document())
+        """Return the models that the server should have, in the format that PUT accepts."""
+        return answer(self._generation.desired.document())
 
     async def put_desired(self, request: Request) -> ASGIApp:
-        """Takes the whole document, or nothing of it. Changes follow when streams have ended."""
+        """Replace the configured models, or refuse the whole document.
+
+        A model that is in use changes after its streams have ended.
+        """
         async with self._bodies.read(request) as body:
             whole = b"".join(body)
             if len(whole) > _MAX_DOCUMENT:
-                message = f"The document has {len(whole)} bytes; {_MAX_DOCUMENT} are taken."
+                message = (
+                    f"The document has {len(whole):,} bytes; the limit is {_MAX_DOCUMENT:,} bytes."
+                )
                 raise RequestError("request_too_large", message)
-            await self._desired().put(decode(whole))
-        return answer(self._desired().document())
-
-    def _desired(self) -> Desired:
-        assert self._generation.desired is not None
-        return self._generation.desired
+            await self._generation.desired.put(decode(whole))
+        return answer(self._generation.desired.document())
 
     async def pull(self, request: Request) -> ASGIApp:
-        """Answers once the hub has; the list of models shows what becomes of it."""
+        """Start a download, and answer when the hub has described the model.
+
+        The list of models shows the progress.
+        """
         name = await self._name(request)
-        await unless_left(request.receive, self._desired().pull(name))
+        await unless_left(request.receive, self._generation.desired.pull(name))
         return answer({"success": True})
 
     async def delete(self, request: Request) -> ASGIApp:
-        """Answers at once; the model's streams end first."""
+        """Delete a model or stop its download.
+
+        The answer is sent immediately. The model is deleted after its streams have ended.
+        """
         if (name := request.query_params.get("model")) is None:
-            raise RequestError("missing_required_parameter", "Say which, as ?model=ID.", "model")
-        await self._desired().delete(name)
+            message = "Name the model in the query, as ?model=ID."
+            raise RequestError("missing_required_parameter", message, "model")
+        await self._generation.desired.delete(name)
         return answer({"success": True})
 
     async def load(self, request: Request) -> ASGIApp:
-        """Answers at once; the list of models shows what becomes of it."""
+        """Start loading a model, and answer immediately. The list of models shows the progress."""
         host = self._generation.fleet.hosts.get(await self._name(request))
         self._generation.fleet.need(host)
         return answer({"success": True})
 
     async def unload(self, request: Request) -> ASGIApp:
-        """Answers at once; streams end first. A download is stopped."""
+        """Unload a model after its streams have ended, or stop its download; answer immediately."""
         name = await self._name(request)
-        pull = self._desired().pulls.find(name)
+        pull = self._generation.desired.pulls.find(name)
         if pull is not None and pull.state != "here":
-            await self._desired().pulls.stop(name)
+            await self._generation.desired.pulls.stop(name)
             return answer({"success": True})
         host = self._generation.fleet.hosts.get(name)
         if host is self._generation.fleet.pinned:
@@ -121,8 +141,16 @@ def _origin(pull: Pull | None) -> dict[str, bool]:
     return {} if pull is None else {"pulled": True}
 
 
+def catalog_entry(entry: CatalogEntry, memory: int) -> dict[str, Any]:
+    """Describe a model that can be downloaded, as the list of available models shows it."""
+    facts: dict[str, Any] = msgspec.to_builtins(entry)
+    facts["id"] = facts.pop("name")
+    needed = entry.memory_bytes
+    return facts | {"memory_bytes": needed, "fits": needed <= memory}
+
+
 def pull_entry(pull: Pull) -> dict[str, Any]:
-    """A model that is not here yet, as the list shows it."""
+    """Return the list entry of a model that is not downloaded yet."""
     entry = {"id": pull.model, "object": "model", "created": 0, "owned_by": "headrace"}
     entry |= {"root": pull.model, "parent": None, "max_model_len": None, "meta": None}
     return entry | {"status": _status(pull), "kind": None, "lane": None, "pulled": True}

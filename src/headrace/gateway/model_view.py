@@ -1,4 +1,4 @@
-"""Everything that the routes show of a model; each API renders it in its own shape."""
+"""Gathers the data that routes show about a model. Each API renders this data in its own format."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,29 +12,35 @@ from headrace_common.messages import Ready
 
 
 class ModelView(msgspec.Struct, frozen=True):
-    """A name that clients may ask for, and the state of its model or adapter now.
+    """Describes a name that clients can use, and the current state of the model or adapter.
 
-    `id` differs from `name` if it is an alias. A model that was never read has no `text`, and a
-    model that was never loaded has no `ready`.
+    If `id` differs from `name`, the id is an alias. `text` is None until the model has been read,
+    and `ready` is None until the model has been loaded.
     """
 
     id: str
     name: str
-    model: str  # the first name of the model, also for an adapter
+    # The first name of the model. For an adapter, this is the name of the base model.
+    model: str
     root: str
-    state: str  # of the engine
-    status: dict[str, Any]  # by llama.cpp's names
+    # The state of the engine.
+    state: str
+    # The state and progress, under llama.cpp's names.
+    status: dict[str, Any]
     text: ServedModel | None
     ready: Ready | None
-    estimated_bytes: Callable[[], int]  # looks at the model's files
+    # Reads the sizes of the model's files, and returns the memory that the model needs.
+    estimated_bytes: Callable[[], int]
     created: int = 0
-    context: int = 0  # longest prompt and answer together, in tokens; 0 if it is not known
+    # Maximum number of tokens of a prompt and its answer together; 0 if unknown.
+    context: int = 0
     modalities: tuple[str, ...] = ()
-    capabilities: tuple[str, ...] = ()  # by Ollama's names
+    # The abilities of the model, under Ollama's names.
+    capabilities: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
-        """The name for people, which says what an alias stands for."""
+        """Returns the name for people. For an alias, the real name follows in parentheses."""
         return self.id if self.id == self.name else f"{self.id} ({self.name})"
 
     @property
@@ -43,7 +49,7 @@ class ModelView(msgspec.Struct, frozen=True):
 
 
 def view_of(host: ModelHost, name: str, id: str | None = None) -> ModelView:
-    """Return the view of one of a host's names, or of an alias `id` that stands for it."""
+    """Return the view of a name of a host, or of the alias `id` for this name."""
     text = host.known
     view = ModelView(
         id=id or name,
@@ -68,20 +74,20 @@ def view_of(host: ModelHost, name: str, id: str | None = None) -> ModelView:
 
 
 def views_of(hosts: Models[ModelHost]) -> list[ModelView]:
-    """Return the view of every name that the lists show."""
+    """Return the views of all names in the lists of models."""
     views = [view_of(host, name) for host in hosts.all() for name in host.names]
     return views + [view_of(hosts.get(it), name, it) for it, name in hosts.aliases.items()]
 
 
 def view_named(hosts: Models[ModelHost], id: str) -> ModelView:
-    """Return the view of a name or path that a client asks for; RequestError if it is unknown."""
+    """Return the view of the name or path `id`; raise RequestError if no model has this name."""
     host, meant = hosts.get(id), hosts.resolve(id)
     name = called(host, meant)
     return view_of(host, name, name if meant == id else id)
 
 
 def status_of(host: ModelHost) -> dict[str, Any]:
-    """Return the state of a model, by llama.cpp's names."""
+    """Return the state of a model, under llama.cpp's names."""
     if host.engine.state == "dead":
         return {"value": "unloaded", "failed": True, "exit_code": 1}
     value = {"ok": "loaded", "recovering": "loaded"}.get(host.engine.state, host.engine.state)

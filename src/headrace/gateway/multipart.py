@@ -1,4 +1,4 @@
-"""Reads multipart forms with python-multipart, within limits on parts and their headers."""
+"""Reads multipart forms with python-multipart, and limits the parts and their headers."""
 
 import logging
 import re
@@ -10,20 +10,23 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from headrace_common.errors import RequestError
 
 STEP_BYTES = 4 << 10
-"""Bytes to parse at a time. The worst ones take a microsecond each, so a step takes a few ms."""
+"""Number of bytes to parse at a time, so that a step takes at most a few milliseconds.
 
-MAX_FIELDS = 16  # beside the file
+The slowest bytes take a microsecond each.
+"""
+
+MAX_FIELDS = 16  # number of fields without the file
 _MAX_HEADERS, _MAX_HEADER_BYTES, _MAX_PARAMETERS = 8, 2 << 10, 32
 _MAX_CONTENT_TYPE = 1 << 10
 _BOUNDARY = re.compile(r"[\x20-\x7e]{0,69}[\x21-\x7e]")
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
-# It logs each form that it refuses, and a client may send any number of them.
+# The library logs each form that it refuses, and a client could send any number of such forms.
 logging.getLogger(MultipartParser.__module__).disabled = True
 
 
 class PartHead(NamedTuple):
-    """The head of a part; `filename` is None for a field of text."""
+    """Holds the name of a part. `filename` is None for a text field."""
 
     name: str
     filename: str | None
@@ -47,14 +50,15 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class FormParser:
-    """Parses a form piece by piece. `is_done` is set once the last boundary has come."""
+    """Parses a form piece by piece. `is_done` becomes true when the last boundary has arrived."""
 
     def __init__(self, boundary: bytes) -> None:
         self.is_done = False
         self._news: list[PartNews] = []
         self._num_parts = 0
         self._header_name = self._header_value = b""
-        self._disposition: bytes | None = None  # of the part whose headers are being read
+        # The Content-Disposition of the part whose headers are being read.
+        self._disposition: bytes | None = None
         self._parser = MultipartParser(
             boundary,
             {
@@ -71,7 +75,10 @@ class FormParser:
         )
 
     def feed(self, data: bytes) -> list[PartNews]:
-        """Parse the next bytes and return their news; raise RequestError if they are malformed."""
+        """Parse the next bytes of the form; return the heads and the data of parts in these bytes.
+
+        Raise RequestError if the bytes are malformed.
+        """
         self._news = []
         try:
             self._parser.write(data)
@@ -104,7 +111,7 @@ class FormParser:
             self._disposition = value
 
     def _take_data(self, data: bytes, start: int, end: int) -> None:
-        # The library splits data wherever a boundary might have begun.
+        # The library splits data at each place where a boundary could begin.
         if self._news and isinstance(self._news[-1], bytearray):
             self._news[-1] += data[start:end]
         else:
@@ -115,10 +122,10 @@ class FormParser:
 
 
 def _head(disposition: bytes) -> PartHead:
-    """Read a part's Content-Disposition.
+    """Read the Content-Disposition of a part.
 
-    RFC 7578 forbids `filename*` here, so only `filename` counts. The last component of a
-    path is the file's name.
+    RFC 7578 forbids `filename*` in forms, so only `filename` counts. If the value is a path, the
+    last component is the file's name.
     """
     if disposition.count(b";") > _MAX_PARAMETERS:
         raise _malformed(f"a Content-Disposition has more than {_MAX_PARAMETERS} parameters")

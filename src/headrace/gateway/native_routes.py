@@ -1,4 +1,4 @@
-"""Streams by event: state, events from a cursor, stop, forget."""
+"""Headrace's own routes for streams: show the state, send events after a cursor, cancel, delete."""
 
 import asyncio
 import contextlib
@@ -44,22 +44,29 @@ _CURSOR = re.compile(r"(?:(?P<id>[^:]+):)?(?P<seq>[0-9]{1,15})(?:\.(?P<part>[0-9
 
 
 class Cursor(NamedTuple):
-    """Behind frame `part` of event `seq`; without a part, behind all its frames."""
+    """A cursor after frame `part` of event `seq`.
+
+    Without a part, the cursor is after all frames of the event.
+    """
 
     seq: int
     part: int | None = None
 
     @property
     def after(self) -> int:
-        """The last event that lies behind it as a whole."""
+        """Returns the seq of the last event whose frames are all before the cursor."""
         return self.seq if self.part is None else self.seq - 1
 
 
 START = Cursor(-1)
 
 
-def parse(text: str | None, record: Record, next_seq: int) -> Cursor:
-    """RequestError `invalid_cursor` if it is malformed, of another stream, or beyond the log."""
+def parse_cursor(text: str | None, record: Record, next_seq: int) -> Cursor:
+    """Parse a cursor.
+
+    Raise RequestError `invalid_cursor` if the cursor is malformed, belongs to another stream or
+    is beyond the log.
+    """
     if not text:
         return START
     found = _CURSOR.fullmatch(text)
@@ -69,20 +76,24 @@ def parse(text: str | None, record: Record, next_seq: int) -> Cursor:
         raise _invalid("The cursor belongs to another stream.")
     seq = int(found["seq"])
     if seq >= next_seq:
-        raise _invalid(f"The cursor is beyond event {next_seq - 1}, the last one.")
+        raise _invalid(
+            f"The cursor is beyond the last event of the stream, which is event {next_seq - 1}."
+        )
     return Cursor(seq, int(found["part"]) if found["part"] else None)
 
 
-def settle(cursor: Cursor, num_frames: int) -> Cursor:
-    """The cursor without its part, where that is the last frame of its event.
+def normalized(cursor: Cursor, num_frames: int) -> Cursor:
+    """Remove the part from the cursor if the part is the last frame of the event.
 
-    RequestError `invalid_cursor` if the event has no such frame.
+    Raise RequestError `invalid_cursor` if the event has no such frame.
     """
     seq, part = cursor
     if part is None:
         return cursor
     if part >= num_frames:
-        raise _invalid(f"Event {seq} has {num_frames} parts, counted from 0; {part} is none.")
+        raise _invalid(
+            f"Event {seq} has {num_frames} parts, numbered from 0; it has no part {part}."
+        )
     return Cursor(seq) if part == num_frames - 1 else cursor
 
 
@@ -115,10 +126,10 @@ class NativeRoutes:
     async def events(self, request: Request) -> ASGIApp:
         found = await self._find(request)
         text = request.headers.get("last-event-id") or request.query_params.get("after")
-        cursor = parse(text, found.record, found.log.next_seq)
+        cursor = parse_cursor(text, found.record, found.log.next_seq)
         if cursor.part is not None:
             counting = self._index.num_frames(found, cursor.seq)
-            cursor = settle(cursor, await unless_left(request.receive, counting))
+            cursor = normalized(cursor, await unless_left(request.receive, counting))
         if "application/json" in request.headers.get("accept", ""):
             return _Page(found, cursor, request)
         is_wire = request.query_params.get("view") == "wire"
@@ -136,12 +147,12 @@ class NativeRoutes:
         owner = self._auth.owner(request.headers)
         found = await self._streams.find(owner, ById(StreamId(request.path_params["id"])))
         if found is None:
-            raise RequestError("stream_not_found", "There is no such stream, or it has expired.")
+            raise RequestError("stream_not_found", "This stream does not exist, or it has expired.")
         return found
 
 
 class EventView:
-    """The log itself as server-sent events."""
+    """Renders the events of the log, without a dialect, as server-sent events."""
 
     media_type = SSE.MEDIA_TYPE
 
@@ -163,7 +174,7 @@ class EventView:
 
 
 class WireView(WireFrames):
-    """The frames of the POST, behind a cursor."""
+    """Renders the frames of the POST's answer that follow a cursor."""
 
     def __init__(self, found: Found, cursor: Cursor) -> None:
         super().__init__(found.record, with_ids=True)
@@ -178,7 +189,7 @@ class WireView(WireFrames):
 
 
 class _Page:
-    """Events as one JSON object; waits a while if there are none yet."""
+    """Sends a page of events as one JSON object. If there are no events yet, waits a while."""
 
     def __init__(self, found: Found, cursor: Cursor, request: Request) -> None:
         self._found = found
@@ -197,7 +208,7 @@ class _Page:
         await while_connected(receive, deliver())
 
     async def _page(self) -> dict[str, Any]:
-        """A page of as many events as are asked for, or as fit into its bounded size."""
+        """Return a page of at most `limit` events. The page's size limit can reduce this number."""
         events, is_done = await self._found.log.read(self._after, self._limit)
         shown: list[msgspec.Raw] = []
         size, last = 0, self._after
@@ -214,13 +225,13 @@ class _Page:
 def _number(
     request: Request, name: str, pattern: re.Pattern[str], least: float, most: float
 ) -> float | None:
-    """None if it was not given."""
+    """Read a number from the query; return None if the query does not have the number."""
     text = request.query_params.get(name)
     if text is None:
         return None
     if not pattern.fullmatch(text) or not least <= float(text) <= most:
         raise RequestError(
-            "invalid_value", f"{name} takes a number from {least:g} to {most:g}.", name
+            "invalid_value", f"{name} must be a number from {least:g} to {most:g}.", name
         )
     return float(text)
 
@@ -233,7 +244,10 @@ async def _is_at_end(found: Found, cursor: Cursor) -> bool:
 
 
 async def _state(found: Found, index: BodyIndex) -> dict[str, Any]:
-    """The state of a stream as a client may know it, with the whole answer once there is one."""
+    """Return the state of a stream for the client.
+
+    After the end of the stream, the state contains the whole answer.
+    """
     record, log = found.record, found.log
     shown: dict[str, Any] = {
         "id": record.id,

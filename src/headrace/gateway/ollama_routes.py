@@ -1,4 +1,4 @@
-"""Routes by which Ollama's clients learn which models there are, and take or delete some."""
+"""Routes of Ollama's API that generate, and that list, download and delete models."""
 
 import asyncio
 import hashlib
@@ -10,62 +10,96 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_list import Desired
 from headrace.fleet.pulls import Pull
 from headrace.fleet.served_model import ServedModel
-from headrace.gateway.bodies import Bodies
+from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left, while_connected
+from headrace.gateway.generation_routes import GenerationRoutes
 from headrace.gateway.http_responses import answer
 from headrace.gateway.llama_routes import read_known
-from headrace.gateway.model_entries import utc
+from headrace.gateway.model_entries import utc, width_of
 from headrace.gateway.model_view import ModelView, view_of, views_of
+from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
 from headrace.protocols.framing import LINES
-from headrace.protocols.ollama.answers import ERRORS
+from headrace.protocols.ollama.answers import ERRORS, unloaded
 from headrace.protocols.requests import decode
 from headrace.text.model_names import Models
 from headrace_common.errors import RequestError
-from headrace_common.jobs import ReadModelName
 from headrace_common.version import __version__
+from headrace_common.worker_jobs import CheckedBody, ReadModelName
 
 _LOADED = ("ok", "recovering")
 _API_VERSION = "0.12.6"
-"""The version of Ollama whose API this is. VS Code and Raycast want 0.6.4 or later."""
+"""The version of Ollama's API that these routes implement.
+
+VS Code and Raycast need at least 0.6.4.
+"""
 
 
 _NEVER = "9999-12-31T23:59:59Z"
 _MAX_BODY = 1 << 16
 _INTERVAL_S = 0.25
-_HUBS = ("hf.co/", "huggingface.co/")  # before the ids of those that are not in Ollama's registry
+# Ollama's clients put these prefixes before the ids of models that come from Hugging Face.
+_HUBS = ("hf.co/", "huggingface.co/")
 
-NAMED: Mapping[str, Kind] = {"model": String(least=1), "name": String(least=1)}
-PULL: Mapping[str, Kind] = {**NAMED, "stream": Flag(), "insecure": Flag()}
+# Clients send one of these fields; the other field can be missing or empty.
+NAME_FIELDS: Mapping[str, Kind] = {"model": String(), "name": String()}
+PULL_FIELDS: Mapping[str, Kind] = {**NAME_FIELDS, "stream": Flag(), "insecure": Flag()}
 
 
 class OllamaRoutes:
-    def __init__(self, generation: Generation, bodies: Bodies) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        generation_routes: GenerationRoutes,
+        auth: Auth,
+        bodies: Bodies,
+    ) -> None:
         self._generation = generation
-        self._work = generation.work
+        self._generation_routes = generation_routes
+        self._auth = auth
         self._bodies = bodies
 
+    async def generate(self, request: Request) -> ASGIApp:
+        """Answer a prompt or a conversation, or unload a model if the body asks for an unload."""
+        return await self._generation_routes.generate(request, self._unload)
+
+    def _unload(self, request: Request, checked: CheckedBody) -> ASGIApp | None:
+        """Unload the model if the body asks for an unload. A server's only model stays loaded."""
+        if not checked.fields.get("unloads"):
+            return None
+        name, ignored = checked.fields["model"], checked.ignored
+        fleet = self._generation.fleet
+        host = fleet.hosts.get(name)
+        if host is fleet.pinned:
+            ignored += ("keep_alive",)
+        else:
+            self._auth.check_operator(request.headers)
+            fleet.unload(host)
+        return answer(unloaded(name, request.url.path), ignored)
+
     async def version(self, request: Request) -> ASGIApp:
-        """Answer with the API's version: clients refuse versions that are too old for them."""
+        """Answer with the API's version. Clients refuse a server with too old a version."""
         return answer({"version": _API_VERSION, "headrace": __version__})
 
     async def tags(self, request: Request) -> ASGIApp:
         return answer({"models": [_entry(view) for view in views_of(self._hosts)]})
 
     async def running(self, request: Request) -> ASGIApp:
-        """Lists the models in memory; none has a set time at which it leaves."""
+        """List the models in memory.
+
+        No model is unloaded at a set time, so each entry has a time in the far future.
+        """
         views = [view_of(host, host.name) for host in self._hosts.all()]
         loaded = [view for view in views if view.state in _LOADED and view.ready]
-        return answer({"models": [_entry(view) | _place(view) for view in loaded]})
+        return answer({"models": [_entry(view) | _memory_fields(view) for view in loaded]})
 
     async def show(self, request: Request) -> ASGIApp:
         async with self._bodies.read(request) as body:
-            naming = self._work.do(ReadModelName(), body)
+            naming = self._generation.work.do(ReadModelName(), body)
             name = await unless_left(request.receive, naming)
         host = self._hosts.get(name)
         if host.known is None:
@@ -73,42 +107,38 @@ class OllamaRoutes:
         return answer(_described(view_of(host, name if name in host.names else host.name)))
 
     async def pull(self, request: Request) -> ASGIApp:
-        """Downloads a model of the hub; it goes on when the client has left."""
-        asked = await self._read(request, PULL)
-        pulling = self._desired().pull(_model_of(asked))
+        """Download a model from the hub. The download continues if the client leaves."""
+        fields = await self._read(request, PULL_FIELDS)
+        pulling = self._generation.desired.pull(_model_of(fields))
         pull = await unless_left(request.receive, pulling)
-        if asked.get("stream", True):
+        if fields.get("stream", True):
             return PullLines(pull)
         if pull is not None:
             await unless_left(request.receive, pull.over.wait())
-            if (error := _why_not(pull)) is not None:
+            if (error := _error_of(pull)) is not None:
                 raise error
         return answer({"status": "success"})
 
     async def delete(self, request: Request) -> ASGIApp:
-        await self._desired().delete(_model_of(await self._read(request, NAMED)))
+        await self._generation.desired.delete(_model_of(await self._read(request, NAME_FIELDS)))
         return Response()
 
     async def _read(self, request: Request, table: Mapping[str, Kind]) -> dict[str, Any]:
         async with self._bodies.read(request) as body:
             whole = b"".join(body)
         if len(whole) > _MAX_BODY:
-            message = f"The body has {len(whole)} bytes; {_MAX_BODY} are taken here."
+            message = f"The body has {len(whole):,} bytes; the limit is {_MAX_BODY:,} bytes."
             raise RequestError("request_too_large", message)
         return read_fields(table, decode(whole))
-
-    def _desired(self) -> Desired:
-        assert self._generation.desired is not None
-        return self._generation.desired
 
     @property
     def _hosts(self) -> Models[ModelHost]:
         return self._generation.fleet.hosts
 
 
-def _model_of(asked: dict[str, Any]) -> str:
-    name = asked.get("model") or asked.get("name")
-    if name is None:
+def _model_of(fields: dict[str, Any]) -> str:
+    name = fields.get("model") or fields.get("name")
+    if not name:
         raise missing("model")
     for prefix in _HUBS:
         name = name.removeprefix(prefix)
@@ -116,7 +146,10 @@ def _model_of(asked: dict[str, Any]) -> str:
 
 
 class PullLines:
-    """How far a download is, in lines of JSON as Ollama tells it; None: it is here already."""
+    """Sends the progress of a download as JSON lines, in Ollama's format.
+
+    `pull` is None if the model is already on this machine.
+    """
 
     def __init__(self, pull: Pull | None) -> None:
         self._pull = pull
@@ -127,33 +160,33 @@ class PullLines:
         await while_connected(receive, self._show(send))
 
     async def _show(self, send: Send) -> None:
-        async def tell(**line: Any) -> None:
+        async def send_line(**line: Any) -> None:
             body = encode(line) + b"\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        await tell(status="pulling manifest")
+        await send_line(status="pulling manifest")
         if (pull := self._pull) is not None:
             digest = hashlib.sha256(pull.model.encode()).hexdigest()
             figures = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
-            told = 0
+            num_sent = 0
             while pull.state == "downloading":
-                if pull.total and pull.done != told:
-                    told = pull.done
-                    await tell(**figures, total=pull.total, completed=told)
+                if pull.total and pull.done != num_sent:
+                    num_sent = pull.done
+                    await send_line(**figures, total=pull.total, completed=num_sent)
                 await asyncio.sleep(_INTERVAL_S)
-            if pull.total and pull.state == "here" and told < pull.total:
-                await tell(**figures, total=pull.total, completed=pull.total)
-            if (error := _why_not(pull)) is not None:
+            if pull.total and pull.state == "here" and num_sent < pull.total:
+                await send_line(**figures, total=pull.total, completed=pull.total)
+            if (error := _error_of(pull)) is not None:
                 await send({"type": "http.response.body", "body": ERRORS.frame(error)})
                 return
-        await tell(status="success")
+        await send_line(status="success")
         await send({"type": "http.response.body", "body": b""})
 
 
-def _why_not(pull: Pull) -> RequestError | None:
-    """The reason why a download that is over brought nothing."""
+def _error_of(pull: Pull) -> RequestError | None:
+    """Return the error of a download that ended without success; None if there is no error."""
     if pull.state == "stopped":
-        return RequestError("cancelled", "The download was stopped; what has come is kept.")
+        return RequestError("cancelled", "The download was stopped; the downloaded part is kept.")
     return pull.error
 
 
@@ -171,7 +204,7 @@ def _entry(view: ModelView) -> dict[str, Any]:
     }
 
 
-def _place(view: ModelView) -> dict[str, Any]:
+def _memory_fields(view: ModelView) -> dict[str, Any]:
     assert view.ready
     return {
         "size_vram": view.ready.weight_bytes if view.ready.device.startswith("cuda") else 0,
@@ -218,6 +251,8 @@ def _described(view: ModelView) -> dict[str, Any]:
         info[f"{family}.context_length"] = view.context
     if text.num_parameters:
         info["general.parameter_count"] = text.num_parameters
+    if width := width_of(text):
+        info[f"{family}.embedding_length"] = width
     return {
         "template": text.template.source if text.template else "",
         "details": _details(text),

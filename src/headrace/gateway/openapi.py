@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the table of routes and of the tables that check fields."""
+"""Builds the OpenAPI document from the table of routes and the tables that check fields."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 _FORMS = {route: dialect_of(route).ERRORS.SCHEMA for route in DIALECTS}
 _ERRORS = {schema["title"]: schema for schema in _FORMS.values()}
 EITHER_ERROR = "EitherError"
-"""The schema of refusals by routes that OpenAI's and Anthropic's APIs have in common."""
+"""The schema of refusals on routes that belong to both OpenAI's and Anthropic's APIs."""
 
 _EITHER = {
     "anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in ("Error", "MessagesError")]
@@ -31,11 +31,12 @@ _BYTE_ERROR = {
 
 
 class Operation(NamedTuple):
-    """One method of one path. `keys` are those its JSON answer always has.
+    """Describes one method of one path.
 
-    `reads_common_fields`: beside `table` it knows the fields of generation that have no effect
-    here, and refuses those that are not supported.
-    `endpoint` finds what answers among the Endpoints, and `guard` lets requests in or not.
+    `keys` are the keys that the JSON answer always has. If `reads_common_fields`, the body can
+    also contain generation fields that are not in `table`. Of these fields, a field without an
+    effect is accepted, and an unsupported field is refused. `endpoint` selects the method of
+    Endpoints that answers, and `guard` adds a key check to this method.
     """
 
     method: str
@@ -52,12 +53,13 @@ class Operation(NamedTuple):
     status: int = 200
     media: tuple[str, ...] = (JSON,)
     errors: tuple[int, ...] = ()
-    error: str = "Error"  # the schema of refusals
+    # Names of the schemas of refusals. `auth_error` is for a missing or wrong key.
+    error: str = "Error"
     auth_error: str = "Error"
 
 
 def document(operations: Iterable[Operation], prefix: str = "") -> dict[str, Any]:
-    """The OpenAPI document of a server whose routes lie below `prefix`."""
+    """Return the OpenAPI document of a server whose routes are below `prefix`."""
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         path = operation.path.replace(":path", "")
@@ -115,17 +117,21 @@ def _body(operation: Operation, table: Mapping[str, Kind]) -> dict[str, Any]:
 
 
 def _responses(path: str, operation: Operation) -> dict[str, Any]:
-    schemas: dict[str, Any] = {}  # an event stream has none: readers differ on what its value is
+    # Event streams get no schema, because OpenAPI tools disagree on how to describe them.
+    schemas: dict[str, Any] = {}
     if operation.keys:
         schemas[JSON] = {"type": "object", "required": list(operation.keys)}
     content = {media: {"schema": schemas.get(media, {})} for media in operation.media}
     done = {"description": operation.summary, "content": content}
     responses: dict[str, Any] = {str(operation.status): done}
     if path.endswith("/events"):
-        responses["204"] = {"description": "Nothing follows"}
-    if "health" in path:  # needs no key, and says why not in the shape of its answer
+        responses["204"] = {"description": "The stream has ended at this cursor"}
+    # A health route needs no key, and a refusal has the same format as the answer.
+    if "health" in path:
         return responses | {str(status): done for status in operation.errors}
-    if "{id}" in path:  # an id that no stream or model could have leads to no route
+    # If the path contains an id that no stream or model can have, no route matches. So this 404
+    # has the common schema.
+    if "{id}" in path:
         responses["404"] = _refused("Error")
     for status in (*_AUTH_ERRORS, *operation.errors):
         own = operation.auth_error if status in _AUTH_ERRORS else operation.error

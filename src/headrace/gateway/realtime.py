@@ -1,6 +1,7 @@
-"""`/v1/realtime-text`: many requests on one WebSocket, each a reader of its stream's log.
+"""Serves `/v1/realtime-text`, which runs many requests on one WebSocket.
 
-A request on a socket is a request on a connection of its own: `detach` is that connection's end.
+Each request is a reader of its stream's log. A request on a socket behaves like a request on a
+separate connection. `detach` acts like the end of this connection.
 """
 
 import asyncio
@@ -14,10 +15,10 @@ from starlette.types import Message, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from headrace.gateway.auth import Auth
-from headrace.gateway.bodies import Bodies
 from headrace.gateway.delivery import LiveAnswer, Pace, unless_left
 from headrace.gateway.http_responses import notice_of
-from headrace.gateway.native_routes import parse
+from headrace.gateway.native_routes import parse_cursor
+from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.intake import Intake, names_of
@@ -27,22 +28,30 @@ from headrace.streams.store import ById, StoreStalled
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
-from headrace_common.jobs import ReadBody
 from headrace_common.log_context import begin_notes, log_request
 from headrace_common.system import awake
+from headrace_common.worker_jobs import ReadBody
 
 MAX_RUNNING = 256
 HELLO_S = 5.0
-ENVELOPE_BYTES = 4096  # of a message, beside the body in it
+# Maximum number of bytes in a message, not counting the field `body`.
+ENVELOPE_BYTES = 4096
 GOING_AWAY = 1001
 _MAX_ID, _BAD_KEY = 128, 1008
-_MAX_TEXT = 4096  # characters of a field that is checked elsewhere
-_MAX_DIGITS = 15  # of the number of an event
-_MOST_BYTES = 12  # of one character in JSON, as an escaped surrogate pair
+# Maximum number of characters in a text field whose exact limit is checked later.
+_MAX_TEXT = 4096
+# Maximum number of digits in the seq of an event.
+_MAX_DIGITS = 15
+# Maximum number of bytes for one character in JSON: an escaped surrogate pair.
+_MOST_BYTES = 12
 _FAREWELL_S = 4.0
 _WATCH_S = 0.5
-_SUBPROTOCOL = "realtime"  # which OpenAI's clients offer; browsers close unless one is chosen
-_KEY_SENT = "openai-insecure-api-key."  # never chosen, for the choice is sent back
+# The subprotocol that OpenAI's clients offer. Browsers close a socket if the server chooses none
+# of the offered subprotocols.
+_SUBPROTOCOL = "realtime"
+# Prefix of a subprotocol that contains a key. The server never chooses such a subprotocol,
+# because the server's choice is sent back to the client.
+_KEY_PREFIX = "openai-insecure-api-key."
 
 _FIELDS = (
     "type", "id", "api_key", "stop", "detach", "stream", "after",
@@ -54,7 +63,7 @@ _frame_of = msgspec.json.Decoder(_Frame).decode
 
 
 class RealtimeSockets:
-    """Serves every socket of one server."""
+    """Serves all realtime sockets of one server."""
 
     def __init__(
         self,
@@ -71,8 +80,11 @@ class RealtimeSockets:
         self._auth = auth
 
     async def serve(self, socket: WebSocket) -> None:
-        """Serves until the client leaves, sends a bad key, or the server goes."""
-        with contextlib.suppress(_Left):
+        """Serve one socket.
+
+        Ends when the client leaves or sends a wrong key, or when the server shuts down.
+        """
+        with contextlib.suppress(_ClientLeft):
             offered = socket.scope.get("subprotocols", ())
             await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in offered else None)
             await self._serve(socket)
@@ -86,7 +98,7 @@ class RealtimeSockets:
             except RequestError as refused:
                 if refused.code != "invalid_api_key":
                     raise
-                headers = await _hello(socket)
+                headers = await _headers_of_hello(socket)
                 self._auth.check(headers)
         except RequestError as refused:
             await _send(socket, _refusal(None, refused))
@@ -96,20 +108,20 @@ class RealtimeSockets:
 
 
 def _with_key(socket: WebSocket) -> Headers:
-    """Return a client's headers, with the key that a browser may send as a subprotocol."""
+    """Return the client's headers, and add the key that a browser may send as a subprotocol."""
     offered = socket.scope.get("subprotocols", ())
-    key = next((it.removeprefix(_KEY_SENT) for it in offered if it.startswith(_KEY_SENT)), "")
+    key = next((it.removeprefix(_KEY_PREFIX) for it in offered if it.startswith(_KEY_PREFIX)), "")
     if not key or not key.isascii():
         return socket.headers
     return Headers(raw=[*socket.headers.raw, (b"x-api-key", key.encode())])
 
 
-async def _hello(socket: WebSocket) -> Headers:
-    """The headers of a client that sends its key in the first frame."""
+async def _headers_of_hello(socket: WebSocket) -> Headers:
+    """Return headers with the key that a client sends in its first frame."""
     refused = RequestError(
         "invalid_api_key",
-        "No valid key; send it in a header, or as a first frame "
-        '{"type": "hello", "api_key": KEY} within 5 s.',
+        "The connection has no valid key; send it in a header, or within 5 s as the first frame "
+        '{"type": "hello", "api_key": KEY}.',
     )
     try:
         async with awake.within(HELLO_S):
@@ -123,82 +135,86 @@ async def _hello(socket: WebSocket) -> Headers:
     return Headers(raw=[*others, (b"x-api-key", key.encode())])
 
 
-class _Left(Exception):
-    """The client closed the socket, or its connection ended."""
+class _ClientLeft(Exception):
+    """Raised when the client has closed the socket, or when its connection has ended."""
 
 
-class Line:
-    """One request on a socket: what HTTP would have a connection for."""
+class SocketRequest:
+    """One request on a socket. The request takes the role of an HTTP connection."""
 
     def __init__(self, id: str) -> None:
         self.id = id
-        self.stream: Found | None = None  # once it is open
+        # The stream; None until the stream is open.
+        self.stream: Found | None = None
         self.is_stopped = False
         self.left = asyncio.Event()
         self.ended = asyncio.Event()
 
     async def receive(self) -> Message:
-        """ASGI's receive: nothing comes but the end."""
+        """Wait until the client detaches or leaves, as ASGI's `receive` does after the body."""
         await self.left.wait()
         return {"type": "http.disconnect"}
 
 
-class Opening(NamedTuple):
-    """How a line gets its stream, and the cursor behind which it is read."""
+class OpenedStream(NamedTuple):
+    """Holds the stream of a request, and the seq after which reading starts."""
 
     stream: Found
     after: int = -1
 
 
 class RealtimeSocket:
-    """The lines of one socket. `run` owns their tasks, and outlives the client while they do."""
+    """Handles the requests of one socket.
+
+    `run` owns the tasks of these requests, and ends after all tasks have ended.
+    """
 
     def __init__(self, sockets: RealtimeSockets, socket: WebSocket, owner: str) -> None:
         self._sockets = sockets
         self._generation = sockets.generation
         self._socket = socket
         self._owner = owner
-        self._lines: dict[str, Line] = {}
+        self._requests: dict[str, SocketRequest] = {}
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
         async with self._tasks:
-            watching = self._tasks.create_task(self._watch())
+            watching = self._tasks.create_task(self._watch_drain())
             try:
                 while True:
                     message = await self._socket.receive()
                     if message.get("code") == GOING_AWAY:
-                        await self._part()
-                    await self._take(message)
-            except _Left:
-                for line in self._lines.values():
-                    line.left.set()
+                        await self._shut_down()
+                    await self._handle_frame(message)
+            except _ClientLeft:
+                for request in self._requests.values():
+                    request.left.set()
             finally:
                 watching.cancel()
 
-    async def _part(self) -> None:
-        """The server goes: what runs has its last words, then the socket is closed."""
-        ends = [line.ended.wait() for line in self._lines.values()]
+    async def _shut_down(self) -> None:
+        """Wait a few seconds until running requests have ended, then close the socket."""
+        ends = [request.ended.wait() for request in self._requests.values()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
                 await asyncio.gather(*ends)
         with contextlib.suppress(RuntimeError, OSError):
             await self._socket.close(GOING_AWAY)
 
-    async def _watch(self) -> None:
-        """Says once that the server is about to go."""
+    async def _watch_drain(self) -> None:
+        """Notify the client once that the server is draining."""
         is_draining = False
         while not is_draining:
             await asyncio.sleep(_WATCH_S)
             is_draining = self._generation.state == "draining"
-        with contextlib.suppress(_Left):
+        with contextlib.suppress(_ClientLeft):
             await self._send(encode({"type": "notification", "notice": "draining"}))
 
     async def _send(self, frame: bytes) -> None:
         await _send(self._socket, frame)
 
-    async def _take(self, message: Message) -> None:
-        """One frame; whatever is wrong with it is said, and the socket stays."""
+    async def _handle_frame(self, message: Message) -> None:
+        """Handle one frame. Report an error to the client, and keep the socket open."""
         id = None
         try:
             fields = _read(message)
@@ -208,10 +224,11 @@ class RealtimeSocket:
             if kind == "notification":
                 self._notify(fields)
             elif kind in ("request", "attach"):
-                self._begin(id, kind, fields)
-            elif kind != "hello":  # a client that sends its key twice does no harm
+                self._start(id, kind, fields)
+            elif kind != "hello":
+                # A second `hello` is ignored, since it does no harm.
                 known = "request, attach or notification"
-                raise RequestError("invalid_value", f"type is {known}.", "type")
+                raise RequestError("invalid_value", f"type must be {known}.", "type")
         except RequestError as refused:
             await self._refuse(id, refused)
 
@@ -223,115 +240,132 @@ class RealtimeSocket:
     def _notify(self, fields: dict[str, msgspec.Raw]) -> None:
         stop, detach = (_text(fields, name, _MAX_ID) for name in ("stop", "detach"))
         if stop is None and detach is None:
-            raise RequestError("missing_required_parameter", "Name what to stop or detach.", "stop")
-        if (line := self._lines.get(stop or "")) is not None:
-            self._tasks.create_task(self._stop(line))
-        if (line := self._lines.get(detach or "")) is not None:
-            line.left.set()
+            message = "A notification needs stop or detach, with the id of a request."
+            raise RequestError("missing_required_parameter", message, "stop")
+        if (request := self._requests.get(stop or "")) is not None:
+            self._tasks.create_task(self._stop(request))
+        if (request := self._requests.get(detach or "")) is not None:
+            request.left.set()
 
-    async def _stop(self, line: Line) -> None:
-        line.is_stopped = True
-        if line.stream is not None:
+    async def _stop(self, request: SocketRequest) -> None:
+        request.is_stopped = True
+        if request.stream is not None:
             with contextlib.suppress(StoreStalled):
-                await self._generation.streams.stop(line.stream)
+                await self._generation.streams.stop(request.stream)
 
-    def _begin(self, id: str | None, kind: str, fields: dict[str, msgspec.Raw]) -> None:
+    def _start(self, id: str | None, kind: str, fields: dict[str, msgspec.Raw]) -> None:
         if id is None:
             raise RequestError("missing_required_parameter", "id is required.", "id")
-        if id in self._lines:
-            raise RequestError("duplicate_id", "A request with this id runs; choose another.", "id")
-        if len(self._lines) >= MAX_RUNNING:
-            message = f"{MAX_RUNNING} requests run on this socket; wait, or open another."
+        if id in self._requests:
+            message = "A request with this id is running on this socket; choose another id."
+            raise RequestError("duplicate_id", message, "id")
+        if len(self._requests) >= MAX_RUNNING:
+            message = (
+                f"This socket already runs {MAX_RUNNING} requests, which is the limit. Wait until "
+                "a request has ended, or open another socket."
+            )
             raise RequestError("server_overloaded", message, retry_after_s=1)
-        line = self._lines[id] = Line(id)
-        work = self._request(line, fields) if kind == "request" else self._attach(fields)
-        self._tasks.create_task(self._serve(line, work))
+        request = self._requests[id] = SocketRequest(id)
+        work = self._request(request, fields) if kind == "request" else self._attach(fields)
+        self._tasks.create_task(self._serve(request, work))
 
-    async def _serve(self, line: Line, work: Any) -> None:
-        """A line from its message to its last frame."""
+    async def _serve(self, request: SocketRequest, work: Any) -> None:
+        """Serve one request from its message to its last frame."""
         begin_notes()
         try:
             stream, after = await work
-            line.stream = stream
-            if line.is_stopped:
-                self._tasks.create_task(self._stop(line))
-            view = SocketView(line.id, stream)
+            request.stream = stream
+            if request.is_stopped:
+                self._tasks.create_task(self._stop(request))
+            view = SocketView(request.id, stream)
             pace = Pace(self._sockets.config.heartbeat_s)
-            send = self._sender(line, view)
-            live = LiveAnswer(stream, view, pace, after, num_joined=1)  # a message is one event
-            await live(_SCOPE, line.receive, send)
-            if view.is_silent and not line.left.is_set():
-                await self._send(_notice(line.id, "at_end", "There is nothing behind this cursor."))
-        except _Left:
+            send = self._sender(request, view)
+            # Each message on a socket carries one event.
+            live = LiveAnswer(stream, view, pace, after, num_joined=1)
+            await live(_SCOPE, request.receive, send)
+            if view.is_silent and not request.left.is_set():
+                message = "The stream has no events after this cursor."
+                await self._send(_notice(request.id, "at_end", message))
+        except _ClientLeft:
             pass
         except Exception as error:
-            if not line.left.is_set():
-                with contextlib.suppress(_Left):
-                    await self._refuse(line.id, notice_of(error))
+            if not request.left.is_set():
+                with contextlib.suppress(_ClientLeft):
+                    await self._refuse(request.id, notice_of(error))
         finally:
-            line.ended.set()
-            if self._lines.get(line.id) is line:
-                del self._lines[line.id]
+            request.ended.set()
+            if self._requests.get(request.id) is request:
+                del self._requests[request.id]
 
-    def _sender(self, line: Line, view: "SocketView") -> Send:
+    def _sender(self, request: SocketRequest, view: "SocketView") -> Send:
         async def send(message: Message) -> None:
-            if view.has_ended and self._lines.get(line.id) is line:
-                del self._lines[line.id]  # free before the client sees the end
+            if view.has_ended and self._requests.get(request.id) is request:
+                # Free the id before the client receives the end, since the client may then use
+                # the id again.
+                del self._requests[request.id]
             try:
                 if body := message.get("body"):
                     await self._send(body)
-            except _Left:
-                line.left.set()
+            except _ClientLeft:
+                request.left.set()
 
         return send
 
-    async def _request(self, line: Line, fields: dict[str, msgspec.Raw]) -> Opening:
+    async def _request(
+        self, request: SocketRequest, fields: dict[str, msgspec.Raw]
+    ) -> OpenedStream:
         route = _text(fields, "route", 256)
         if route is None or "body" not in fields:
             missing = "body" if route else "route"
             raise RequestError("missing_required_parameter", f"{missing} is required.", missing)
         if route not in DIALECTS:
-            message = f"No requests are taken by that route; there are {', '.join(DIALECTS)}."
+            message = f"{route} is not a route of this socket; use one of {', '.join(DIALECTS)}."
             raise RequestError("route_not_found", message, "route")
         names = [_text(fields, name, None) for name in ("conversation_id", "idempotency_key")]
         patience_s = self._sockets.config.linger_s if names == [None, None] else None
-        opening = self._open(line, route, bytes(fields.pop("body")), *names)
-        return Opening(await unless_left(line.receive, opening, patience_s))
+        opening = self._open(request, route, bytes(fields.pop("body")), *names)
+        return OpenedStream(await unless_left(request.receive, opening, patience_s))
 
     async def _open(
-        self, line: Line, route: str, body: bytes, conversation: str | None, key: str | None
+        self,
+        request: SocketRequest,
+        route: str,
+        body: bytes,
+        conversation: str | None,
+        key: str | None,
     ) -> Found:
         intake = self._sockets.intake
         with self._sockets.bodies.hold(len(body)):
             checked = await intake.read(ReadBody(route), [body])
         names = names_of(self._owner, checked, conversation, key)
-        if line.is_stopped:
+        if request.is_stopped:
             raise RequestError("cancelled", "The request was stopped.")
         return (await intake.open(route, checked, names)).stream
 
-    async def _attach(self, fields: dict[str, msgspec.Raw]) -> Opening:
+    async def _attach(self, fields: dict[str, msgspec.Raw]) -> OpenedStream:
         stream_id = _text(fields, "stream", 256)
         if stream_id is None:
             raise RequestError("missing_required_parameter", "stream is required.", "stream")
         after = _cursor(fields)
         found = await self._generation.streams.find(self._owner, ById(StreamId(stream_id)))
         if found is None:
-            raise RequestError("stream_not_found", "There is no such stream, or it has expired.")
-        cursor = parse(after, found.record, found.log.next_seq)
-        return Opening(found, cursor.after)
+            raise RequestError("stream_not_found", "This stream does not exist, or it has expired.")
+        cursor = parse_cursor(after, found.record, found.log.next_seq)
+        return OpenedStream(found, cursor.after)
 
 
 _SCOPE: Scope = {"type": "http"}
 
 
 class SocketView:
-    """A stream's events as messages of one line."""
+    """Renders a stream's events as messages for one request."""
 
     media_type = "application/json"
 
     def __init__(self, id: str, stream: Found) -> None:
         self.id = id
-        self.is_silent = True  # nothing of the log was sent
+        # True until an event of the log has been sent.
+        self.is_silent = True
         self.has_ended = False
         self._stream = stream
 
@@ -374,33 +408,38 @@ def _refusal(id: str | None, error: RequestError) -> bytes:
 
 
 async def _send(socket: WebSocket, frame: bytes) -> None:
-    """Waits while the client has yet to take what there is; _Left once it has gone."""
+    """Send a frame. Wait until the client has accepted the earlier frames.
+
+    Raise _ClientLeft if the client has left.
+    """
     try:
         await socket.send({"type": "websocket.send", "text": frame.decode()})
     except (RuntimeError, OSError, WebSocketDisconnect):
-        raise _Left from None
+        raise _ClientLeft from None
 
 
 def _read(message: Message) -> dict[str, msgspec.Raw]:
-    """The known fields of a frame, undecoded: a body is for a worker to look into.
+    """Return the known fields of a frame without decoding them: a worker decodes the body.
 
-    Others are skipped, not kept: a frame of a million of them would hold the loop.
+    Unknown fields are skipped, because keeping a million fields would block the event loop.
     """
     if message["type"] == "websocket.disconnect":
-        raise _Left
+        raise _ClientLeft
     text = message.get("text")
     if text is None:
-        raise RequestError("invalid_json", "Send one JSON object per text frame, none in binary.")
+        raise RequestError(
+            "invalid_json", "Send one JSON object per text frame, and no binary frames."
+        )
     try:
         frame = _frame_of(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
-        raise RequestError("invalid_json", "The frame is not one JSON object.") from None
+        raise RequestError("invalid_json", "The frame must be one JSON object.") from None
     found = msgspec.structs.asdict(frame)
     return {name: raw for name, raw in found.items() if raw is not _ABSENT}
 
 
 def _cursor(fields: dict[str, msgspec.Raw]) -> str | None:
-    """Return the field `after`, a string or a number."""
+    """Return the field `after`, which may be a string or a number."""
     raw = memoryview(fields.get("after", b"null"))
     number = bytes(raw[: _MAX_DIGITS + 1])
     if number.isdigit() and len(number) <= _MAX_DIGITS:
@@ -409,15 +448,16 @@ def _cursor(fields: dict[str, msgspec.Raw]) -> str | None:
 
 
 def _text(fields: dict[str, msgspec.Raw], name: str, most: int | None) -> str | None:
-    """A field of text, of 1 to `most` characters; None if it is absent or null."""
+    """Return a text field of 1 to `most` characters; None if the field is absent or null."""
     raw = memoryview(fields.get(name, b"null"))
     limit = _MAX_TEXT if most is None else most
-    if raw.nbytes > _MOST_BYTES * limit + 2:  # before the loop spends its time on decoding it
-        raise RequestError("invalid_value", f"{name} takes 1 to {limit} characters.", name)
+    # The length is checked first, because decoding a long text would block the event loop.
+    if raw.nbytes > _MOST_BYTES * limit + 2:
+        raise RequestError("invalid_value", f"{name} must have 1 to {limit} characters.", name)
     try:
         value = msgspec.json.decode(raw, type=str | None)
     except msgspec.DecodeError:
         raise RequestError("invalid_type", f"{name} must be a string.", name) from None
     if value is not None and most is not None and not 0 < len(value) <= most:
-        raise RequestError("invalid_value", f"{name} takes 1 to {most} characters.", name)
+        raise RequestError("invalid_value", f"{name} must have 1 to {most} characters.", name)
     return value

@@ -1,4 +1,4 @@
-"""Responses found again by their ids: read, streamed from a number on, stopped, forgotten."""
+"""Routes that find a response by its id: read, stream after an event number, cancel, delete."""
 
 import re
 
@@ -6,7 +6,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth
-from headrace.gateway.bodies import Bodies, HeldAnswer
 from headrace.gateway.delivery import (
     AnswerSoFar,
     LiveAnswer,
@@ -14,6 +13,7 @@ from headrace.gateway.delivery import (
     unless_left,
 )
 from headrace.gateway.http_responses import answer
+from headrace.gateway.request_bodies import Bodies, CountedAnswer
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.earlier_responses import find
@@ -23,15 +23,16 @@ from headrace.protocols.openai.responses import ROUTE, ResponseFrames
 from headrace.streams.events import AnyEvent
 from headrace.streams.record import Record
 from headrace.streams.store import ById
-from headrace.workers.image_file import see_images
+from headrace.workers.image_file import prepare_images
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedBody, EncodePrompts, ListInput, ReadBody
 from headrace_common.request import Chat
+from headrace_common.worker_jobs import CheckedBody, EncodePrompts, ListInput, ReadBody
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_LIMIT, _LIMIT = 100, 20
-_MAX_TOKENS = 1 << 30  # a prompt is counted to its end
+# Maximum number of tokens to count. No prompt is longer, so every prompt is counted completely.
+_MAX_TOKENS = 1 << 30
 
 
 class ResponsesRoutes:
@@ -45,6 +46,7 @@ class ResponsesRoutes:
     ) -> None:
         self._generation = generation
         self._intake = intake
+        self._earlier = intake.earlier[ROUTE]
         self._config = config.streams
         self._auth = auth
         self._bodies = bodies
@@ -54,7 +56,7 @@ class ResponsesRoutes:
         if request.query_params.get("stream") != "true":
             return AnswerSoFar(found)
         after = _number(request, "starting_after")
-        view = _Behind(found.record, -1 if after is None else after)
+        view = _FramesAfter(found.record, -1 if after is None else after)
         pace = pace_of(found.record, self._config)
         if not found.record.request.response_options.stream:
             pace = pace._replace(heartbeat_s=self._config.heartbeat_s)
@@ -71,7 +73,7 @@ class ResponsesRoutes:
         return answer({"id": id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> ASGIApp:
-        """A page of what led to the response."""
+        """Return a page of the response's input items."""
         limit = _number(request, "limit")
         if limit is not None and not 1 <= limit <= _MAX_LIMIT:
             raise _out_of_range("limit", f"a number from 1 to {_MAX_LIMIT}")
@@ -82,14 +84,14 @@ class ResponsesRoutes:
         after = request.query_params.get("after", "")
         page = ListInput(record.id, limit or _LIMIT, order == "asc", after)
         listing = self._generation.work.do(page, [record.request.kept])
-        return HeldAnswer(await unless_left(request.receive, listing), self._bodies)
+        return CountedAnswer(await unless_left(request.receive, listing), self._bodies)
 
     async def input_tokens(self, request: Request) -> ASGIApp:
-        """The length of the prompt that a body would make."""
+        """Return the number of prompt tokens that a body would have."""
         async with self._bodies.read(request) as body:
             checked = await unless_left(request.receive, self._intake.do(ReadBody(ROUTE), body))
         owner = self._auth.owner(request.headers)
-        checked = await unless_left(request.receive, self._intake.earlier.restore(checked, owner))
+        checked = await unless_left(request.receive, self._earlier.restore(checked, owner))
         counting = self._count(checked, owner)
         num_tokens = await unless_left(request.receive, counting)
         counted = {"object": "response.input_tokens", "input_tokens": num_tokens}
@@ -97,11 +99,11 @@ class ResponsesRoutes:
 
     async def _count(self, checked: CheckedBody, owner: str) -> int:
         name = self._generation.fleet.hosts.get(checked.fields.get("model")).name
-        checked = await self._intake.earlier.before(checked, owner)
+        checked = await self._earlier.before(checked, owner)
         if any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs):
             work = self._generation.work
-            packed = await self._generation.pictures.put(work, checked.stubs, checked.packed)
-            seen = await see_images(work, packed, name)
+            packed = await self._generation.image_fetcher.put(work, checked.stubs, checked.packed)
+            seen = await prepare_images(work, packed, name)
             seen.close()
             return sum(len(token_ids) // 4 for token_ids in seen.prompts)
         job = EncodePrompts(_MAX_TOKENS, name)
@@ -113,8 +115,8 @@ class ResponsesRoutes:
         return await find(self._generation.streams, owner, request.path_params["id"])
 
 
-class _Behind(WireFrames):
-    """The frames of the POST that follow an event's number."""
+class _FramesAfter(WireFrames):
+    """Renders the frames of the POST's answer whose event number is greater than `after`."""
 
     def __init__(self, record: Record, after: int) -> None:
         super().__init__(record)
@@ -124,14 +126,15 @@ class _Behind(WireFrames):
         frames = super().render(event)
         assert isinstance(self._frames, ResponseFrames)
         places = self._frames.places
-        if len(places) != len(frames):  # a comment
+        # A comment has no event number and is always sent.
+        if len(places) != len(frames):
             return frames
         pairs = zip(frames, places, strict=True)
-        return [frame for frame, place in pairs if place > self._after]
+        return [frame for frame, number in pairs if number > self._after]
 
 
 def _number(request: Request, name: str) -> int | None:
-    """None if it was not given."""
+    """Read a number from the query; return None if the query does not have the number."""
     text = request.query_params.get(name)
     if text is None:
         return None
@@ -141,4 +144,4 @@ def _number(request: Request, name: str) -> int | None:
 
 
 def _out_of_range(name: str, wanted: str) -> RequestError:
-    return RequestError("invalid_value", f"{name} takes {wanted}.", name)
+    return RequestError("invalid_value", f"{name} must be {wanted}.", name)

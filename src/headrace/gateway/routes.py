@@ -1,21 +1,16 @@
-"""Owns the table of routes: for the application, for its guards, and for the OpenAPI document."""
+"""Holds the table of routes, which the application and the OpenAPI document use."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.batches.answers import LineAnswers
-from headrace.batches.batches import Batches
-from headrace.batches.shelf import Shelf
 from headrace.gateway import adapter_routes
 from headrace.gateway.adapter_routes import AdapterRoutes
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.batch_routes import BatchRoutes
-from headrace.gateway.bodies import Bodies
-from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.byte_routes import ByteRoutes
 from headrace.gateway.durable_routes import DurableRoutes
 from headrace.gateway.file_routes import FileRoutes
@@ -25,14 +20,12 @@ from headrace.gateway.llama_routes import LlamaRoutes
 from headrace.gateway.message_batch_routes import MessageBatchRoutes
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
-from headrace.gateway.ollama_routes import NAMED, PULL, OllamaRoutes
+from headrace.gateway.ollama_routes import NAME_FIELDS, PULL_FIELDS, OllamaRoutes
 from headrace.gateway.openapi import EITHER_ERROR, EVENTS, JSON, Operation, document
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
 from headrace.gateway.vector_routes import VectorRoutes
-from headrace.generation.generation import Generation
-from headrace.intake.intake import Intake
 from headrace.intake.vectors import ONE
 from headrace.protocols import batch_lines, body_names, worker
 from headrace.protocols.anthropic import messages as anthropic_messages
@@ -42,87 +35,45 @@ from headrace.protocols.framing import LINES
 from headrace.protocols.ollama import answers as ollama_answers
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.vectors import embeddings, rerank
-from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 
 _PUT_OFF = ("server_overloaded", "rate_limit_exceeded", "request_timeout")
-"""Errors to which some dialects give a status of their own."""
+"""Errors for which some dialects use a different status."""
 
 
-class ForeignRoutes(NamedTuple):
-    """Routes by which other servers' clients ask what there is."""
+class Endpoints(NamedTuple):
+    """Holds the objects whose methods answer requests. Each route leads to one method."""
 
+    states: StateRoutes
+    management: ManageRoutes
+    models: ModelRoutes
+    configured: ModelRoutes
+    adapters: AdapterRoutes
+    generation: GenerationRoutes
+    vectors: VectorRoutes
+    texts: TextRoutes
+    responses: ResponsesRoutes
+    streams: NativeRoutes
+    stream_bytes: ByteRoutes
+    durable: DurableRoutes
     llama: LlamaRoutes
     ollama: OllamaRoutes
-
-
-class RoutesOfModels(NamedTuple):
-    """Routes by which clients load models, and an operator sets them and their adapters."""
-
-    asked: ModelRoutes
-    desired: ModelRoutes
-    adapters: AdapterRoutes
-
-
-class LaterRoutes(NamedTuple):
-    """Routes of what is answered later, and what answers it."""
-
     files: FileRoutes
     batches: BatchRoutes
-    messages: MessageBatchRoutes
-    work: Batches
-
-
-class Endpoints:
-    """The objects whose methods answer, over one generation; each route is one of their methods."""
-
-    def __init__(
-        self, generation: Generation, config: ServerConfig, auth: Auth, shelf: Shelf
-    ) -> None:
-        self._prefix = config.http.api_prefix
-        bodies, of_operators = (
-            Bodies(config.http.max_body_bytes, config.http.body_timeout_s, auth.check_simple)
-            for _ in range(2)
-        )
-        index, intake = BodyIndex(), Intake(generation, config)
-        self.states = StateRoutes(generation, config.http)
-        self.manages = ManageRoutes(generation)
-        self.models = RoutesOfModels(
-            ModelRoutes(generation, bodies),
-            ModelRoutes(generation, of_operators),
-            AdapterRoutes(generation, of_operators),
-        )
-        self.generates = GenerationRoutes(generation, intake, config, auth, bodies)
-        self.vectors = VectorRoutes(generation, intake, auth, bodies)
-        self.texts = TextRoutes(generation, intake, bodies)
-        self.responses = ResponsesRoutes(generation, intake, config, auth, bodies)
-        self.native = NativeRoutes(generation, config, auth, index)
-        self.by_byte = ByteRoutes(generation, config, auth, bodies, index)
-        self.durable = DurableRoutes(generation, auth, config.streams.heartbeat_s)
-        self.foreign = ForeignRoutes(
-            LlamaRoutes(generation, auth), OllamaRoutes(generation, bodies)
-        )
-        answers = LineAnswers(generation, intake)
-        work, pause_s = generation.work, config.http.body_timeout_s
-        batches = Batches(shelf, config, work, answers)
-        self.later = LaterRoutes(
-            FileRoutes(batches, shelf.blobs, auth, pause_s),
-            BatchRoutes(batches, work, auth, bodies),
-            MessageBatchRoutes(batches, shelf, intake, auth, bodies, self._prefix),
-            batches,
-        )
-        self.sockets = RealtimeSockets(generation, config, auth, bodies, intake)
+    message_batches: MessageBatchRoutes
+    sockets: RealtimeSockets
+    prefix: str
 
     async def openapi(self, request: Request) -> ASGIApp:
-        return answer(document(ROUTES, self._prefix))
+        return answer(document(ROUTES, self.prefix))
 
 
 def _everybody(auth: Auth, endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
-class _Lenient(msgspec.Struct, frozen=True):
-    """A field of a route that skips what it does not understand."""
+class _LenientField(msgspec.Struct, frozen=True):
+    """A field with parts that the route may not understand; such parts are skipped."""
 
     description: str
 
@@ -136,8 +87,8 @@ class _Lenient(msgspec.Struct, frozen=True):
 ANY, KEY, OPERATOR, ADMIN = _everybody, Auth.guard, Auth.guard_operator, Auth.guard_admin
 _BODY_ERRORS = (400, 404, 408, 413, 415)
 _ENGINE_ERRORS = (409, 500, 503)
-_LOOKUP: Mapping[str, Kind] = {"conversation_ids": _Lenient("Up to 1,000 strings")}
-_DOCUMENT: Mapping[str, Kind] = {"models": _Lenient("Objects with the settings of [[models]]")}
+_LOOKUP: Mapping[str, Kind] = {"conversation_ids": _LenientField("Up to 1,000 strings")}
+_DOCUMENT: Mapping[str, Kind] = {"models": _LenientField("Objects with the settings of [[models]]")}
 _STREAM = ("id", "object", "state", "mode", "durable", "last_seq", "total_bytes", "created")
 _FILE = ("id", "object", "bytes", "created_at", "filename", "purpose")
 _LIST = ("object", "data", "has_more")
@@ -147,13 +98,20 @@ _SPAN = ("from", "stream_id")
 _OLLAMA_ERROR: str = ollama_answers.ERRORS.SCHEMA["title"]
 _MESSAGES_ERROR: str = anthropic_messages.ERRORS.SCHEMA["title"]
 
+_OWN_ENDPOINTS: Mapping[str, Callable[[Endpoints], Endpoint]] = {
+    "/api/chat": lambda on: on.ollama.generate,
+    "/api/generate": lambda on: on.ollama.generate,
+}
+"""The endpoints of routes that do more than open a stream. The keys are routes of dialects."""
 
-def generates(route: str, dialect: Dialect) -> Operation:
-    """The route of a dialect."""
+
+def generation_route(route: str, dialect: Dialect) -> Operation:
+    """Describe the route of a dialect."""
+    endpoint = _OWN_ENDPOINTS.get(route, lambda on: on.generation.generate)
     errors = dialect.ERRORS
     put_off = {errors.status(RequestError(code, "")) for code in _PUT_OFF}
     return Operation(
-        "post", route, KEY, lambda on: on.generates.generate,
+        "post", route, KEY, endpoint,
         dialect.SUMMARY, dialect.KEYS, dialect.TABLE, dialect.REQUIRED, reads_common_fields=True,
         headers=("X-Conversation-Id", "Idempotency-Key"),
         media=(JSON, dialect.FRAMING.MEDIA_TYPE),
@@ -166,200 +124,207 @@ def generates(route: str, dialect: Dialect) -> Operation:
 # fmt: off
 ROUTES: tuple[Operation, ...] = (
     Operation("get", "/health", ANY, lambda on: on.states.health,
-        "Whether requests are served", ("status",), errors=(503,)),
+        "Report whether the server accepts requests", ("status",), errors=(503,)),
     Operation("get", "/v1/health", ANY, lambda on: on.states.health,
-        "Whether requests are served", ("status",), errors=(503,)),
+        "Report whether the server accepts requests", ("status",), errors=(503,)),
     Operation("get", "/health/live", ANY, lambda on: on.states.live,
-        "Whether the process answers", ("status",)),
+        "Report whether the process runs", ("status",)),
     Operation("get", "/v1/models", KEY, lambda on: on.states.models,
-        "Every served name; with Anthropic-Version, in the shape of Anthropic's API", ("data",),
+        "List all served names; in Anthropic's format if Anthropic-Version is sent", ("data",),
         query=("limit", "after_id", "before_id"), headers=("Anthropic-Version",), errors=(400,),
         error=EITHER_ERROR, auth_error=EITHER_ERROR),
     Operation("get", "/v1/models/{id:path}", KEY, lambda on: on.states.model,
-        "One served name; with Anthropic-Version, in the shape of Anthropic's API", ("id",),
+        "Show one served name; in Anthropic's format if Anthropic-Version is sent", ("id",),
         headers=("Anthropic-Version",), errors=(404,),
         error=EITHER_ERROR, auth_error=EITHER_ERROR),
-    Operation("get", "/models", KEY, lambda on: on.models.asked.models,
-        "Every model, with its state", ("object", "data", "models")),
-    Operation("get", "/models/sse", KEY, lambda on: on.models.asked.events,
-        "Every change of that list", media=(EVENTS,)),
-    Operation("post", "/models", OPERATOR, lambda on: on.models.asked.pull,
+    Operation("get", "/models", KEY, lambda on: on.models.models,
+        "List all models with their states", ("object", "data", "models")),
+    Operation("get", "/models/available", KEY, lambda on: on.models.available,
+        "List models that can be downloaded by a short name", ("data", "memory_bytes")),
+    Operation("get", "/models/sse", KEY, lambda on: on.models.events,
+        "Send each change of the list of models", media=(EVENTS,)),
+    Operation("post", "/models", OPERATOR, lambda on: on.models.pull,
         "Download a model, and serve it", ("success",), body_names.MODEL, ("model",),
         errors=(*_BODY_ERRORS, 403, 429, 500)),
-    Operation("delete", "/models", OPERATOR, lambda on: on.models.asked.delete,
-        "Stop a download, or delete a model that came by one", ("success",), query=("model",),
+    Operation("delete", "/models", OPERATOR, lambda on: on.models.delete,
+        "Stop a download, or delete a downloaded model", ("success",), query=("model",),
         errors=(400, 404)),
-    Operation("post", "/models/load", KEY, lambda on: on.models.asked.load,
+    Operation("post", "/models/load", KEY, lambda on: on.models.load,
         "Load a model", ("success",), body_names.MODEL, ("model",), errors=(*_BODY_ERRORS, 500)),
-    Operation("post", "/models/unload", OPERATOR, lambda on: on.models.asked.unload,
+    Operation("post", "/models/unload", OPERATOR, lambda on: on.models.unload,
         "Unload a model once its streams end", ("success",), body_names.MODEL, ("model",),
         errors=(*_BODY_ERRORS, 500)),
-    Operation("post", "/v1/load_lora_adapter", OPERATOR, lambda on: on.models.adapters.load,
-        "Load an adapter (LoRA), to be asked for as a model", table=adapter_routes.LOADED,
-        required=("lora_name", "lora_path"), media=("text/plain",),
+    Operation("post", "/v1/load_lora_adapter", OPERATOR, lambda on: on.adapters.load,
+        "Load a LoRA adapter; requests name the adapter as their model",
+        table=adapter_routes.LOAD_FIELDS, required=("lora_name", "lora_path"),
+        media=("text/plain",),
         errors=(*_BODY_ERRORS, *_ENGINE_ERRORS)),
-    Operation("post", "/v1/unload_lora_adapter", OPERATOR, lambda on: on.models.adapters.unload,
-        "Unload an adapter once its streams end", table=adapter_routes.NAMED,
+    Operation("post", "/v1/unload_lora_adapter", OPERATOR, lambda on: on.adapters.unload,
+        "Unload an adapter once its streams end", table=adapter_routes.UNLOAD_FIELDS,
         required=("lora_name",), media=("text/plain",), errors=_BODY_ERRORS),
-    Operation("get", "/props", KEY, lambda on: on.foreign.llama.props,
-        "A model's settings", ("default_generation_settings",),
+    Operation("get", "/props", KEY, lambda on: on.llama.props,
+        "Show the settings of a model", ("default_generation_settings",),
         query=("model",), errors=(404, 500)),
-    Operation("get", "/tokenizer_info", KEY, lambda on: on.foreign.llama.tokenizer_info,
-        "A tokenizer's special tokens, as vLLM shows them", ("tokenizer_class", "chat_template"),
+    Operation("get", "/tokenizer_info", KEY, lambda on: on.llama.tokenizer_info,
+        "List a tokenizer's special tokens, as vLLM does", ("tokenizer_class", "chat_template"),
         query=("model",), errors=(404, 500)),
-    Operation("get", "/slots", KEY, lambda on: on.foreign.llama.slots,
-        "What runs, as llama.cpp shows it", query=("fail_on_no_slot", "model"), errors=(404, 503)),
+    Operation("get", "/slots", KEY, lambda on: on.llama.slots,
+        "List slots and running requests, as llama.cpp does",
+        query=("fail_on_no_slot", "model"), errors=(404, 503)),
     Operation("get", "/metrics", ADMIN, lambda on: on.states.metrics,
-        "Figures for Prometheus", media=("text/plain",)),
+        "Show metrics for Prometheus", media=("text/plain",)),
     Operation("get", "/openapi.json", KEY, lambda on: on.openapi,
-        "This document", ("openapi", "paths")),
-    Operation("get", "/manage/state", ADMIN, lambda on: on.manages.state,
-        "How the server is doing", ("state", "engine", "steps")),
-    Operation("get", "/manage/stream", ADMIN, lambda on: on.manages.stream,
-        "The same, again after each change", media=(EVENTS,)),
-    Operation("get", "/manage/live", ADMIN, lambda on: on.manages.figures.live,
-        "Rates and waits of this moment", ("live", "models", "gateways"),
+        "Describe all routes with OpenAPI", ("openapi", "paths")),
+    Operation("get", "/manage/state", ADMIN, lambda on: on.management.state,
+        "Show the state of models, engines and requests", ("state", "engine", "steps")),
+    Operation("get", "/manage/stream", ADMIN, lambda on: on.management.stream,
+        "Send the state again after each change", media=(EVENTS,)),
+    Operation("get", "/manage/live", ADMIN, lambda on: on.management.figures.live,
+        "Show current rates and waits", ("live", "models", "gateways"),
         query=("model",), errors=(404,)),
-    Operation("get", "/manage/history", ADMIN, lambda on: on.manages.figures.history,
-        "Rates and waits of the last hour", ("every_s", "points"),
+    Operation("get", "/manage/history", ADMIN, lambda on: on.management.figures.history,
+        "Show rates and waits of the last hour", ("every_s", "points"),
         query=("model",), errors=(404,)),
-    Operation("get", "/manage/desired", ADMIN, lambda on: on.models.desired.desired,
-        "The configured models", tuple(_DOCUMENT), errors=(400,)),
-    Operation("put", "/manage/desired", ADMIN, lambda on: on.models.desired.put_desired,
+    Operation("get", "/manage/desired", ADMIN, lambda on: on.configured.desired,
+        "Show the configured models", tuple(_DOCUMENT), errors=(400,)),
+    Operation("put", "/manage/desired", ADMIN, lambda on: on.configured.put_desired,
         "Replace the configured models", tuple(_DOCUMENT), _DOCUMENT, tuple(_DOCUMENT),
         errors=(400, 408, 413, 415, 500)),
-    Operation("post", "/manage/drain", ADMIN, lambda on: on.manages.drain,
-        "Admit nothing more", ("status", "streams")),
-    Operation("post", "/manage/replicas/replace", ADMIN, lambda on: on.manages.replace,
-        "Put a fresh engine in the place of one of several", ("status",),
+    Operation("post", "/manage/drain", ADMIN, lambda on: on.management.drain,
+        "Stop admitting requests", ("status", "streams")),
+    Operation("post", "/manage/replicas/replace", ADMIN, lambda on: on.management.replace,
+        "Replace one engine of a model that has several", ("status",),
         query=("model", "replica"), errors=(400, 404)),
-    Operation("delete", "/manage/drain", ADMIN, lambda on: on.manages.admit_again,
+    Operation("delete", "/manage/drain", ADMIN, lambda on: on.management.admit_again,
         "Admit requests again", ("status", "streams")),
-    *(generates(route, dialect_of(route)) for route in DIALECTS),
-    Operation("get", "/api/version", KEY, lambda on: on.foreign.ollama.version,
-        "The version, as Ollama's API", ("version",), auth_error=_OLLAMA_ERROR),
-    Operation("get", "/api/tags", KEY, lambda on: on.foreign.ollama.tags,
-        "Every model, as Ollama's API", ("models",), auth_error=_OLLAMA_ERROR),
-    Operation("get", "/api/ps", KEY, lambda on: on.foreign.ollama.running,
-        "Models in memory, as Ollama's API", ("models",), auth_error=_OLLAMA_ERROR),
-    Operation("post", "/api/show", KEY, lambda on: on.foreign.ollama.show,
-        "One model, as Ollama's API", ("details", "model_info", "capabilities"),
+    *(generation_route(route, dialect_of(route)) for route in DIALECTS),
+    Operation("get", "/api/version", KEY, lambda on: on.ollama.version,
+        "Show the version, as Ollama does", ("version",), auth_error=_OLLAMA_ERROR),
+    Operation("get", "/api/tags", KEY, lambda on: on.ollama.tags,
+        "List all models, as Ollama does", ("models",), auth_error=_OLLAMA_ERROR),
+    Operation("get", "/api/ps", KEY, lambda on: on.ollama.running,
+        "List models in memory, as Ollama does", ("models",), auth_error=_OLLAMA_ERROR),
+    Operation("post", "/api/show", KEY, lambda on: on.ollama.show,
+        "Show one model, as Ollama does", ("details", "model_info", "capabilities"),
         body_names.MODEL, ("model",), errors=(*_BODY_ERRORS, 500),
         error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
-    Operation("post", "/api/pull", OPERATOR, lambda on: on.foreign.ollama.pull,
-        "Download a model, as Ollama's API", ("status",), PULL, media=(JSON, LINES.MEDIA_TYPE),
-        errors=(*_BODY_ERRORS, 403, 429, 500), error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
-    Operation("delete", "/api/delete", OPERATOR, lambda on: on.foreign.ollama.delete,
-        "Delete a model that was downloaded, as Ollama's API", table=NAMED, media=(),
+    Operation("post", "/api/pull", OPERATOR, lambda on: on.ollama.pull,
+        "Download a model, as Ollama does", ("status",), PULL_FIELDS,
+        media=(JSON, LINES.MEDIA_TYPE), errors=(*_BODY_ERRORS, 403, 429, 500),
+        error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
+    Operation("delete", "/api/delete", OPERATOR, lambda on: on.ollama.delete,
+        "Delete a downloaded model, as Ollama does", table=NAME_FIELDS, media=(),
         errors=_BODY_ERRORS, error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", "/api/embed", KEY, lambda on: on.vectors.embed_bare,
-        "One vector for each input, as Ollama's API", ("model", "embeddings"),
+        "Embed each input, as Ollama does", ("model", "embeddings"),
         {**embeddings.TABLE, "input": embeddings.Inputs(least=0)}, reads_common_fields=True,
         errors=_BODY_ERRORS + _ENGINE_ERRORS,
         error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", ONE, KEY, lambda on: on.vectors.embed_one,
-        "The vector of one prompt, as in Ollama's older API", ("embedding",),
+        "Embed one prompt, as Ollama's older API does", ("embedding",),
         {"model": embeddings.TABLE["model"], "prompt": String()},
         errors=_BODY_ERRORS + _ENGINE_ERRORS, error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", embeddings.ROUTE, KEY, lambda on: on.vectors.embed,
-        "One vector for each input", embeddings.KEYS, embeddings.TABLE, embeddings.REQUIRED,
+        "Embed each input", embeddings.KEYS, embeddings.TABLE, embeddings.REQUIRED,
         reads_common_fields=True, errors=_BODY_ERRORS + _ENGINE_ERRORS),
     *(Operation("post", route, KEY, lambda on: on.vectors.rerank,
-        "Documents by their relevance to a query", rerank.KEYS, rerank.TABLE, rerank.REQUIRED,
+        "Rank documents by relevance to a query", rerank.KEYS, rerank.TABLE, rerank.REQUIRED,
         reads_common_fields=True, errors=_BODY_ERRORS + _ENGINE_ERRORS) for route in rerank.ROUTES),
     Operation("post", "/v1/messages/count_tokens", KEY, lambda on: on.texts.count_tokens,
-        "How many tokens a message would have", ("input_tokens",),
+        "Count the tokens of a conversation", ("input_tokens",),
         anthropic_messages.COUNTED, anthropic_messages.COUNTED_REQUIRED,
         errors=_BODY_ERRORS, error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
     Operation("post", "/tokenize", KEY, lambda on: on.texts.tokenize,
-        "Text to token ids", ("tokens", "count", "max_model_len"), worker.TOKENIZE,
+        "Convert text to token ids", ("tokens", "count", "max_model_len"), worker.TOKENIZE,
         errors=_BODY_ERRORS),
     Operation("post", "/detokenize", KEY, lambda on: on.texts.detokenize,
-        "Token ids to text", ("content", "prompt"), worker.DETOKENIZE, ("tokens",),
+        "Convert token ids to text", ("content", "prompt"), worker.DETOKENIZE, ("tokens",),
         errors=_BODY_ERRORS),
     Operation("post", "/apply-template", KEY, lambda on: on.texts.apply_template,
-        "The text of a conversation", ("prompt",), worker.APPLY_TEMPLATE, ("messages",),
+        "Render a conversation with the chat template", ("prompt",),
+        worker.APPLY_TEMPLATE, ("messages",),
         errors=_BODY_ERRORS),
     Operation("post", "/v1/responses/input_tokens", KEY, lambda on: on.responses.input_tokens,
-        "The length of a prompt", ("object", "input_tokens"),
+        "Count the tokens of a prompt", ("object", "input_tokens"),
         openai_responses.TABLE, openai_responses.REQUIRED, errors=_BODY_ERRORS),
     Operation("get", "/v1/responses/{id}", KEY, lambda on: on.responses.read,
-        "A response as it stands", openai_responses.KEYS,
+        "Show a response, or its finished part", openai_responses.KEYS,
         query=("stream", "starting_after"), media=(JSON, EVENTS), errors=(400, 404)),
     Operation("delete", "/v1/responses/{id}", KEY, lambda on: on.responses.delete,
-        "Stop and forget a response", ("id", "object", "deleted"), errors=(404,)),
+        "Stop and delete a response", ("id", "object", "deleted"), errors=(404,)),
     Operation("post", "/v1/responses/{id}/cancel", KEY, lambda on: on.responses.cancel,
         "Stop a response", openai_responses.KEYS, errors=(404,)),
     Operation("get", "/v1/responses/{id}/input_items", KEY, lambda on: on.responses.input_items,
-        "What led to a response", ("object", "data", "has_more"),
+        "List the input of a response", ("object", "data", "has_more"),
         query=("limit", "order", "after"), errors=(400, 404)),
-    Operation("post", "/v1/files", KEY, lambda on: on.later.files.create,
-        "Send a file of lines, as a form", _FILE, errors=(400, 408, 413, 415, 503)),
-    Operation("get", "/v1/files", KEY, lambda on: on.later.files.list,
-        "The files of a key", _LIST, query=("purpose", "limit", "order", "after"), errors=(400,)),
-    Operation("get", "/v1/files/{id}", KEY, lambda on: on.later.files.read,
-        "One file", _FILE, errors=(404,)),
-    Operation("delete", "/v1/files/{id}", KEY, lambda on: on.later.files.delete,
+    Operation("post", "/v1/files", KEY, lambda on: on.files.create,
+        "Upload a file of requests, as a form", _FILE, errors=(400, 408, 413, 415, 503)),
+    Operation("get", "/v1/files", KEY, lambda on: on.files.list,
+        "List the files of a key", _LIST,
+        query=("purpose", "limit", "order", "after"), errors=(400,)),
+    Operation("get", "/v1/files/{id}", KEY, lambda on: on.files.read,
+        "Show a file", _FILE, errors=(404,)),
+    Operation("delete", "/v1/files/{id}", KEY, lambda on: on.files.delete,
         "Delete a file", ("id", "object", "deleted"), errors=(400, 404, 503)),
-    Operation("get", "/v1/files/{id}/content", KEY, lambda on: on.later.files.content,
-        "The bytes of a file", media=("application/octet-stream",), errors=(404,)),
-    Operation("post", "/v1/batches", KEY, lambda on: on.later.batches.create,
-        "Answer the lines of a file from what others leave", _BATCH,
+    Operation("get", "/v1/files/{id}/content", KEY, lambda on: on.files.content,
+        "Download a file", media=("application/octet-stream",), errors=(404,)),
+    Operation("post", "/v1/batches", KEY, lambda on: on.batches.create,
+        "Create a batch: answer a file of requests in the background", _BATCH,
         batch_lines.BATCH_FIELDS, batch_lines.BATCH_REQUIRED, errors=(*_BODY_ERRORS, 500, 503)),
-    Operation("get", "/v1/batches", KEY, lambda on: on.later.batches.list,
-        "The batches of a key", _LIST, query=("limit", "after"), errors=(400,)),
-    Operation("get", "/v1/batches/{id}", KEY, lambda on: on.later.batches.read,
-        "How a batch stands", _BATCH, errors=(404,)),
-    Operation("post", "/v1/batches/{id}/cancel", KEY, lambda on: on.later.batches.cancel,
-        "Answer no further lines", _BATCH, errors=(404, 503)),
-    Operation("post", "/v1/messages/batches", KEY, lambda on: on.later.messages.create,
-        "Answer many messages from what others leave", _MESSAGE_BATCH,
+    Operation("get", "/v1/batches", KEY, lambda on: on.batches.list,
+        "List the batches of a key", _LIST, query=("limit", "after"), errors=(400,)),
+    Operation("get", "/v1/batches/{id}", KEY, lambda on: on.batches.read,
+        "Show the state of a batch", _BATCH, errors=(404,)),
+    Operation("post", "/v1/batches/{id}/cancel", KEY, lambda on: on.batches.cancel,
+        "Cancel a batch", _BATCH, errors=(404, 503)),
+    Operation("post", "/v1/messages/batches", KEY, lambda on: on.message_batches.create,
+        "Create a batch: answer many messages in the background", _MESSAGE_BATCH,
         batch_lines.REQUESTS_FIELDS, batch_lines.REQUESTS_REQUIRED,
         errors=(*_BODY_ERRORS, 500, 503), error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
-    Operation("get", "/v1/messages/batches", KEY, lambda on: on.later.messages.list,
-        "The batches of messages of a key", ("data", "has_more", "first_id", "last_id"),
+    Operation("get", "/v1/messages/batches", KEY, lambda on: on.message_batches.list,
+        "List the message batches of a key", ("data", "has_more", "first_id", "last_id"),
         query=("limit", "after_id", "before_id"), errors=(400,),
         error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
-    Operation("get", "/v1/messages/batches/{id}", KEY, lambda on: on.later.messages.read,
-        "How a batch of messages stands", _MESSAGE_BATCH, errors=(404,),
+    Operation("get", "/v1/messages/batches/{id}", KEY, lambda on: on.message_batches.read,
+        "Show the state of a message batch", _MESSAGE_BATCH, errors=(404,),
         error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
     Operation("post", "/v1/messages/batches/{id}/cancel", KEY,
-        lambda on: on.later.messages.cancel, "Answer no further messages", _MESSAGE_BATCH,
+        lambda on: on.message_batches.cancel, "Cancel a message batch", _MESSAGE_BATCH,
         errors=(404, 503), error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
-    Operation("delete", "/v1/messages/batches/{id}", KEY, lambda on: on.later.messages.delete,
-        "Forget an ended batch of messages", ("id", "type"), errors=(400, 404, 503),
+    Operation("delete", "/v1/messages/batches/{id}", KEY, lambda on: on.message_batches.delete,
+        "Delete a message batch that has ended", ("id", "type"), errors=(400, 404, 503),
         error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
     Operation("get", "/v1/messages/batches/{id}/results", KEY,
-        lambda on: on.later.messages.results, "The results, a line each",
+        lambda on: on.message_batches.results, "Download the results, one per line",
         media=("application/x-jsonl",), errors=(400, 404),
         error=_MESSAGES_ERROR, auth_error=_MESSAGES_ERROR),
-    Operation("get", "/v1/streams/{id}", KEY, lambda on: on.native.state,
-        "How a stream stands", _STREAM, errors=(404,)),
-    Operation("get", "/v1/streams/{id}/events", KEY, lambda on: on.native.events,
-        "The events of a stream from a cursor on; 204 if it has ended there",
+    Operation("get", "/v1/streams/{id}", KEY, lambda on: on.streams.state,
+        "Show the state of a stream", _STREAM, errors=(404,)),
+    Operation("get", "/v1/streams/{id}/events", KEY, lambda on: on.streams.events,
+        "Send the events after a cursor; 204 if the stream has ended there",
         query=("after", "view", "limit", "wait"), headers=("Last-Event-ID",),
         media=(EVENTS, LINES.MEDIA_TYPE, JSON), errors=(400, 404)),
-    Operation("post", "/v1/streams/{id}/cancel", KEY, lambda on: on.native.cancel,
+    Operation("post", "/v1/streams/{id}/cancel", KEY, lambda on: on.streams.cancel,
         "Stop a stream", _STREAM, errors=(404,)),
-    Operation("delete", "/v1/streams/{id}", KEY, lambda on: on.native.delete,
-        "Stop and forget", status=204, media=()),
+    Operation("delete", "/v1/streams/{id}", KEY, lambda on: on.streams.delete,
+        "Stop and delete a stream", status=204, media=()),
     Operation("get", "/v1/durable/{id}", KEY, lambda on: on.durable.read,
-        "A stream by the protocol Durable Streams 1.0", query=("offset", "live", "cursor"),
+        "Read a stream with Durable Streams 1.0", query=("offset", "live", "cursor"),
         headers=("If-None-Match",), media=(JSON, EVENTS), errors=(400, 404, 410)),
-    Operation("get", "/v1/stream", KEY, lambda on: on.by_byte.read,
-        "The body of a POST from a byte on", query=("conv_id", *_SPAN),
+    Operation("get", "/v1/stream", KEY, lambda on: on.stream_bytes.read,
+        "Send the body of a POST's answer, starting at a byte", query=("conv_id", *_SPAN),
         media=(EVENTS, LINES.MEDIA_TYPE, JSON), errors=(400, 404, 416), error="ByteError"),
-    Operation("get", "/v1/stream/{id:path}", KEY, lambda on: on.by_byte.read,
-        "The body of a POST from a byte on", query=_SPAN,
+    Operation("get", "/v1/stream/{id:path}", KEY, lambda on: on.stream_bytes.read,
+        "Send the body of a POST's answer, starting at a byte", query=_SPAN,
         media=(EVENTS, LINES.MEDIA_TYPE, JSON), errors=(400, 404, 416), error="ByteError"),
-    Operation("delete", "/v1/stream", KEY, lambda on: on.by_byte.delete,
-        "Stop and forget", query=("conv_id",), status=204, media=(), errors=(400,),
+    Operation("delete", "/v1/stream", KEY, lambda on: on.stream_bytes.delete,
+        "Stop and delete a stream", query=("conv_id",), status=204, media=(), errors=(400,),
         error="ByteError"),
-    Operation("delete", "/v1/stream/{id:path}", KEY, lambda on: on.by_byte.delete,
-        "Stop and forget", status=204, media=(), errors=(400,), error="ByteError"),
-    Operation("post", "/v1/streams/lookup", KEY, lambda on: on.by_byte.lookup,
-        "Which conversations have a stream", table=_LOOKUP,
+    Operation("delete", "/v1/stream/{id:path}", KEY, lambda on: on.stream_bytes.delete,
+        "Stop and delete a stream", status=204, media=(), errors=(400,), error="ByteError"),
+    Operation("post", "/v1/streams/lookup", KEY, lambda on: on.stream_bytes.lookup,
+        "Find the streams of conversations", table=_LOOKUP,
         errors=(400, 408, 413, 415), error="ByteError"),
 )
 # fmt: on
-"""One method of one path a row, in the order of the document; no two rows match one request."""
+"""One row per method and path, in the order of /openapi.json. A request matches at most one row."""

@@ -1,4 +1,7 @@
-"""The routes that say how the server is and what it serves: no prompt, text, id or key, no wait."""
+"""Routes that immediately show the state of the server and its models.
+
+The answers contain no prompt, text, stream id or key.
+"""
 
 import itertools
 import time
@@ -10,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from headrace.fleet.load_watch import LoadWatch
+from headrace.fleet.load_progress import LoadProgressWatch
 from headrace.fleet.model_host import ModelHost
 from headrace.gateway.codex_catalog import catalog
-from headrace.gateway.figure_routes import FigureRoutes
 from headrace.gateway.http_responses import answer, refuse, speaks_anthropic
-from headrace.gateway.listing import OF_ANTHROPIC, page
+from headrace.gateway.listing import ANTHROPIC_PAGING, page
+from headrace.gateway.metrics_routes import FigureRoutes
 from headrace.gateway.model_entries import anthropic_entry, entry_of
 from headrace.gateway.model_view import status_of, view_named, views_of
-from headrace.gateway.watch import Watch
+from headrace.gateway.polled_events import Watch
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
@@ -33,7 +36,7 @@ _HEARTBEAT = b"event: heartbeat\ndata: {}\n\n"
 
 Snapshot = dict[str, Any]
 
-UNABLE = {
+UNAVAILABLE = {
     "loading": RequestError("model_loading", "Loading model"),
     "draining": RequestError("server_shutdown", "The server is shutting down."),
     "dead": RequestError("engine_failed", "The engine stopped for good."),
@@ -52,14 +55,14 @@ class StateRoutes:
         state = self._generation.state
         if state == "loading":
             return unhealthy(state, loading=loading_of(self._generation.fleet.hosts.first.loading))
-        if state in UNABLE:
+        if state in UNAVAILABLE:
             return unhealthy(state)
         return answer({"status": state} | ages(self._generation))
 
     async def models(self, request: Request) -> ASGIApp:
         served = views_of(self._generation.fleet.hosts)
         if speaks_anthropic(request.scope):
-            listed = page(request, served, anthropic_entry, OF_ANTHROPIC)
+            listed = page(request, served, anthropic_entry, ANTHROPIC_PAGING)
             del listed["object"]
             return answer(listed)
         has_states = self._generation.fleet.pinned is None
@@ -76,7 +79,7 @@ class StateRoutes:
         generation = self._generation
         models = {}
         if generation.fleet.pinned is None:
-            # those of a server's first model, where it had no other, are the server's own
+            # A server that started with one model uses one Metrics for itself and for this model.
             hosts = [
                 it for it in generation.fleet.hosts.all() if it.metrics is not generation.metrics
             ]
@@ -88,9 +91,10 @@ class StateRoutes:
 
 
 def ages(generation: Generation) -> dict[str, float | None]:
-    """Seconds since the last step of any engine, and since the oldest last news of a live stream.
+    """Return the seconds since the last step of any engine, and the longest silence of a stream.
 
-    None: there was no step, or there is no stream.
+    The silence of a live stream is the time since the stream's last event; heartbeats do not
+    count. A value is None if there was no step, or if there is no live stream.
     """
     steps = (host.engine.last_step_age_s for host in generation.fleet.hosts.all())
     step_s = min((age for age in steps if age is not None), default=None)
@@ -100,10 +104,11 @@ def ages(generation: Generation) -> dict[str, float | None]:
 
 
 def unhealthy(state: str, **more: Any) -> Response:
-    """Answers why nothing is served, with what `more` there is to know about it."""
-    error = UNABLE[state]
+    """Answer with status 503 and the reason; `more` adds fields to the body."""
+    error = UNAVAILABLE[state]
     shown: dict[str, Any] = {"message": error.message, "type": error.kind.type}
-    if state == "loading":  # as clients that wait for a load know it
+    # Clients that wait for a model to load expect this format.
+    if state == "loading":
         shown = {"code": error.kind.status, **shown}
     else:
         shown |= {"param": None, "code": error.code}
@@ -111,8 +116,8 @@ def unhealthy(state: str, **more: Any) -> Response:
     return Response(body, 503, _without_length(refuse(error)), "application/json")
 
 
-def loading_of(watch: LoadWatch) -> dict[str, Any] | None:
-    """The progress of a load now, in JSON."""
+def loading_of(watch: LoadProgressWatch) -> dict[str, Any] | None:
+    """Return the current load progress as JSON, or None if nothing is loading."""
     if (now := watch.progress) is None:
         return None
     figures = {"progress": now.share, "detail": now.detail, "since_s": round(now.seconds, 1)}
@@ -140,28 +145,28 @@ class ManageRoutes:
         return Watch(lambda: snapshot(self._generation), self.changed, _HEARTBEAT)
 
     def changed(self, before: Snapshot | None, now: Snapshot) -> bytes:
-        """Return the event for a snapshot that differs; it adds times, which always change."""
+        """Return the event for a changed snapshot, or nothing if only the times have changed."""
         if now == before:
             return b""
         return b"event: state\ndata: " + encode(self._with_uptime(now)) + b"\n\n"
 
     async def drain(self, request: Request) -> ASGIApp:
-        """Admits nothing more; what runs goes on, and the server stays until it is stopped."""
+        """Stop admitting requests. Running requests continue, and the server stays up."""
         self._generation.queues.stop()
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
     async def replace(self, request: Request) -> ASGIApp:
-        """Answers at once; the state shows the fresh engine, under the next number."""
+        """Start to replace an engine. The new engine appears in the state under the next number."""
         host = self._generation.fleet.hosts.get(request.query_params.get("model"))
         number = request.query_params.get("replica", "")
         if number not in (str(it.number) for it in host.engine.replicas):
-            message = "replica must be the number of one that /manage/state shows."
+            message = "replica must be the number of an engine in /manage/state."
             raise RequestError("invalid_value", message, "replica")
         self._generation.fleet.replace(host, int(number))
         return answer({"status": "replacing"})
 
     async def admit_again(self, request: Request) -> ASGIApp:
-        """Takes a drain back, unless the server is ending."""
+        """End a drain, unless the server is shutting down."""
         self._generation.queues.go_on()
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
@@ -171,7 +176,7 @@ class ManageRoutes:
 
 
 def snapshot(generation: Generation) -> Snapshot:
-    """Everything but the time."""
+    """Return the whole state without the values that change all the time, such as ages."""
     hosts = generation.fleet.hosts.all()
     shown = {"state": generation.state, "version": __version__, **_snapshot(hosts[0])}
     if generation.fleet.pinned is None:
@@ -182,18 +187,21 @@ def snapshot(generation: Generation) -> Snapshot:
 
 
 def _row(host: ModelHost, stream: LiveStream) -> Snapshot:
-    """A request that waits or runs; its number names it to nobody but who looks on."""
-    standings = stream.standings().values()
+    """Describe a request that waits or runs.
+
+    No other route uses the number that is shown for the request.
+    """
+    choice_progress = stream.choice_progress().values()
     return {
         "number": stream.number,
         "model": host.name,
         "state": stream.state,
         "created": stream.record.created,
         "prompt_tokens": stream.record.num_prompt_tokens,
-        "prompt_processed": sum(one.num_processed for one in standings),
-        "prompt_cached": sum(one.num_cached for one in standings),
+        "prompt_processed": sum(one.num_processed for one in choice_progress),
+        "prompt_cached": sum(one.num_cached for one in choice_progress),
         "tokens": stream.tally.usage.completion_tokens,
-        "tokens_left": _sum(one.num_left for one in standings),
+        "tokens_left": _sum(one.num_left for one in choice_progress),
         "choices": stream.record.request.num_choices,
         "max_gap_ms": stream.tally.timings.max_gap_ms,
         "readers": stream.num_readers,
@@ -201,14 +209,14 @@ def _row(host: ModelHost, stream: LiveStream) -> Snapshot:
 
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
-    """None: there is none, or one of them has no limit."""
+    """Return the sum; None if there are no numbers, or if one of the numbers is None."""
     found = list(numbers)
     known = [number for number in found if number is not None]
     return sum(known) if known and len(known) == len(found) else None
 
 
 def _snapshot(host: ModelHost) -> Snapshot:
-    """The snapshot of one model."""
+    """Return the snapshot of one model."""
     status = host.engine.status
     return {
         "engine": _engine(host),
@@ -231,7 +239,7 @@ def _snapshot(host: ModelHost) -> Snapshot:
 
 
 def _replicas(host: ModelHost) -> list[Snapshot]:
-    """The engines of a model that has several."""
+    """Describe the engines of a model that runs on several engines."""
     return [
         {
             "number": it.number,
@@ -262,6 +270,7 @@ def _engine(host: ModelHost) -> Snapshot:
         "lane": ready.lane,
         "device": ready.device,
         "dtype": ready.dtype,
+        "kernels": ready.kernels,
         "fingerprint": ready.fingerprint,
         "max_model_len": ready.max_model_len,
         "max_num_seqs": ready.max_num_seqs,

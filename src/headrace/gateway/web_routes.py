@@ -1,14 +1,16 @@
-"""The page: files of the package, alike for everybody, so that they ask for no key."""
+"""Serves the web pages. The pages are the same for all clients, so they need no key."""
 
 import gzip
 import hashlib
+import html
 from functools import cached_property
 from pathlib import Path
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 import headrace
 
@@ -20,10 +22,10 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Types by ending; files with another ending are not served."""
+"""Media types by file extension. Files with another extension are not served."""
 
-# No inline script or style, no other host, and no string that becomes HTML. Pictures that a person
-# attaches are shown from data URIs.
+# Allow no inline script or style, no other host, and no string that becomes HTML. Pictures that a
+# person attaches are shown from data URIs.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -31,7 +33,8 @@ _POLICY = (
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
-    "Cache-Control": "no-cache",  # kept, and asked for again by its ETag
+    # Browsers keep the file, and use its ETag to check whether the file has changed.
+    "Cache-Control": "no-cache",
     "Vary": "Accept-Encoding",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -39,7 +42,10 @@ _HEADERS = {
 
 
 class WebFile:
-    """One file in memory, packed if the client takes that; 304 to one that has it."""
+    """Serves one file from memory, compressed if the client accepts gzip.
+
+    The answer has status 304 if the client's ETag is current.
+    """
 
     _headers = _HEADERS
 
@@ -65,18 +71,48 @@ class WebFile:
 
 
 class StartPage(WebFile):
-    """Serves the start page to browsers, and to other clients the text that Ollama's API has."""
+    """Serves the start page to browsers, and Ollama's short text to all other clients."""
 
     _headers = {**_HEADERS, "Vary": "Accept, Accept-Encoding"}
 
     async def read(self, request: Request) -> ASGIApp:
-        if "text/html" in request.headers.get("accept", ""):
+        if is_from_browser(request.scope):
             return await super().read(request)
         return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})
 
 
+HOME = "headrace.home"
+"""Key in an ASGI scope: the relative address of the start page, seen from the request's path."""
+
+
+def home_of(scope: Scope, prefix: str) -> str:
+    """Return the relative address of the start page, seen from the path that the client sent.
+
+    A proxy may serve this server below a further path, which only the browser knows.
+    """
+    path: bytes = scope.get("raw_path", b"")
+    return "../" * (path.count(b"/") - 1) + f"{prefix}/"[1:]
+
+
+def is_from_browser(scope: Scope) -> bool:
+    """Return whether a person opens the address in a browser."""
+    accept = Headers(scope=scope).get("accept", "")
+    return scope["method"] in ("GET", "HEAD") and "text/html" in accept
+
+
+def missing_page(scope: Scope, status: int, reason: str) -> Response:
+    """Return a page that says why there is no page at this path, with links to other pages."""
+    page = _MISSING.replace("<!-- reason -->", html.escape(reason))
+    for link in ('href="', 'src="'):
+        page = page.replace(link, link + scope[HOME])
+    return Response(page, status, {**_HEADERS, "Vary": "Accept"}, TYPES[".html"])
+
+
+_MISSING = (FOLDER / "missing.html").read_text()
+
+
 def web_routes() -> list[Route]:
-    """Return the routes of the pages, and of everything else below /web/."""
+    """Return the routes of the pages, and of all other files below /web/."""
     found = [path for path in FOLDER.rglob("*") if path.suffix in TYPES]
     files = {path.relative_to(FOLDER).as_posix(): WebFile(path) for path in found}
     files[PAGES["/"]] = StartPage(FOLDER / PAGES["/"])

@@ -1,4 +1,7 @@
-"""Adapters that come and go while streams run: each is asked for as a model by its name."""
+"""Loads and unloads adapters while streams run.
+
+To use an adapter, a request gives the adapter's name as its model.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -14,22 +17,25 @@ from headrace_common.errors import ModelError, RequestError
 _LONGEST_NAME = 256
 
 
-class AdapterDesk:
-    """Loads and unloads adapters of served models. `on_names` is called when names have changed."""
+class AdapterService:
+    """Loads and unloads adapters; calls `on_names` when the list of adapter names has changed."""
 
-    def __init__(self, fleet: Fleet, streams: Registry) -> None:
-        self._fleet, self._streams = fleet, streams
-        self.on_names: Callable[[], None] = lambda: None
-        self._turn = asyncio.Lock()  # one at a time, so that no name is taken twice
+    def __init__(self, fleet: Fleet, streams: Registry, on_names: Callable[[], None]) -> None:
+        self._fleet, self._streams, self._on_names = fleet, streams, on_names
+        # Load adapters one after another, so that two load requests cannot take the same name.
+        self._turn = asyncio.Lock()
 
     async def load(self, name: str, path: str, base: str | None) -> None:
-        """Has it in memory, to be asked for by its name; RequestError says why not."""
+        """Load the adapter at `path` and serve the adapter under `name`.
+
+        Raises RequestError if the adapter cannot be loaded.
+        """
         if not 0 < len(name) <= _LONGEST_NAME or "=" in name or not name.isprintable():
-            message = f"lora_name takes 1 to {_LONGEST_NAME} printable characters, none of them =."
+            message = f"lora_name must have 1 to {_LONGEST_NAME} printable characters and no =."
             raise RequestError("invalid_value", message, "lora_name")
         async with self._fleet.using(base) as host, self._turn:
             if self._fleet.hosts.find(name) is not None:
-                message = f"{name!r} is served already; unload it first, or give another name."
+                message = f"{name!r} is already served; unload it first, or choose another name."
                 raise RequestError("invalid_value", message, "lora_name")
             architecture = host.model.spec.architecture
             try:
@@ -40,15 +46,17 @@ class AdapterDesk:
             except ModelError as error:
                 raise RequestError("invalid_value", str(error), "lora_path") from error
             host.add_adapter(adapter)
-        self.on_names()
+        self._on_names()
 
     async def unload(self, name: str) -> None:
-        """Takes no more requests for it at once, and returns when its streams have ended."""
+        """Immediately refuse new requests for the adapter; return when the adapter's streams have
+        ended.
+        """
         host = self._fleet.hosts.find(name)
         adapter = host.remove_adapter(name) if host else None
         if host is None or adapter is None:
             raise RequestError("model_not_found", f"No adapter {name!r} is loaded.", "lora_name")
-        self.on_names()
+        self._on_names()
         while users := self._users(adapter):
             await asyncio.gather(*users)
         others = host.known.adapters.values() if host.known else ()
@@ -56,7 +64,9 @@ class AdapterDesk:
             host.tenants.drop_adapter(adapter)
 
     def _users(self, adapter: Adapter) -> list[asyncio.Task[bool]]:
-        """The ends of its streams, to be waited for."""
+        """Return one task per unfinished stream of the adapter; the task ends when the stream
+        ends.
+        """
         return [
             asyncio.create_task(stream.ended.wait(), name="end of a stream")
             for stream in self._streams

@@ -1,37 +1,49 @@
-"""Who is let in: bounds of the queue, limits per key, and when it is worth coming back.
+"""Decides which requests may enter the queue, and when a refused client should retry.
 
-Time is an argument, and nothing here awaits: to look and to take a place is one act.
+All functions take the time as an argument, and no function awaits. So no other task can run
+between the check of a request and the request's entry into the queue.
 """
 
 from collections.abc import Iterable
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.queue_eta import Schedule
+from headrace.fleet.queue_eta import QueueEta
 from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 from headrace_common.messages import Ready
 
-_AUTO_S = 600.0  # of reading prompts that may wait, where no number of tokens is set
-_UNMEASURED = 500.0  # prompt tokens a second, until the engine has measured
+# If --max-num-queued-tokens is unset, the prompts in the queue may take this many seconds to
+# compute.
+_AUTO_S = 600.0
+# The rate in prompt tokens per second that is assumed until the engine has measured the real rate.
+_UNMEASURED = 500.0
 _MAX_PROMISES = 1000
-_MARGIN, _LEAST_S = 1.1, 0.1  # a little late is better than in vain
-_EARLY_S, _LATE_S = 5.0, 5.0  # around the time at which somebody was told to come back
+# Clients are told to retry slightly late, because a retry that comes too early is refused again.
+_MARGIN, _LEAST_S = 1.1, 0.1
+# A place is reserved for a refused client from `_EARLY_S` before the promised time until `_LATE_S`
+# after the promised time.
+_EARLY_S, _LATE_S = 5.0, 5.0
 _MINUTE_S = 60.0
 
 
-class Asked(NamedTuple):
-    """The demand of a request. Two with the same owner and digest are one that came back."""
+class Demand(NamedTuple):
+    """The resources that a request needs.
+
+    Two demands with equal owner and digest belong to the same request, which was sent twice.
+    """
 
     owner: str
     digest: bytes
     num_choices: int
-    num_tokens: int = 0  # of its prompts, once they are counted
+    # Tokens of the request's prompts; 0 until the prompts are tokenized.
+    num_tokens: int = 0
 
 
 class Capacity(NamedTuple):
-    """The most that the engine can take at once."""
+    """The engine's maximum number of sequences and maximum context length in tokens."""
 
     max_num_seqs: int
     max_model_len: int
@@ -41,15 +53,22 @@ class Capacity(NamedTuple):
         return cls(ready.max_num_seqs, ready.max_model_len) if ready else cls(0, 0)
 
 
-class Place:
-    """The queue place of an admitted request until it is closed; its stream keeps it current."""
+class QueueTicket:
+    """Counts one admitted request in the queue until `close` is called.
+
+    The request's stream or vector batch reports every change with `update`.
+    """
 
     def __init__(self, admission: "Admission") -> None:
         self._admission = admission
         self._counts = (0, 0, 0)
 
     def update(self, num_live: int, num_waiting: int, num_tokens: int) -> None:
-        """Choices that have not ended, those not begun, and the prompt tokens of the latter."""
+        """Set the request's current counts.
+
+        `num_live` counts unfinished choices, `num_waiting` counts waiting choices, and `num_tokens`
+        counts the prompt tokens of the waiting choices.
+        """
         counts = (num_live, num_waiting, num_tokens)
         if counts != self._counts:
             self._admission.count(counts, self._counts)
@@ -60,7 +79,11 @@ class Place:
 
 
 class _Allowance:
-    """The allowance of a key, refilled all the time up to a minute's worth; may be overdrawn."""
+    """The allowance of an API key, kept as a bucket that refills continuously.
+
+    A full bucket holds one minute's allowance. The bucket can be overdrawn, because some amounts
+    are known only after their use.
+    """
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._rate = per_minute / _MINUTE_S
@@ -68,7 +91,10 @@ class _Allowance:
         self._at = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """Seconds until that much is left, or all there can be; 0 if it is there."""
+        """Return the seconds until the bucket holds `amount`.
+
+        If `amount` exceeds a full bucket, return the seconds until the bucket is full.
+        """
         self._left = min(self._most, self._left + (now - self._at) * self._rate)
         self._at = now
         return max(0.0, (min(amount, self._most) - self._left) / self._rate)
@@ -78,55 +104,57 @@ class _Allowance:
 
 
 class KeyLimits:
-    """The limits of each key for a minute, over all queues of a server."""
+    """The per-minute limits of all API keys, shared by all queues of a server."""
 
     def __init__(self, config: StreamConfig) -> None:
         self._config = config
-        self._has_any = bool(config.key_requests_per_minute or config.key_tokens_per_minute)
+        self.has_any = bool(config.key_requests_per_minute or config.key_tokens_per_minute)
         self._requests: dict[str, _Allowance] = {}
         self._tokens: dict[str, _Allowance] = {}
 
-    def check(self, asked: Asked, now: float) -> None:
-        """RequestError if the key has used what it may; says when it may go on."""
-        if not self._has_any:
-            return
-        for what, limit, allowance, amount in self._allowances(asked, now):
+    def check(self, demand: Demand, now: float) -> None:
+        """Raise RequestError with the waiting time if the key has used up its allowance."""
+        for what, limit, allowance, amount in self._allowances(demand, now):
             wait_s = allowance.seconds_until(max(1, amount), now)
             if wait_s > 0:
                 raise RequestError(
                     "rate_limit_exceeded",
-                    f"This key may use {limit} {what} a minute (--key-{what}-per-minute), and has "
-                    f"used them; try again in {wait_s:.1f} s.",
+                    f"This key has used up its {limit} {what} a minute (--key-{what}-per-minute); "
+                    f"try again in {wait_s:.1f} s.",
                     retry_after_s=wait_s,
                 ).noting(limit=limit)
 
-    def _allowances(self, asked: Asked, now: float) -> Iterable[tuple[str, int, _Allowance, int]]:
-        """Each limit, the key's allowance, and the request's share of that; owners are few."""
-        config, owner = self._config, asked.owner
+    def _allowances(self, demand: Demand, now: float) -> Iterable[tuple[str, int, _Allowance, int]]:
+        """Yield a tuple for each limit that is set.
+
+        The tuple contains the limit's name and value, the key's bucket, and the amount that the
+        request takes.
+        """
+        config, owner = self._config, demand.owner
         for what, kept, limit, amount in (
             ("requests", self._requests, config.key_requests_per_minute, 1),
-            ("tokens", self._tokens, config.key_tokens_per_minute, asked.num_tokens),
+            ("tokens", self._tokens, config.key_tokens_per_minute, demand.num_tokens),
         ):
             if limit:
                 if owner not in kept:
                     kept[owner] = _Allowance(limit, now)
                 yield what, limit, kept[owner], amount
 
-    def use(self, asked: Asked, now: float) -> None:
-        """The request was admitted."""
-        if not self._has_any:
-            return
-        for _, _, allowance, amount in self._allowances(asked, now):
+    def use(self, demand: Demand, now: float) -> None:
+        """Charge an admitted request to its key."""
+        for _, _, allowance, amount in self._allowances(demand, now):
             allowance.use(amount)
 
     def used(self, owner: str, num_tokens: int) -> None:
-        """Tokens that were generated count for the key once it is known how many they are."""
+        """Charge a key for tokens that could not be counted at admission, such as generated
+        tokens.
+        """
         if (allowance := self._tokens.get(owner)) is not None:
             allowance.use(num_tokens)
 
 
-class Promise(NamedTuple):
-    """A client was told to come back by then, and what it will need."""
+class RetryPromise(NamedTuple):
+    """Records that a refused client was told to retry this demand at time `by`."""
 
     by: float
     num_choices: int
@@ -134,59 +162,74 @@ class Promise(NamedTuple):
 
 
 class Admission:
-    """The bounds of one queue. Counts choices, n to a prompt, and tokens of prompts."""
+    """Applies the limits of one queue. The limits count choices (n per prompt) and prompt tokens.
 
-    def __init__(self, config: StreamConfig, limits: KeyLimits) -> None:
+    `eta` estimates when waiting requests will start and how fast prompts are computed.
+
+    A refused client is told when to retry, and the queue remembers this promise. Until shortly
+    after the promised time, a place is reserved for the client. Otherwise new clients could
+    overtake a client that waited as told.
+
+    At most half of the queue is reserved, so that clients that never return cannot block the queue.
+    """
+
+    def __init__(self, config: StreamConfig, limits: KeyLimits, eta: QueueEta) -> None:
         self.num_live = self.num_waiting = self.num_tokens = 0
         self._config = config
         self._limits = limits
-        self._schedule = Schedule(0.0, iter(()))
-        self._tokens_per_s = _UNMEASURED
-        self._promises: dict[tuple[str, bytes], Promise] = {}
+        self._eta = eta
+        self._promises: dict[tuple[str, bytes], RetryPromise] = {}
 
-    def set_schedule(self, schedule: Schedule, tokens_per_s: float) -> None:
-        """When those that wait will start, and how fast prompts are read."""
-        self._schedule = schedule
-        self._tokens_per_s = tokens_per_s or self._tokens_per_s
+    def check(self, demand: Demand, capacity: Capacity, now: float) -> None:
+        """Raise RequestError if the request cannot enter the queue.
 
-    def check(self, asked: Asked, capacity: Capacity, now: float) -> None:
-        """RequestError if the request could not enter, as far as is known of it."""
-        self._limits.check(asked, now)
+        `demand.num_tokens` is 0 if the prompts are not tokenized yet.
+        """
+        if self._limits.has_any:
+            self._limits.check(demand, now)
         bound = self._config.max_num_queued_reqs
-        is_full = self.num_waiting >= bound
-        num_kept = 0 if is_full else min(self._num_expected(asked, now), bound // 2)
-        if self.num_waiting + num_kept >= bound and self.num_live >= capacity.max_num_seqs:
-            kept = f", {num_kept} places are kept for who was told to return" if num_kept else ""
+        num_reserved = 0
+        if self._promises and self.num_waiting < bound:
+            num_reserved = min(self._num_expected(demand, now), bound // 2)
+        if self.num_waiting + num_reserved >= bound and self.num_live >= capacity.max_num_seqs:
+            kept = (
+                f", {num_reserved} places are reserved for clients that were told to retry"
+                if num_reserved
+                else ""
+            )
             reason = f"{self.num_waiting} choices are waiting{kept}, and --max-num-queued-reqs is "
-            error = self._overloaded(f"{reason}{bound}", asked, capacity, now)
+            error = self._overloaded(f"{reason}{bound}", demand, capacity, now)
             raise error.noting(waiting=self.num_waiting, limit=bound)
+        if not self.num_tokens:
+            return
         most = self._max_tokens(capacity)
-        if self.num_tokens and self.num_tokens + max(1, asked.num_tokens) > most:
-            reason = f"{self.num_tokens} prompt tokens are waiting, this request has "
-            reason += f"{asked.num_tokens or 'more'}, and --max-num-queued-tokens is {most}"
-            error = self._overloaded(reason, asked, capacity, now)
+        if self.num_tokens + max(1, demand.num_tokens) > most:
+            reason = f"{self.num_tokens} prompt tokens are waiting, this request adds "
+            reason += f"{demand.num_tokens or 'more'}, and --max-num-queued-tokens is {most}"
+            error = self._overloaded(reason, demand, capacity, now)
             raise error.noting(waiting_tokens=self.num_tokens, limit=most)
 
-    def enter(self, asked: Asked, capacity: Capacity, now: float) -> Place:
-        """A place in the queue, taken in the same act as it is looked for."""
-        self.check(asked, capacity, now)
-        self._promises.pop(asked[:2], None)
-        self._limits.use(asked, now)
-        place = self.resume()
-        place.update(asked.num_choices, asked.num_choices, asked.num_tokens)
-        return place
-
-    def resume(self) -> Place:
-        """The place of a stream that was admitted before: bounds do not apply to it."""
-        return Place(self)
+    def enter(self, demand: Demand, capacity: Capacity, now: float) -> QueueTicket:
+        """Check a request and enter the request into the queue, as one atomic operation."""
+        self.check(demand, capacity, now)
+        self._promises.pop(demand[:2], None)
+        if self._limits.has_any:
+            self._limits.use(demand, now)
+        ticket = QueueTicket(self)
+        ticket.update(demand.num_choices, demand.num_choices, demand.num_tokens)
+        return ticket
 
     def count(self, now: tuple[int, int, int], before: tuple[int, int, int]) -> None:
-        """Counts the change of a place."""
+        """Add the difference between a ticket's new and old counts to the queue's counts."""
         self.num_live += now[0] - before[0]
         self.num_waiting += now[1] - before[1]
         self.num_tokens += now[2] - before[2]
 
-    # when to come back
+    # The methods below estimate when a refused client should retry.
+
+    @property
+    def _tokens_per_s(self) -> float:
+        return self._eta.tokens_per_s or _UNMEASURED
 
     def _max_tokens(self, capacity: Capacity) -> int:
         auto = max(capacity.max_model_len, int(_AUTO_S * self._tokens_per_s))
@@ -194,99 +237,117 @@ class Admission:
         return auto if most is None else most
 
     def _overloaded(
-        self, reason: str, asked: Asked, capacity: Capacity, now: float
+        self, reason: str, demand: Demand, capacity: Capacity, now: float
     ) -> RequestError:
-        wait_s = self._seconds_until_it_fits(asked, capacity, now)
-        who = asked[:2]
-        if len(self._promises) < _MAX_PROMISES or who in self._promises:
-            self._promises[who] = Promise(now + wait_s, asked.num_choices, asked.num_tokens)
+        wait_s = self._seconds_until_it_fits(demand, capacity, now)
+        client = demand[:2]
+        if len(self._promises) < _MAX_PROMISES or client in self._promises:
+            self._promises[client] = RetryPromise(
+                now + wait_s, demand.num_choices, demand.num_tokens
+            )
         message = f"{reason}; there should be room in {wait_s:.1f} s."
         return RequestError("server_overloaded", message, retry_after_s=wait_s)
 
-    def _seconds_until_it_fits(self, asked: Asked, capacity: Capacity, now: float) -> float:
-        """Seconds until enough before it have started: waiting ones, and those told to return."""
-        promises = self._outstanding(asked, now)
+    def _seconds_until_it_fits(self, demand: Demand, capacity: Capacity, now: float) -> float:
+        """Return the estimated seconds until enough earlier requests have started.
+
+        Earlier requests are all waiting requests and the requests of other refused clients with a
+        promise.
+        """
+        promises = self._outstanding(demand, now)
         num_before = self.num_waiting + len(promises)
         num_starts = num_before - self._config.max_num_queued_reqs + 1
-        num_tokens = self.num_tokens + asked.num_tokens + sum(p.num_tokens for p in promises)
+        num_tokens = self.num_tokens + demand.num_tokens + sum(p.num_tokens for p in promises)
         excess = num_tokens - self._max_tokens(capacity)
         if excess > 0:
-            num_more = self._schedule.num_starts_for(excess, num_before, now)
+            num_more = self._eta.schedule.num_starts_for(excess, num_before, now)
             num_starts = max(num_starts, num_more)
-        wait_s = self._schedule.seconds_until(max(1, num_starts), now)
+        wait_s = self._eta.schedule.seconds_until(max(1, num_starts), now)
         if wait_s is None:
             wait_s = self.num_tokens / self._tokens_per_s + 1.0
         return _MARGIN * wait_s + _LEAST_S
 
-    def _num_expected(self, asked: Asked, now: float) -> int:
-        """Others who were told to come back about now: who was first is not to be overtaken."""
-        if not self._promises or asked[:2] in self._promises:
-            return 0
-        return sum(promise.by - _EARLY_S <= now for promise in self._outstanding(asked, now))
+    def _num_expected(self, demand: Demand, now: float) -> int:
+        """Return how many other clients with a promise are expected to retry around now.
 
-    def _outstanding(self, asked: Asked, now: float) -> list[Promise]:
-        """Who else was told to come back, and may still do so."""
-        late = [who for who, promise in self._promises.items() if promise.by + _LATE_S < now]
-        for who in late:
-            del self._promises[who]
-        return [promise for who, promise in self._promises.items() if who != asked[:2]]
+        Returns 0 if this client has a promise too: the promises of other clients must not delay
+        this client again.
+        """
+        if demand[:2] in self._promises:
+            return 0
+        return sum(promise.by - _EARLY_S <= now for promise in self._outstanding(demand, now))
+
+    def _outstanding(self, demand: Demand, now: float) -> list[RetryPromise]:
+        """Delete expired promises; return the remaining promises of other clients."""
+        late = [client for client, promise in self._promises.items() if promise.by + _LATE_S < now]
+        for client in late:
+            del self._promises[client]
+        return [promise for client, promise in self._promises.items() if client != demand[:2]]
 
 
 class Queues:
-    """Has one Admission before each model, and opens none while it takes no requests."""
+    """Holds two queues for each model: a normal queue and a queue for background requests.
+
+    While the server shuts down, all requests are refused.
+    """
 
     def __init__(self, config: StreamConfig, fleet: Fleet) -> None:
         self.limits = KeyLimits(config)
         self.is_draining = self.is_ending = False
         self._config = config
         self._fleet = fleet
-        self._by_host: dict[tuple[ModelHost, bool], Admission] = {}
-        fleet.on_gone = self._forget
+        # A host's queues are freed together with the host: after the host was removed or replaced
+        # and the host's streams have ended.
+        self._by_host = WeakKeyDictionary[ModelHost, tuple[Admission, Admission]]()
 
     def stop(self) -> None:
-        """Refuses new requests from now on; what is admitted goes on."""
+        """Refuse new requests from now on; admitted requests continue."""
         self.is_draining = True
 
     def go_on(self) -> None:
-        """Takes `stop` back; nothing once the server ends."""
+        """Undo `stop`, unless `end` was called."""
         self.is_draining = self.is_ending
 
     def end(self) -> None:
-        """Refuses new requests for good."""
+        """Refuse new requests permanently."""
         self.is_draining = self.is_ending = True
 
     def find(self, name: str | None, is_background: bool) -> tuple[ModelHost, Admission]:
-        """The host of that name and its queue; RequestError if it takes no requests."""
+        """Return the host of the named model, and the host's queue.
+
+        Raises RequestError if the host takes no requests.
+        """
         host = self._fleet.hosts.exact(name)
         return host, self.of(host, is_background)
 
     def of(self, host: ModelHost, is_background: bool = False) -> Admission:
-        """The queue before a host; RequestError if that takes no requests.
+        """Return the queue of a host. Raises RequestError if the host takes no requests.
 
-        The background has one of its own, so that it takes nobody's place.
+        Background requests have a separate queue, so that background requests never fill the normal
+        queue.
         """
         self.check_open(host)
-        queue = self._of(host, is_background)
-        queue.set_schedule(host.tenants.eta.schedule, host.tenants.eta.tokens_per_s)
-        return queue
+        queues = self._by_host.get(host)
+        return self._open(host, is_background) if queues is None else queues[is_background]
 
     def check_open(self, host: ModelHost) -> None:
-        """RequestError if this model takes no requests."""
+        """Raise RequestError if this model takes no requests."""
         if host is self._fleet.pinned and host.engine.state == "dead":
             raise RequestError("engine_failed", "The engine stopped for good.", retry_after_s=30)
         if self.is_draining:
             raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
 
-    def resume(self, host: ModelHost, is_background: bool = False) -> Place:
-        """The place of a stream that was admitted before, whatever the bounds are now."""
-        return self._of(host, is_background).resume()
+    def resume(self, host: ModelHost, is_background: bool = False) -> QueueTicket:
+        """Return a ticket for a stream that was admitted earlier, without checking the limits
+        again.
+        """
+        queues = self._by_host.get(host)
+        return QueueTicket(
+            self._open(host, is_background) if queues is None else queues[is_background]
+        )
 
-    def _of(self, host: ModelHost, is_background: bool) -> Admission:
-        queue = self._by_host.get((host, is_background))
-        if queue is None:
-            queue = self._by_host[host, is_background] = Admission(self._config, self.limits)
-        return queue
-
-    def _forget(self, host: ModelHost) -> None:
-        for is_background in (False, True):
-            self._by_host.pop((host, is_background), None)
+    def _open(self, host: ModelHost, is_background: bool) -> Admission:
+        config, limits, eta = self._config, self.limits, host.tenants.eta
+        queues = Admission(config, limits, eta), Admission(config, limits, eta)
+        self._by_host[host] = queues
+        return queues[is_background]

@@ -1,4 +1,4 @@
-"""One choice on its way out: tokens in, events' worth of text out; judges ends in token order."""
+"""Turns the tokens of one choice into text for events, and decides where the choice ends."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from headrace.streams.record import Record
 from headrace.text.assembler import TextAssembler
 from headrace.text.detokenizer import Detokenizer
 from headrace.text.output_splitter import PLAIN, REASONING_TAGS, Splitting, make_splitting
-from headrace.text.stops import StopMatcher
+from headrace.text.stops import NO_STOPS, StopMatcher
 from headrace.text.tokenizer import Tokenizer
 from headrace_common.ids import SequenceId
 from headrace_common.messages import FinishReason, Guessed, NewSequence, PromptLogprobs
@@ -17,14 +17,16 @@ from headrace_common.pieces import ChannelPiece
 from headrace_common.request import Chat
 from headrace_common.sampling import Logprobs
 
-_TAIL = 16  # tokens of a prompt in which reasoning may have been opened
+# The number of tokens at a prompt's end that are searched for an opening reasoning tag.
+_TAIL = 16
 
 
 @dataclass(slots=True)
-class _Untold:
-    """News of a choice that no event has carried yet, beside the text's own entries."""
+class _Unreported:
+    """The results of a choice since its last event, without the assembler's log probabilities."""
 
     ids: list[int] = field(default_factory=list)
+    state: bytes = b""
     num_reasoning: int = 0
     num_guessed: int = 0
     num_accepted: int = 0
@@ -33,16 +35,23 @@ class _Untold:
 
 
 class ChoiceWriter:
-    """`index` counts over the whole request, `number` within its prompt."""
+    """Builds the events of one choice.
+
+    `index` is the choice's index in the request, and `number` the choice's index among the choices
+    of one prompt.
+    """
 
     def __init__(self, index: int, record: Record, model: ServedModel) -> None:
         request = record.request
         self.index = index
         self.prompt, self.number = divmod(index, request.n)
         self.end: ChoiceEnd | None = None
-        self.has_begun = False  # the engine has begun it
-        self.has_text = False  # its text has begun, with the echo of its prompt if there is one
-        self.is_stopped = False  # by its own tokens; later tokens from the engine are ignored
+        # Whether the engine has started this choice.
+        self.has_begun = False
+        # Whether the choice's text has started. An echoed prompt is part of the text.
+        self.has_text = False
+        # Whether a stop string or an end token has ended the choice; later tokens are ignored.
+        self.is_stopped = False
         self.num_prompt = len(record.prompts[self.prompt]) // 4
         self._has_source = model.has_source
         self._max_tokens = request.sampling.max_tokens
@@ -50,44 +59,62 @@ class ChoiceWriter:
         self._splitting = splitting_of(record, self.prompt, model.tokenizer)
         self._text: TextAssembler[TokenLogprob] = TextAssembler(
             Detokenizer(model.tokenizer, request.skip_special_tokens, self._token_before(record)),
-            StopMatcher(request.stop, request.include_stop),
+            StopMatcher(request.stop, request.include_stop) if request.stop else NO_STOPS,
             request.sampling,
             self._splitting,
         )
-        self._token_ids: array[int] = array("i")  # all so far: a new engine continues them
-        self._untold = _Untold()
+        # All tokens generated so far; a new engine continues after these tokens.
+        self._token_ids: array[int] = array("i")
+        # The samplers' state after the last generated token.
+        self._state = b""
+        self._unreported = _Unreported()
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer so far; the larger of them where each has a context of its own."""
+        """Return the number of tokens in the prompt and the answer so far.
+
+        For an encoder-decoder model, return the larger of the two numbers, because the prompt and
+        the answer have separate contexts.
+        """
         counts = self.num_prompt, len(self._token_ids)
         return max(counts) if self._has_source else sum(counts)
 
     def is_cut_short(self, context: int) -> bool:
-        """Whether nothing but a context of this size ends it."""
+        """Return whether a full context of this size is the only reason why the choice must end."""
         is_full = self.num_tokens >= context
         return is_full and not self.is_stopped and len(self._token_ids) != self._max_tokens
 
     def as_sequence(self, sequence_id: SequenceId) -> NewSequence:
-        """This choice as an engine is to begin or continue it."""
-        return NewSequence(sequence_id, self.prompt, self.number, self._token_ids.tobytes())
+        """Return this choice as a sequence that an engine can start or continue."""
+        generated = self._token_ids.tobytes()
+        return NewSequence(sequence_id, self.prompt, self.number, generated, self._state)
 
-    def feed(self, token_id: int, logprobs: Logprobs | None = None) -> None:
-        """Takes the next token, with its log probabilities if they were asked for."""
+    def begin(self) -> None:
+        """Record that the engine has started this choice."""
+        self.has_begun = True
+
+    def begin_text(self) -> None:
+        """Record that the text of this choice has started."""
+        self.has_text = True
+
+    def feed(self, token_id: int, logprobs: Logprobs | None = None, state: bytes = b"") -> None:
+        """Add the next token. `logprobs` is None unless the request asks for log probabilities."""
         entry = None if logprobs is None else token_logprobs(logprobs, self._tokenizer)[0]
         self._token_ids.append(token_id)
-        untold, splitter = self._untold, self._splitting.splitter
-        untold.ids.append(token_id)
-        untold.num_reasoning += splitter is not None and splitter.is_reasoning
-        untold.pieces += self._text.feed(token_id, entry)
+        unreported, splitter = self._unreported, self._splitting.splitter
+        unreported.ids.append(token_id)
+        if state:
+            self._state = unreported.state = state
+        unreported.num_reasoning += splitter is not None and splitter.is_reasoning
+        unreported.pieces += self._text.feed(token_id, entry)
         self.is_stopped = self._text.has_ended
 
     def count_guessed(self, guessed: Guessed) -> None:
-        self._untold.num_guessed += guessed.num_tokens
-        self._untold.num_accepted += guessed.num_right
+        self._unreported.num_guessed += guessed.num_tokens
+        self._unreported.num_accepted += guessed.num_right
 
     def finish(self, finish: FinishReason) -> None:
-        """The engine has let go of the sequence."""
+        """Set the choice's finish reason after the engine has finished the sequence."""
         self._flush()
         self.end = ChoiceEnd("stop", self._text.stop) if self.is_stopped else ChoiceEnd(str(finish))
         splitter = self._splitting.splitter
@@ -95,9 +122,12 @@ class ChoiceWriter:
             self.end = ChoiceEnd("tool_calls")
 
     def replay(self, event: Tokens) -> bool:
-        """Returns to the state after an event of an earlier run; whether its text is the same."""
+        """Replay an event that an earlier process wrote.
+
+        Returns whether the event's tokens still decode to the event's text.
+        """
         for token_id in event.ids:
-            self.feed(token_id)
+            self.feed(token_id, state=event.state)
         if event.end is not None:
             self._flush()
             self.end = event.end
@@ -105,37 +135,38 @@ class ChoiceWriter:
         return (made.text if made else "") == event.text
 
     def echo(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """Puts the prompt before the choice's own text."""
-        self._untold.pieces.append(ChannelPiece(text))
-        self._untold.prompt_logprobs = logprobs
+        """Put the prompt's text before the choice's own text."""
+        self._unreported.pieces.append(ChannelPiece(text))
+        self._unreported.prompt_logprobs = logprobs
 
     def take(self, seq: int, at_ms: int) -> Tokens | None:
-        """The tokens since the last call, as an event; None if there are none.
+        """Return the results since the last call as an event, or None if there are no results.
 
-        The event with the end is the last: nothing comes after it.
+        The choice's last event contains the end of the choice.
         """
-        untold = self._untold
-        logprobs = untold.prompt_logprobs
+        unreported = self._unreported
+        logprobs = unreported.prompt_logprobs
         if self._text.entries:
             logprobs += self._text.take_entries()
-        if not (untold.ids or untold.pieces or logprobs or self.end):
+        if not (unreported.ids or unreported.pieces or logprobs or self.end):
             return None
-        self._untold = _Untold()
+        self._unreported = _Unreported()
         return Tokens(
             seq=seq,
             at_ms=at_ms,
             choice=self.index,
-            ids=tuple(untold.ids),
-            pieces=tuple(untold.pieces),
+            ids=tuple(unreported.ids),
+            pieces=tuple(unreported.pieces),
             logprobs=logprobs,
-            num_reasoning=untold.num_reasoning,
-            num_guessed=untold.num_guessed,
-            num_accepted=untold.num_accepted,
+            num_reasoning=unreported.num_reasoning,
+            num_guessed=unreported.num_guessed,
+            num_accepted=unreported.num_accepted,
             end=self.end,
+            state=unreported.state,
         )
 
     def _token_before(self, record: Record) -> int | None:
-        """The token that the text continues; None where an answer begins."""
+        """Return the prompt's last token if the answer's text continues the prompt, else None."""
         prompt = record.request.prompts[self.prompt]
         if self._has_source or (isinstance(prompt, Chat) and not prompt.continue_final_message):
             return None
@@ -143,12 +174,15 @@ class ChoiceWriter:
 
     def _flush(self) -> None:
         if not self.is_stopped:
-            self._untold.pieces += self._text.flush()
+            self._unreported.pieces += self._text.flush()
             self.is_stopped = self._text.has_ended
 
 
 def splitting_of(record: Record, prompt: int, tokenizer: Tokenizer) -> Splitting:
-    """How the answers to this prompt are split into channels; the same after every restart."""
+    """Return how answers to this prompt are split into channels.
+
+    Only the record and the tokenizer determine the result, so a restart does not change the result.
+    """
     channels = record.request.channels
     if channels is None:
         return PLAIN
@@ -159,13 +193,15 @@ def splitting_of(record: Record, prompt: int, tokenizer: Tokenizer) -> Splitting
 
 
 def begins_in_reasoning(record: Record, prompt: int, tokenizer: Tokenizer) -> bool:
-    """Whether this prompt has opened reasoning, so that the answer goes on with it."""
+    """Return whether the prompt ends inside reasoning that the answer continues."""
     splitter = splitting_of(record, prompt, tokenizer).splitter
     return splitter is not None and splitter.is_reasoning
 
 
 class Echo:
-    """The prompt as the beginning of an answer: its text, and its tokens' log probabilities."""
+    """Echoes the prompt at the start of an answer, with the log probabilities of the prompt's
+    tokens.
+    """
 
     def __init__(self, record: Record, tokenizer: Tokenizer) -> None:
         self._record = record
@@ -173,12 +209,12 @@ class Echo:
         self._entries: dict[int, dict[int, list[TokenLogprob]]] = {}
 
     def add(self, prompt: int, item: PromptLogprobs) -> None:
-        """Keeps what the engine says of a prompt, until a choice begins with it."""
+        """Keep log probabilities of a prompt until a choice echoes the prompt."""
         rows = self._entries.setdefault(prompt, {})
         rows[item.start] = token_logprobs(item.logprobs, self._tokenizer)
 
     def begin(self, choice: ChoiceWriter) -> None:
-        """Writes the prompt into the choice."""
+        """Put the prompt's text at the start of the choice."""
         token_ids = self._record.prompt_ids(choice.prompt)
         skip = self._record.request.skip_special_tokens
         choice.echo(self._tokenizer.decode(token_ids, skip), self._logprobs(choice, token_ids[0]))
@@ -188,11 +224,13 @@ class Echo:
             return ()
         rows = self._entries.get(choice.prompt, {})
         rest = [entry for start in sorted(rows) for entry in rows[start]]
-        return (_entry(first_id, None, self._tokenizer), *rest)  # nothing precedes the first
+        # The prompt's first token has no log probability, because no token precedes the first
+        # token.
+        return (_entry(first_id, None, self._tokenizer), *rest)
 
 
 def token_logprobs(packed: Logprobs, tokenizer: Tokenizer) -> list[TokenLogprob]:
-    """One entry per row: the token itself, with the likeliest ones in its place below it."""
+    """Return one entry per position: the position's token, with the most likely tokens as `top`."""
     token_ids, values = array("i", packed.ids), array("f", packed.values)
     entries = []
     for row in range(0, len(token_ids), packed.width):

@@ -1,4 +1,4 @@
-"""Finds the stream that is to blame for the deaths of engines."""
+"""Finds the stream that causes engine processes to die."""
 
 from collections.abc import Iterable
 
@@ -10,24 +10,29 @@ _MAX_OUTSIDE_DEATHS = 3
 
 
 class CrashBlame:
-    """One stream's part in the deaths of engines.
+    """Tracks whether one stream causes engine processes to die.
 
-    A stream that was in the step an engine died in is suspect, and runs alone until its next
-    token. A suspect alone in the next fatal step is guilty at once if the engine died by its own
-    doing; kills from outside prove nothing until the third in a row.
+    If an engine dies during a step, each stream in the step becomes a suspect. A suspect runs
+    alone until its next token.
+
+    A suspect that is alone in the next fatal step is blamed immediately if the engine died by
+    itself. If something outside killed the engine, the suspect is blamed only at the third lone
+    death in a row, because a single kill may be a coincidence.
     """
 
-    def __init__(self) -> None:
-        self.is_suspect = False
-        self._num_lone_deaths = 0
+    is_suspect = False
+    _num_lone_deaths = 0
 
     def clear(self) -> None:
-        """Clears the suspicion: the stream got a token."""
+        """Clear the suspicion after the stream got a token."""
         self.is_suspect = False
         self._num_lone_deaths = 0
 
     def judge(self, down: EngineDown, sequence_ids: Iterable[SequenceId]) -> RequestError | None:
-        """An engine died that had these; the error that ends the stream, if it is to blame."""
+        """Record an engine's death; return the error that ends the stream if the stream is blamed.
+
+        `sequence_ids` are the stream's sequences in the dead engine.
+        """
         suspects = set(down.suspects)
         if suspects.isdisjoint(sequence_ids):
             return None
@@ -39,5 +44,6 @@ class CrashBlame:
             return None
         return RequestError(
             "poison_request",
-            "The engine died on this request, and again when it ran alone; change the request.",
+            "The engine died while it computed this request, and again when this request ran "
+            "alone; change the request.",
         )

@@ -1,4 +1,4 @@
-"""Admits requests, and puts together what answers them."""
+"""Admits requests, and builds the components that compute the answers."""
 
 import asyncio
 import secrets
@@ -8,17 +8,17 @@ import msgspec
 
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
-from headrace.fleet.model_list import Desired
+from headrace.fleet.model_list import ModelChanges, ModelList
 from headrace.fleet.served_model import ServedModel
-from headrace.generation.adapters import AdapterDesk
-from headrace.generation.admission import Asked, Capacity, Place, Queues
+from headrace.generation.adapters import AdapterService
+from headrace.generation.admission import Capacity, Demand, Queues, QueueTicket
 from headrace.generation.choice import begins_in_reasoning
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.model_checks import admit, check_generates
-from headrace.generation.prompt_trail import PromptTrail
+from headrace.generation.prefix_misses import PrefixMisses
 from headrace.generation.registry import Found, Registry
 from headrace.generation.resume import GONE, Resumption
-from headrace.generation.store_chores import obey, sweep, watch
+from headrace.generation.store_tasks import serve_other_servers, sweep, watch
 from headrace.generation.stream import LiveStream
 from headrace.generation.vectors import VectorMaker
 from headrace.generation.writers import RESTARTS, Writers
@@ -27,81 +27,96 @@ from headrace.streams.record import RENDERING, Names, Record
 from headrace.streams.store import Store, Stored
 from headrace.workers.image_fetch import ImageFetcher, is_public
 from headrace.workers.image_file import Admitted
-from headrace.workers.pool import Work
+from headrace.workers.pool import JobRunner
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
-from headrace_common.jobs import CheckedBody
 from headrace_common.log_context import note
 from headrace_common.request import Request
 from headrace_common.system.race import uncut
+from headrace_common.worker_jobs import CheckedBody
 
 PLAIN = Names()
 _SHUTS_DOWN = RequestError(
     "server_shutdown", "The server is shutting down; send the request again."
 )
-_CACHED_S = 2.0  # for a model of the hub that is in its cache
-_LEFT = RequestError("client_gone", "The client left before the request was taken.")
+# The time that a request waits for a hub model that may already be in the download cache.
+_CACHED_S = 2.0  # seconds
+_LEFT = RequestError("client_gone", "The client left before the request was accepted.")
 
 
 class Generation:
-    """Turns a request into a stream. `run` is its one task, and owns those of all its parts."""
+    """Turns requests into streams. `run` owns the tasks of all components."""
 
     def __init__(
         self,
         config: ServerConfig,
         hosts: tuple[ModelHost, ...],
         store: Store,
-        work: Work,
+        work: JobRunner,
         metrics: Metrics,
+        changes: ModelChanges | None = None,
     ) -> None:
+        """Build all components. The list of models is fixed if `changes` is None."""
+        changes = changes or ModelChanges.none(hosts)
         self._tasks = tasks = asyncio.TaskGroup()
-        self.fleet = Fleet(hosts, config, self._host_loaded, self._host_lost)
+        self._renew = changes.renew
+        self.fleet = Fleet(hosts, config, self._host_loaded, self._host_lost, self._reread_models)
+        self.desired = ModelList(changes, self.fleet)
         self.work = work
         self.metrics = metrics
         allows = is_public if config.http.allow_image_urls else None
-        self.pictures = ImageFetcher(allows, config.http.max_body_bytes)
+        self.image_fetcher = ImageFetcher(allows, config.http.max_body_bytes)
         self.streams = Registry(store, metrics.server)
         self.queues = Queues(config.streams, self.fleet)
-        self.adapters = AdapterDesk(self.fleet, self.streams)
-        self._trail = PromptTrail(config.streams.log_prompt_excerpts)
+        self.adapters = AdapterService(self.fleet, self.streams, self._renew_workers)
+        self._prefix_misses = PrefixMisses(config.streams.log_prompt_excerpts)
         self.vectors = VectorMaker(self.queues, self.fleet, work)
         self.writers = Writers(
-            self.fleet, self.streams, self.queues, config.streams, tasks, metrics.traces
+            self.fleet,
+            self.streams,
+            self.queues,
+            config.streams,
+            tasks,
+            metrics.traces,
+            self._outlast_stall,
         )
         self.resumption = Resumption(
             self.fleet, self.streams, self.writers, work, metrics.server, tasks
         )
-        self.died = asyncio.Event()  # set once the only engine was given up
-        self.desired: Desired | None = None  # where its models can be changed
-        store.on_commit = metrics.server.committed
+        # Set when the engine of the only model could not be restarted.
+        self.died = asyncio.Event()
 
     @property
     def state(self) -> str:
-        """loading, ok, recovering, draining or dead; of several models each has its own."""
+        """Return loading, ok, recovering, draining or dead.
+
+        This is the state of the server; with several models, each model also has its own state.
+        """
         state = self.fleet.pinned.engine.state if self.fleet.pinned else "ok"
         state = "loading" if state == "unloaded" else state
         return "draining" if self.queues.is_draining and state != "dead" else state
 
     @property
     def last_words(self) -> str:
-        """Why engines were given up."""
+        """Return the reasons why engines could not be restarted."""
         words = (host.engine.last_words for host in self.fleet.hosts.all())
         return "\n".join(filter(None, words))
 
     async def run(self) -> None:
-        """Runs until the fleet is closed, or the only engine has ended."""
+        """Run until the fleet is closed or the only engine has ended."""
         async with self._tasks:
             own = [
                 self._tasks.create_task(self.resumption.take_up(), name="resume"),
                 self._tasks.create_task(sweep(self.streams), name="sweep"),
                 self._tasks.create_task(watch(self.streams), name="watch store"),
                 self._tasks.create_task(self.resumption.adopt(), name="adopt"),
-                self._tasks.create_task(obey(self.streams, self._tasks), name="obey"),
+                self._tasks.create_task(
+                    serve_other_servers(self.streams, self._tasks), name="obey"
+                ),
                 self._tasks.create_task(self.work.run(), name="work"),
+                self._tasks.create_task(self.desired.run(), name="pulls"),
             ]
-            if self.desired is not None:
-                own.append(self._tasks.create_task(self.desired.pulls.run(), name="pulls"))
             self.fleet.start(self._tasks)
             await self.fleet.ended.wait()
             self.fleet.cancel()
@@ -112,11 +127,23 @@ class Generation:
                 self.writers.let_go(self.writers.tasks, _SHUTS_DOWN, RESTARTS)
 
     def streams_of(self, host: ModelHost) -> list[LiveStream]:
-        """Streams that are computed there, in the order in which they came."""
+        """Return the streams that this host computes, in order of arrival."""
         return [tenant for tenant in host.tenants if isinstance(tenant, LiveStream)]
+
+    async def _reread_models(self) -> None:
+        await self.desired.reread()
+
+    def _renew_workers(self) -> None:
+        # A server with one model accepts any model name, so its workers need no new names.
+        # Replacing the workers would delay requests.
+        if self.fleet.pinned is None:
+            self._renew(self.fleet.hosts.all())
 
     def _host_loaded(self, host: ModelHost) -> None:
         self.resumption.host_loaded(host)
+
+    async def _outlast_stall(self, stream: LiveStream) -> None:
+        await self.resumption.outlast_stall(stream)
 
     def _host_lost(self, host: ModelHost) -> None:
         if host is self.fleet.pinned:
@@ -129,9 +156,10 @@ class Generation:
         self.writers.let_go(streams, GONE, GONE)
 
     async def host_for(self, name: str | None, waits: bool) -> ModelHost:
-        """The host of that name, whose text side is known; RequestError says why there is none.
+        """Return the host of the named model once the host's tokenizer is loaded.
 
-        `waits`: also for a download.
+        Raises RequestError if there is no such host. If `waits`, also wait for a download of the
+        model; otherwise raise RequestError while the model is downloading.
         """
         host = await self.fleet.find(name)
         self.queues.check_open(host)
@@ -139,7 +167,7 @@ class Generation:
             if not (waits or host.is_here):
                 reading, _ = await asyncio.wait([self.fleet.fetch(host)], timeout=_CACHED_S)
                 if not reading:
-                    raise _is_downloaded(host)
+                    raise _still_downloading(host)
             await self.fleet.read(host)
         return host
 
@@ -150,43 +178,51 @@ class Generation:
         checked: CheckedBody | None = None,
         stream_id: StreamId | None = None,
     ) -> Found:
-        """Admits a request; RequestError says why it is not served.
+        """Admit a request. Raises RequestError if the request cannot be served.
 
-        `checked` has its prompts, if the request has only stubs of them. If another request has
-        just taken the idempotency key, the stream is that one's.
+        `checked` contains the prompts if `request` contains only stubs of the prompts. If another
+        request has just taken the idempotency key, the other request's stream is returned.
         """
         host = self.fleet.hosts.exact(request.model)
         model = host.model
         adapter = model.adapters.get(request.model)
+        is_opted_in, is_background = names.is_opted_in, request.is_background
         check_generates(model)
         self.fleet.check_line()
-        asked = Asked(names.owner, names.digest, request.num_choices)
-        queue = self.queues.of(host, request.is_background)
+        asked = Demand(names.owner, names.digest, request.num_choices)
+        queue = self.queues.of(host, is_background)
         queue.check(asked, Capacity.of(model.ready), time.monotonic())
         checked = checked or CheckedBody({}, (), msgspec.msgpack.encode(request.prompts))
-        packed = await self.pictures.put(self.work, request.prompts, checked.packed)
+        packed = checked.packed
+        # A prompt encoded ahead has no images to fetch.
+        if checked.ahead is None:
+            packed = await self.image_fetcher.put(self.work, request.prompts, packed)
         admitted = await admit(self.work, model, request, packed, checked.ahead)
         if model.adapters.get(request.model) != adapter:
-            raise self.fleet.hosts.unknown(request.model)  # it was unloaded meanwhile
+            # The adapter was unloaded during the checks.
+            raise self.fleet.hosts.unknown(request.model)
         stream_id = stream_id or StreamId("cmpl-" + secrets.token_hex(16))
-        is_durable = names.is_opted_in and self.streams.store.is_durable
+        is_durable = is_opted_in and self.streams.store.is_durable
         record = _record(stream_id, model, request, admitted, names)
         record = msgspec.structs.replace(record, is_durable=is_durable)
         asked = asked._replace(num_tokens=record.num_prompt_tokens)
-        note(prompt_tokens=asked.num_tokens, **self._trail.follow(record, model))
-        # from here on it counts, whatever its names have to wait for
-        queue = self.queues.of(host, request.is_background)
+        note(prompt_tokens=asked.num_tokens, **self._prefix_misses.follow(record, model))
+        # From here on the request counts in the queue, although its stream is not stored yet.
+        queue = self.queues.of(host, is_background)
         place = queue.enter(asked, Capacity.of(model.ready), time.monotonic())
-        beginning = self._begin(host, record, place, admitted)
-        if not names.is_opted_in:
-            return await beginning
-        # given up or not: what has a place in the store gets the writer it is found with
-        return await uncut(beginning)
+        starting = self._begin(host, record, place, admitted)
+        if not is_opted_in:
+            return await starting
+        # Other requests may already find the stream in the store. So start the writer even if the
+        # caller is cancelled.
+        return await uncut(starting)
 
     async def _begin(
-        self, host: ModelHost, record: Record, place: Place, admitted: Admitted
+        self, host: ModelHost, record: Record, place: QueueTicket, admitted: Admitted
     ) -> Found:
-        """The new stream, once it is accepted; or another one, if that holds its names."""
+        """Return the new stream once its first event is stored, or an existing stream with the same
+        names.
+        """
         stored = await self.streams.put(record, place)
         if stored.record.id != record.id:
             return await self.streams.wrap(stored)
@@ -195,8 +231,12 @@ class Generation:
         builder = EventBuilder(record, host.model, figures)
         stream = self.writers.start(host, stored, builder, place, admitted)
         try:
-            accepted = stream.audience.pause.unless(stored.log.wait(-1))
-            await self.streams.unless_stalled(record, accepted)
+            if record.is_durable:
+                accepted = stream.audience.pause.unless(stored.log.wait(-1))
+                await self.streams.unless_stalled(record, accepted)
+            # A log in memory stores events immediately, so write the first event here.
+            else:
+                await stream.accept()
         except BaseException as error:
             stream.stop(error if isinstance(error, RequestError) else _LEFT)
             stream.audience.close()
@@ -204,7 +244,7 @@ class Generation:
         return stream
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests, and gives the running ones `seconds` to end."""
+        """Refuse new requests and give running requests `seconds` to end."""
         self.queues.end()
         self.fleet.refuse(_SHUTS_DOWN)
         tasks = self.writers.tasks.items()
@@ -215,14 +255,17 @@ class Generation:
         self.streams.pause(RESTARTS)
         for stream in self.streams:
             if not stream.record.is_durable:
-                # the engine may be loading or hang: no waiting for it
+                # The engine may be loading or hanging, so do not wait for the engine.
                 stream.end_now(_SHUTS_DOWN)
 
 
 def _record(
     stream_id: StreamId, model: ServedModel, request: Request, admitted: Admitted, names: Names
 ) -> Record:
-    """Adds the model's end tokens, and a grammar that waits where the prompt opens reasoning."""
+    """Build the record; add the model's end tokens to the request.
+
+    If the prompt opens reasoning, the grammar applies only after the reasoning.
+    """
     sampling = msgspec.structs.replace(request.sampling, end_token_ids=model.spec.end_token_ids)
     record = Record(
         id=stream_id,
@@ -245,9 +288,13 @@ def _record(
     return record
 
 
-def _is_downloaded(host: ModelHost) -> RequestError:
-    """The error for a request whose bytes are counted: its log cannot open without a tokenizer."""
+def _still_downloading(host: ModelHost) -> RequestError:
+    """Return the error for a request that cannot wait while its model is downloading.
+
+    A stream that is resumed by byte position cannot wait, because the stream's log cannot start
+    without a tokenizer.
+    """
     done, total = host.loading.downloaded or (0, 0)
     share = f" ({100 * done // total} %)" if total else ""
-    message = f"The model {host.name!r} is being downloaded{share}; send the request again."
+    message = f"The model {host.name!r} is being downloaded{share}; try again later."
     return RequestError("model_loading", message, "model", retry_after_s=5)

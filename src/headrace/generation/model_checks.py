@@ -1,19 +1,20 @@
-"""Checks that a model can do what a request asks, before it begins and when it goes on."""
+"""Checks that a model can serve a request, when the request starts and when the stream resumes."""
 
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.record import Record, ServedSetup
 from headrace.text.text_model import longest_prompt
-from headrace.workers.image_file import Admitted, see_images
-from headrace.workers.pool import Work
+from headrace.workers.image_file import Admitted, prepare_images
+from headrace.workers.pool import JobRunner
 from headrace_common.errors import RequestError
-from headrace_common.jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
 from headrace_common.request import Chat, Ids, Request
+from headrace_common.worker_jobs import Encoded, EncodedAhead, EncodePairs, EncodePrompts
 
-_PROMPT_FIELDS = {"/v1/responses": "input"}  # where it has another name than usual
+# The field that contains the prompt, for routes that do not use "prompt" or "messages".
+_PROMPT_FIELDS = {"/v1/responses": "input"}
 
 
 def check_generates(model: ServedModel) -> None:
-    """RequestError if the model draws no tokens."""
+    """Raise RequestError if the model does not generate tokens."""
     if model.ready is not None and "generate" not in model.ready.tasks:
         route = "/v1/rerank" if "score" in model.ready.tasks else "/v1/embeddings"
         message = f"{model.names[0]} generates no text; use {route}, or serve another model."
@@ -21,43 +22,47 @@ def check_generates(model: ServedModel) -> None:
 
 
 async def encode(
-    work: Work,
+    work: JobRunner,
     model: ServedModel,
     job: EncodePrompts | EncodePairs,
     packed: bytes,
     ahead: EncodedAhead | None,
 ) -> Encoded:
-    """The job's result: that from ahead, unless the model or its limit has changed since."""
+    """Return the result of the encoding job.
+
+    The result in `ahead` is returned if it was made for the same model and the same length limit.
+    """
     if ahead is not None and (ahead.number, ahead.longest) == (model.number, job.longest):
         return ahead.encoded
     return await work.do(job, [packed])
 
 
 async def admit(
-    work: Work,
+    work: JobRunner,
     model: ServedModel,
     request: Request,
     packed: bytes,
     ahead: EncodedAhead | None = None,
 ) -> Admitted:
-    """The ids of each prompt; RequestError if one cannot be served.
+    """Return the token ids of each prompt. Raises RequestError if a prompt cannot be served.
 
-    `packed` are the prompts, of which the request may have only stubs.
+    `packed` contains the prompts in msgpack, because `request` may contain only stubs of the
+    prompts.
     """
-    longest = _longest_prompt(model, request)
+    ready, longest = model.ready, _longest_prompt(model, request)
     if model.has_source and request.echo:
-        message = "This model reads a source and does not go on with it; leave echo out."
+        message = "This encoder-decoder model does not continue its prompt; leave echo out."
         raise RequestError("unsupported_parameter", message, "echo")
     chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
     if any(chat.num_images or chat.images for chat in chats):
-        admitted = await see_images(work, packed, model.names[0])
+        admitted = await prepare_images(work, packed, model.names[0])
     else:
         job = EncodePrompts(longest, model.names[0])
         encoded = await encode(work, model, job, packed, ahead)
         admitted = Admitted(encoded.prompts, encoded.tokenization, changes=encoded.changes)
     for number, token_ids in enumerate(admitted.prompts):
         _check_length(model, request, number, len(token_ids) // 4, longest)
-    return admitted
+    return admitted._replace(ready=ready)
 
 
 def _longest_prompt(model: ServedModel, request: Request) -> int:
@@ -65,7 +70,7 @@ def _longest_prompt(model: ServedModel, request: Request) -> int:
 
 
 def check_can_begin(record: Record, model: ServedModel) -> None:
-    """RequestError if the model, now that it is loaded, does not do what was admitted before."""
+    """Raise RequestError if the newly loaded model cannot serve an admitted request."""
     check_generates(model)
     longest = _longest_prompt(model, record.request)
     for number, token_ids in enumerate(record.prompts):
@@ -73,9 +78,12 @@ def check_can_begin(record: Record, model: ServedModel) -> None:
 
 
 async def see_again(
-    work: Work, model: ServedModel, record: Record
+    work: JobRunner, model: ServedModel, record: Record
 ) -> tuple[Admitted, RequestError | None]:
-    """Prepares a stream's images again after a restart; with an error if they have changed."""
+    """Prepare a stream's images again after a restart.
+
+    Returns an error too if the prompts' token ids have changed or cannot be computed.
+    """
     try:
         again = await admit(work, model, record.request, record.images)
     except RequestError as error:
@@ -83,7 +91,7 @@ async def see_again(
     if again.prompts == record.prompts:
         return again, None
     again.close()
-    message = "The model now reads these images in another way. Send the request again."
+    message = "The model now encodes these images differently. Send the request again."
     return Admitted(record.prompts), RequestError("model_changed", message)
 
 
@@ -100,17 +108,22 @@ def _check_length(
         )
     if num_tokens > longest:
         limit = model.max_model_len
-        # a long text is not read to its end; ids are all there
+        # A text is tokenized only up to the limit, but a list of token ids is counted completely.
         count = num_tokens if isinstance(request.prompts[number], Ids) else f"at least {num_tokens}"
         raise too_long(limit, longest, param, str(count), num_tokens)
 
 
 def too_long(limit: int, longest: int, param: str, count: str, num_tokens: int) -> RequestError:
-    """`num_tokens`, `count` in words, in a context of `limit`, of which `longest` may be taken."""
+    """Return the error for a prompt that exceeds the context.
+
+    `limit` is the context length, and `longest` the maximum length of the prompt. `count` is the
+    prompt's number of tokens as text, such as "at least 5000".
+    """
     name = param.partition("[")[0]
     return RequestError(
         "context_length_exceeded",
-        # clients know this error by OpenAI's words, which the first two sentences keep
+        # Clients recognize this error by OpenAI's wording, so the first two sentences must not
+        # change.
         f"This model's maximum context length is {limit} tokens. However, your {name} resulted "
         f"in {count} tokens. Please reduce the length of the {name} to {longest} tokens.",
         param,
@@ -121,17 +134,15 @@ def too_long(limit: int, longest: int, param: str, count: str, num_tokens: int) 
 def check_can_go_on(
     fingerprint: str, then: ServedSetup, num_tokens: int, model: ServedModel
 ) -> int | None:
-    """The context if it is smaller than the one that the stream began with, else None.
+    """Return the model's context length if it has shrunk since the stream started, else None.
 
-    RequestError `model_changed` if this model cannot go on with a stream that began on the one of
-    that fingerprint and setup. `num_tokens` are those of its longest unfinished choice, prompt and
-    answer so far.
+    The stream started on a model with this fingerprint and with the setup `then`. `num_tokens` is
+    the length of the stream's longest unfinished choice, prompt included. Raises RequestError
+    `model_changed` if `model` cannot continue the stream.
     """
     now = model.setup
     if fingerprint != model.system_fingerprint:
-        raise RequestError(
-            "model_changed", f"{_what_changed(then, now)} Send the request again to run it anew."
-        )
+        raise RequestError("model_changed", f"{_what_changed(then, now)} Send the request again.")
     is_smaller = now.max_model_len < then.max_model_len
     if num_tokens + is_smaller > now.max_model_len:
         raise RequestError(
@@ -144,7 +155,7 @@ def check_can_go_on(
 
 def _what_changed(then: ServedSetup, now: ServedSetup) -> str:
     if not then.version:
-        return "The server now runs other weights, or the same ones with other settings."
+        return "The server now runs other weights, or the same weights with other settings."
     changes = [
         f"{new} instead of {old}"
         for old, new in (

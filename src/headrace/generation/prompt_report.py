@@ -1,45 +1,31 @@
-"""How the prompts of a request were computed, made of what the engine said of it."""
+"""Describes how the prompts of a request were computed, from the engine's reports."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from headrace.streams.events import Ingestion, Usage
+from headrace.generation.wait_news import ChunkCount
+from headrace.protocols.prompt_ids import PromptIds
+from headrace.streams.events import Usage
 from headrace.streams.record import Record
+from headrace_common.ingestion import Ingestion, Plan
 from headrace_common.messages import LaneFacts, Ready
-
-
-class ChunkCount(NamedTuple):
-    """The chunks that a prompt was taken in, and their tokens."""
-
-    number: int
-    smallest: int
-    largest: int
-
-    def with_one(self, tokens: int) -> "ChunkCount":
-        smallest = min(self.smallest, tokens) if self.number else tokens
-        return ChunkCount(self.number + 1, smallest, max(self.largest, tokens))
-
-
-NO_CHUNKS = ChunkCount(0, 0, 0)
 
 
 def describe(
     record: Record, ready: Ready | None, usage: Usage, prompts: Sequence[ChunkCount]
 ) -> Ingestion:
-    """The record of a request; `prompts` are the chunks of each of its prompts."""
+    """Return the report on a request; `prompts` contains one chunk count per prompt."""
     computed = [chunks for chunks in prompts if chunks.number]
     number = sum(chunks.number for chunks in computed)
     is_applied = any(chunks.number > 1 for chunks in computed)
     facts = ready.facts if ready else LaneFacts(mask="")
     is_source = ready is not None and ready.source is not None
-    is_cut = is_source and facts.encoder == "pieces"
-    boundary = "encoder-piece" if is_cut else "whole" if is_source else "step"
+    boundary = _boundary(ready) if ready else ""
     return Ingestion(
         strategy=ready.lane if ready else None,
-        eligible=ready is not None and (is_cut or not is_source),
+        eligible=ready is not None and boundary != "whole",
         applied=is_applied,
         reason=_reason(boundary, number, is_applied) if ready else "No ingestion lane matched.",
-        boundary=boundary if ready else "",
+        boundary=boundary,
         mask=facts.mask,
         memory=facts.memory if ready else None,
         encoder=facts.encoder if is_source or record.images else None,
@@ -53,9 +39,46 @@ def describe(
     )
 
 
+def plan_of(ready: Ready, prompt: PromptIds) -> Plan:
+    """Return how an idle engine would compute this prompt at best."""
+    boundary, num_tokens = _boundary(ready), len(prompt.token_ids)
+    is_cut = boundary == "step" and not ready.is_whole
+    longest = (ready.max_step_tokens or num_tokens) if is_cut else None
+    number = max(1, -(-num_tokens // longest)) if longest else 1
+    if ready.is_whole or boundary == "whole":
+        why = "This model computes each prompt in one step."
+    elif boundary == "encoder-piece":
+        units = ready.source.num_units if ready.source else 1
+        why = f"The source is encoded in 1 to {units} pieces."
+    else:
+        chunks = "fit in one chunk" if number == 1 else f"need at least {number} chunks"
+        why = f"{num_tokens} tokens {chunks} of at most {longest} tokens."
+    if ready.facts.why:
+        why += f" Memory: {ready.facts.why}."
+    return Plan(
+        lane=ready.lane,
+        boundary=boundary,
+        prompt_tokens=num_tokens,
+        fits=num_tokens < ready.max_model_len or ready.source is not None,
+        min_chunks=number,
+        max_chunk_tokens=longest,
+        memory=ready.facts.memory,
+        mask=ready.facts.mask,
+        encoder=ready.facts.encoder,
+        tokenization=prompt.tokenization,
+        why=why,
+    )
+
+
+def _boundary(ready: Ready) -> str:
+    if ready.source is None:
+        return "step"
+    return "encoder-piece" if ready.facts.encoder == "pieces" else "whole"
+
+
 def _reason(boundary: str, number: int, is_applied: bool) -> str:
     if boundary == "whole":
-        return "This encoder cannot be cut; it ran as one step."
+        return "This encoder cannot run in pieces; it ran as one step."
     if boundary == "encoder-piece":
         return f"Source encoded in {f'{number} pieces' if is_applied else 'one piece'}."
     return f"Prompt computed in {number} chunks." if is_applied else "Prompt fits in one chunk."

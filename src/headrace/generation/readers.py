@@ -1,11 +1,11 @@
-"""Who reads a stream: what they were given, when nobody is left, why they must leave for now."""
+"""Tracks the readers of a stream: which events they received, and whether any reader is left."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from headrace.streams.events import AnyEvent, Tokens, is_terminal
+from headrace.streams.events import AnyEvent, Error, Finish, Tokens
 from headrace.streams.log import Log, follow
 from headrace_common.errors import RequestError
 from headrace_common.system.awake import Countdown
@@ -15,7 +15,10 @@ Result = TypeVar("Result")
 
 
 class Reader:
-    """One reader of a stream: iterate it, and say what has reached the client."""
+    """One reader of a stream.
+
+    The caller iterates over the reader, and calls `sent` for each event that reached the client.
+    """
 
     def __init__(self, audience: "Audience", log: Log, after: int) -> None:
         self._audience = audience
@@ -25,33 +28,45 @@ class Reader:
         return self._events
 
     def sent(self, event: AnyEvent) -> None:
-        """The client has been given this event and all before it."""
+        """Record that the client has received this event and all earlier events."""
         if isinstance(event, Tokens):
             self._audience.has_seen_tokens = True
-        elif is_terminal(event):
+        elif isinstance(event, Finish | Error):
             self._audience.is_served = True
 
 
 class ReaderPause:
-    """Set while no reader can be served; the stream itself goes on, now or after a restart."""
+    """Disconnects readers while a reason is set.
+
+    The stream itself continues, either now or after a restart.
+    """
 
     def __init__(self) -> None:
-        self._is_set = asyncio.Event()
+        self.is_set = asyncio.Event()
         self._reason: RequestError | None = None
 
     def set(self, reason: RequestError) -> None:
         self._reason = reason
-        self._is_set.set()
+        self.is_set.set()
 
     def clear(self) -> None:
         self._reason = None
-        self._is_set.clear()
+        self.is_set.clear()
+
+    def check(self) -> None:
+        """Raise the reason if a reason is set."""
+        if self._reason is not None:
+            # The same exception is raised often. Without the reset, its traceback would grow each
+            # time.
+            raise self._reason.with_traceback(None)
 
     async def unless(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`; raises the reason as soon as there is one."""
-        async with race(work, self._is_set.wait()) as (working, _):
-            if not working.done() and self._reason is not None:
-                raise self._reason.with_traceback(None)  # raised often: it would grow
+        """Return the result of `work`. Raises the reason if a reason is set before `work` is
+        done.
+        """
+        async with race(work, self.is_set.wait()) as (working, _):
+            if not working.done():
+                self.check()
             result: Result = await working
             return result
 
@@ -59,10 +74,12 @@ class ReaderPause:
 class Audience:
     """The readers of one stream.
 
-    When the last one leaves, the stream is abandoned at once if somebody has seen tokens of it,
-    or its whole answer. Otherwise it lingers for `linger_s` first: a client that timed out and
-    asks again finds its work done. With `linger_s` None the stream opted in, or has ended, and
-    does not depend on readers.
+    When the last reader leaves, the stream is abandoned immediately if the client has seen tokens
+    or the whole answer. Otherwise the stream continues for `linger_s` seconds. Meanwhile, a client
+    that timed out can retry and find the answer.
+
+    `linger_s` is None if the stream must not depend on readers: the client opted in to resuming, or
+    the stream has ended.
     """
 
     def __init__(
@@ -76,9 +93,12 @@ class Audience:
         self.has_seen_tokens = False
         self.is_served = False
         self.abandoned = asyncio.Event()
-        self.num_readers = 0  # now
-        self.num_joined = 0  # so far
-        self.num_resumed = 0  # of those, who came when all others had left
+        # The current number of readers.
+        self.num_readers = 0
+        # The number of readers so far.
+        self.num_joined = 0
+        # The number of readers that joined after all earlier readers had left.
+        self.num_resumed = 0
         self._log = log
         self._linger_s = linger_s
         self._on_abandoned = on_abandoned
@@ -86,25 +106,33 @@ class Audience:
 
     @property
     def is_lingering(self) -> bool:
-        """Whether nobody reads, and a client that asks the same may still take over."""
+        """Return whether the stream has no reader but waits for the client to retry."""
         return self._linger is not None
 
     @contextlib.asynccontextmanager
     async def reader(self, after: int = -1) -> AsyncIterator[Reader]:
-        """All events after the cursor. Leaving the context is leaving the stream."""
+        """Provide a reader of all events after the number `after`.
+
+        The reader leaves when the context ends.
+        """
         self.num_resumed += bool(self.num_joined and not self.num_readers)
         self.num_readers += 1
         self.num_joined += 1
-        self._stop_lingering()
+        if self._linger is not None:
+            self._stop_lingering()
         try:
             yield Reader(self, self._log, after)
         finally:
             self.num_readers -= 1
             if self.num_readers == 0 and self._linger_s is not None:
-                self._linger_for(self._linger_s)
+                # A client that has received the end of the stream will not retry.
+                if self.is_served:
+                    self.abandoned.set()
+                else:
+                    self._linger_for(self._linger_s)
 
     def close(self) -> None:
-        """Stops waiting for readers."""
+        """Stop waiting for readers."""
         self._stop_lingering()
         self.abandoned.set()
 
@@ -114,7 +142,7 @@ class Audience:
             self._linger = None
 
     def _linger_for(self, linger_s: float) -> None:
-        if self.is_served or self.has_seen_tokens or linger_s == 0:
+        if self.has_seen_tokens or linger_s == 0:
             self._give_up()
         else:
             self._linger = Countdown(linger_s, self._give_up)

@@ -1,4 +1,4 @@
-"""All streams there are: live ones with their writers, and behind them what a store keeps."""
+"""Finds streams: live streams with their writers, and finished streams in a store."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from headrace.generation.admission import Place
+from headrace.generation.admission import QueueTicket
 from headrace.generation.readers import Audience, ReaderPause
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
@@ -32,14 +32,14 @@ _IN_MEMORY = Retention(keep_s=3600.0, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20
 _CUTS = {
     "cancelled": "The stream was stopped.",
-    "replaced": "A newer request of this conversation replaced it.",
+    "replaced": "A newer request of this conversation replaced this stream.",
 }
 
 Result = TypeVar("Result")
 
 
 class FinishedStream:
-    """A stream whose log has ended: it reads like a live one, and nothing can stop it any more."""
+    """A stream whose log has ended; it can be read like a live stream, but not stopped."""
 
     state = "finished"
 
@@ -49,27 +49,32 @@ class FinishedStream:
         self.audience = Audience(log)
 
     def beat(self, form: str, interval_s: float) -> None:
-        """Has no effect: nothing follows the end."""
+        """Do nothing: no event follows the end."""
 
     def stop(self, error: RequestError) -> None:
-        """Has no effect: the first terminal outcome wins."""
+        """Do nothing: the first terminal event is final."""
 
 
 Found = LiveStream | FinishedStream | RemoteStream
 
 
 class Registry:
-    """Resolves names to stream ids, once, when a request comes in."""
+    """Finds streams by their names, and holds the live streams of this server."""
 
     def __init__(self, store: Store, figures: ServerFigures) -> None:
         self.store = store
         self.figures = figures
-        self._kept = MemoryStore()  # ended streams without opt-in, for as long as they are kept
-        self._num_unswept = 0  # bytes in it since it was swept
+        # Streams that the server keeps for a while after their end, although no client opted in.
+        self._kept = MemoryStore()
+        # Bytes added to `_kept` since its last sweep.
+        self._num_unswept = 0
         self._live: dict[StreamId, LiveStream] = {}
-        self._added = asyncio.Event()  # set, and replaced, as each stream is added
-        self.elsewhere = ReaderPause()  # of those who read what other servers write
-        self._closed: dict[StreamId | None, RequestError] = {}  # no writer will come; None: for any
+        # Set when a stream is added or closed. A new event then replaces the set event.
+        self._added = asyncio.Event()
+        # Pauses the readers of streams that other servers write.
+        self.elsewhere = ReaderPause()
+        # The reasons why streams get no writer, by stream id. The key None applies to all streams.
+        self._closed: dict[StreamId | None, RequestError] = {}
 
     def __iter__(self) -> Iterator[LiveStream]:
         return iter(list(self._live.values()))
@@ -82,7 +87,10 @@ class Registry:
         self._wake()
 
     def close(self, reason: RequestError, stream_id: StreamId | None = None) -> None:
-        """No writer will come, for this one or any: looking for what is unfinished raises this."""
+        """Raise `reason` in readers that wait for a writer of this stream.
+
+        If `stream_id` is None, raise `reason` in all readers that wait for a writer.
+        """
         self._closed[stream_id] = reason
         self._wake()
 
@@ -90,7 +98,7 @@ class Registry:
         self._closed.pop(stream_id, None)
 
     def pause(self, reason: RequestError) -> None:
-        """Sends the readers of durable streams away, whoever writes those."""
+        """Disconnect the readers of durable streams, including streams that other servers write."""
         self.elsewhere.set(reason)
         for stream in self:
             if stream.record.is_durable:
@@ -106,12 +114,15 @@ class Registry:
         self._added = asyncio.Event()
 
     def remove(self, stream: LiveStream) -> None:
-        """Unless another writer has taken its place."""
+        """Remove a stream, unless another writer has replaced it."""
         if self._live.get(stream.record.id) is stream:
             del self._live[stream.record.id]
 
     async def find(self, owner: str, name: Name) -> Found | None:
-        """The stream of that name, if it is this owner's; LogUnsound if it is damaged."""
+        """Return the stream with this name if the stream belongs to this owner, else None.
+
+        Raises LogUnsound if the stream is damaged.
+        """
         if isinstance(name, ById) and (live := self._live.get(name.stream_id)):
             found: Found | None = live
         else:
@@ -125,19 +136,23 @@ class Registry:
         return found if found and found.record.names.owner == owner else None
 
     async def find_conversations(self, owner: str, names: Sequence[str]) -> list[Found]:
-        """The newest stream of each of these conversations, and of all named `<name>::…`."""
+        """Return the newest streams of these conversations and of conversations named
+        `<name>::…`.
+        """
         found: dict[StreamId, Found] = {}
         for name in names:
-            await asyncio.sleep(0)  # a store in memory waits for nothing, and others wait for it
+            # A memory store never yields to the event loop, so let other tasks run here.
+            await asyncio.sleep(0)
             for stored in await self.store.find_family(ByConversation(owner, name)):
                 found[stored.record.id] = await self.wrap(stored)
         return list(found.values())
 
     async def find_equal(self, names: Names) -> Found | None:
-        """The stream that this request would only repeat.
+        """Return the stream of an equal earlier request, or None.
 
-        By its idempotency key, whatever its state; without opt-in, one that lingers unread.
-        RequestError `idempotency_key_reused` if the key stands for another request.
+        With an idempotency key, return the key's stream in any state. Without opt-in, return a
+        stream that lingers because its last reader has left. Raises RequestError
+        `idempotency_key_reused` if the key belongs to a different request.
         """
         if names.key is not None:
             found = await self.find(names.owner, ByKey(names.owner, names.key))
@@ -153,10 +168,10 @@ class Registry:
                 return stream
         return None
 
-    async def put(self, record: Record, place: Place) -> Stored:
-        """The stream as its store has it, or another one that holds its names.
+    async def put(self, record: Record, place: QueueTicket) -> Stored:
+        """Store a new stream; return the new stream, or an existing stream with the same names.
 
-        The place is given up unless it is this request's own stream.
+        The queue ticket is closed unless the new stream is returned.
         """
         stored = None
         try:
@@ -172,9 +187,11 @@ class Registry:
                 place.close()
 
     async def claim(self, record: Record) -> Stored:
-        """A place in the store under the record's names; a live conversation is replaced.
+        """Store a stream under its record's names. A live stream of the same conversation is
+        replaced.
 
-        If another request has just taken the key, that one's stream is returned.
+        If another request has just taken the idempotency key, the other request's stream is
+        returned.
         """
         replaced = None
         while True:
@@ -189,20 +206,26 @@ class Registry:
             replaced = stored.record.id
 
     async def keep(self, record: Record) -> Stored:
-        """A place in memory, in which the stream is found by its id for a while after its end."""
+        """Store a stream in memory.
+
+        For a while after the stream's end, clients can find the stream by id.
+        """
         self._num_unswept += len(record.request.kept)
         if self._num_unswept > _MAX_UNSWEPT:
             await self.sweep()
         return await self._kept.create(record)
 
     async def sweep(self) -> None:
-        """Forgets what memory does not keep any longer."""
+        """Delete the streams in memory that have expired."""
         self._num_unswept = 0
         totals = await self._kept.sweep(_IN_MEMORY, time.time())
         self.figures.swept("memory", totals.num_bytes)
 
     async def discard(self, owner: str, name: Name) -> None:
-        """Removes the stream of that name, if it is this owner's; a live one is stopped first."""
+        """Delete the stream with this name if the stream belongs to this owner.
+
+        A live stream is stopped first.
+        """
         try:
             found = await self.find(owner, name)
         except LogUnsound as unsound:
@@ -214,9 +237,10 @@ class Registry:
             await self.store.forget(found.record.id)
 
     async def stop(self, found: Found) -> None:
-        """Ends a stream; returns once its memory in the engine is free. Idempotent.
+        """End a stream; return once the engine has freed the stream's memory. Idempotent.
 
-        StoreStalled if its end cannot be stored now; the stop counts, and the end is written later.
+        Raises StoreStalled if the terminal event cannot be stored now. The stream still stops,
+        and the event is stored later.
         """
         state, asked_at = found.state, time.monotonic()
         if isinstance(found, RemoteStream):
@@ -228,7 +252,10 @@ class Registry:
         self.figures.stopped(state, time.monotonic() - asked_at)
 
     async def unless_stalled(self, record: Record, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, which waits for the log; StoreStalled while the disk is stuck."""
+        """Return the result of `work`, which waits for the log of this record's stream.
+
+        Raises StoreStalled if the stream is durable and the store is stalled.
+        """
         if not record.is_durable:
             return await work
         async with race(work, self.store.stalled.wait()) as (working, _):
@@ -238,7 +265,10 @@ class Registry:
             return result
 
     async def written_here(self, stream_id: StreamId, waits: bool) -> LiveStream | None:
-        """Finds a stream written here; with `waits`, also one just being opened or resumed."""
+        """Return a stream that this server writes, or None.
+
+        If `waits`, wait for the writer of a stream that is still opening or resuming.
+        """
         if (live := self._live.get(stream_id)) is not None or not waits:
             return live
         with contextlib.suppress(RequestError):
@@ -248,11 +278,11 @@ class Registry:
         return None
 
     async def wrap(self, stored: Stored) -> Found:
-        """The live stream with its writer, which may be in another server, or the finished one.
+        """Return a stored stream as a live, remote or finished stream.
 
-        Waits for the writer of a stream that is just being opened, or resumed after a restart:
-        taken for a finished one, it could not be stopped and would have no heartbeat.
-        RequestError if no writer will come before a restart of the server.
+        A stream that is still opening or resuming has no writer yet, so wait for the writer. If the
+        stream counted as finished, clients could not stop it and would get no heartbeats. Raises
+        RequestError if no writer will start before the server restarts.
         """
         while (live := self._live.get(stored.record.id)) is None:
             added = self._added
@@ -269,7 +299,7 @@ class Registry:
 
 
 def cut_by(code: str) -> RequestError:
-    """The error with which a stream ends that somebody asked to end."""
+    """Return the error with this code, with which a stream ends early."""
     return RequestError(code, _CUTS.get(code, "The stream was ended."))
 
 

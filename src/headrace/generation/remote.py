@@ -1,4 +1,7 @@
-"""A live stream that another server writes: here it is read, and its writer is asked."""
+"""Defines a live stream that another server writes.
+
+This server reads the stream's log, and sends stop and heartbeat requests to the writer.
+"""
 
 import contextlib
 from collections.abc import Sequence
@@ -10,7 +13,10 @@ from headrace.streams.store import RemoteWriter, Stored
 
 
 class RemoteStream:
-    """A stream of another server, read like our own. If that server goes, another takes it over."""
+    """A stream of another server, with the interface of a local stream.
+
+    If the other server dies, a running server continues the stream.
+    """
 
     def __init__(self, stored: Stored, writer: RemoteWriter, pause: ReaderPause) -> None:
         self.record = stored.record
@@ -20,15 +26,15 @@ class RemoteStream:
 
     @property
     def state(self) -> str:
-        """queued, prompt, decode or recovering, by what its log said last."""
+        """Return queued, prompt, decode or recovering, according to the newest event in memory."""
         return state_of(self._writer.recent())
 
     def beat(self, form: str, interval_s: float) -> None:
-        """Asks for a heartbeat in the log."""
+        """Ask the writer to append a heartbeat to the log."""
         self._writer.beat(form, interval_s)
 
     async def stop(self, code: str) -> None:
-        """Returns once its log has ended."""
+        """Ask the writer to end the stream; return once the stream's log has ended."""
         await self._writer.stop(code)
         with contextlib.suppress(LogGone, LogUnsound):
             has_ended = False

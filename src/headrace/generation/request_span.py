@@ -1,23 +1,29 @@
-"""The span of a request that was answered, by OpenTelemetry's names for generative models."""
+"""Builds the trace span of an answered request, with OpenTelemetry's attribute names for generative
+models.
+"""
 
 from headrace.metrics.traces import Attribute, RequestSpan
-from headrace.streams.events import Ingestion
 from headrace.streams.record import Record
-from headrace.streams.tally import Tally
+from headrace.streams.usage import UsageCounter
 from headrace_common.errors import RequestError
+from headrace_common.ingestion import Ingestion
 from headrace_common.log_context import KEY_NAME, PARENT, REQUEST_ID
 
 _TEXTS = ("/v1/completions", "/completion", "/infill", "/api/generate")
 
 
 def span_of(
-    record: Record, tally: Tally, ingestion: Ingestion, seconds: float, cut: RequestError | None
+    record: Record,
+    tally: UsageCounter,
+    ingestion: Ingestion,
+    seconds: float,
+    cut: RequestError | None,
 ) -> RequestSpan:
-    """`seconds` since its admission; `cut`: why it did not end by itself."""
+    """Build the span. `seconds` count from admission; `cut` is the error that cut the stream."""
     request, usage, timings = record.request, tally.usage, tally.timings
     operation = "text_completion" if request.route in _TEXTS else "chat"
     first_ms = tally.first_token_ms
-    moments = {
+    times = {
         "headrace.prompt_began": timings.queue_ms if timings.prompt_n else None,
         "headrace.prompt_read": timings.queue_ms + timings.prompt_ms if timings.prompt_n else None,
         "headrace.first_token": first_ms,
@@ -27,7 +33,7 @@ def span_of(
         "gen_ai.provider.name": "headrace",
         "gen_ai.request.model": request.shown_model,
         "gen_ai.response.model": request.model,
-        **_asked(record),
+        **_requested(record),
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
@@ -50,18 +56,18 @@ def span_of(
         seconds,
         cut.code if cut else "",
         named(request.route) | {k: v for k, v in attributes.items() if v is not None},
-        {name: ms / 1000 for name, ms in moments.items() if ms is not None},
+        {name: ms / 1000 for name, ms in times.items() if ms is not None},
     )
 
 
 def named(route: str) -> dict[str, Attribute]:
-    """Whose request it was, as far as a log may say so."""
+    """Return the route, the request id and the API key's name, leaving out empty values."""
     known = {"headrace.request_id": REQUEST_ID.get(), "headrace.key": KEY_NAME.get()}
-    told: dict[str, Attribute] = {"http.route": route}
-    return told | {name: value for name, value in known.items() if value}
+    fields: dict[str, Attribute] = {"http.route": route}
+    return fields | {name: value for name, value in known.items() if value}
 
 
-def _asked(record: Record) -> dict[str, Attribute | None]:
+def _requested(record: Record) -> dict[str, Attribute | None]:
     request, sampling = record.request, record.request.sampling
     return {
         "gen_ai.request.stream": request.response_options.stream,
@@ -78,8 +84,8 @@ def _asked(record: Record) -> dict[str, Attribute | None]:
 
 
 def _ingested(ingestion: Ingestion) -> dict[str, Attribute | None]:
-    """The record of ingestion, a field an attribute."""
-    told = {name: getattr(ingestion, name) for name in Ingestion.__struct_fields__}
-    smallest, largest = told.pop("chunk_tokens") or (None, None)
-    told |= {"smallest_chunk": smallest, "largest_chunk": largest}
-    return {f"headrace.ingestion.{name}": value for name, value in told.items()}
+    """Return the ingestion report with one attribute per field."""
+    fields = {name: getattr(ingestion, name) for name in Ingestion.__struct_fields__}
+    smallest, largest = fields.pop("chunk_tokens") or (None, None)
+    fields |= {"smallest_chunk": smallest, "largest_chunk": largest}
+    return {f"headrace.ingestion.{name}": value for name, value in fields.items()}

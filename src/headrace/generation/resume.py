@@ -1,4 +1,4 @@
-"""Goes on with streams that an earlier server or engine, or a stalled store, left unfinished."""
+"""Continues streams that an earlier server or engine, or a stalled store, left unfinished."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from headrace.streams.log import Log, LogConflict
 from headrace.streams.record import Record
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
-from headrace.workers.pool import Work
+from headrace.workers.pool import JobRunner
 from headrace_common.errors import ModelError, RequestError
 from headrace_common.system.panics import STEERING
 
@@ -24,18 +24,29 @@ logger = logging.getLogger(__name__)
 
 GONE = RequestError("engine_failed", "The engine stopped and could not be restarted.")
 _PAGE = 256
-_AGAIN_S = 1.0  # when the store could not be read
+# Wait this many seconds after the store could not be read.
+_AGAIN_S = 1.0
 
 
 class Resumption:
-    """Gives streams that have no writer a new one, from their logs. Its tasks are `group`'s."""
+    """Starts a new writer, from the stored log, for each stream without a writer.
+
+    The tasks of this class belong to `group`.
+
+    A log contains every token that a client may have seen. So the log is replayed into a new
+    EventBuilder, which restores each choice's state after the last stored event. Then the prompts
+    and the tokens of the log are submitted to an engine.
+
+    If the replay no longer produces the delivered text, for example after a change of the
+    tokenizer, the stream ends with `resume_mismatch`.
+    """
 
     def __init__(
         self,
         fleet: Fleet,
         streams: Registry,
         writers: Writers,
-        work: Work,
+        work: JobRunner,
         figures: ServerFigures,
         group: asyncio.TaskGroup,
     ) -> None:
@@ -45,12 +56,12 @@ class Resumption:
         self._work = work
         self._figures = figures
         self._group = group
-        # until an engine of this model comes up; each with why it is to end, if somebody asked
+        # The streams that wait for an engine, by the name of their host. The second item is an
+        # error that will end the stream, or None.
         self._kept: dict[str, list[tuple[Stored, RequestError | None]]] = {}
-        writers.on_stalled = self._outlast_stall
 
     async def take_up(self) -> None:
-        """Goes on with what an earlier server left unfinished, as soon as the store can write."""
+        """Continue the streams of an earlier server, as soon as the store can write."""
         while True:
             with contextlib.suppress(StoreStalled):
                 unfinished = await self._streams.store.unfinished()
@@ -59,48 +70,56 @@ class Resumption:
         await self._go_on_with(unfinished)
 
     async def adopt(self) -> None:
-        """Goes on with what servers of the same store left that have gone."""
+        """Continue streams of dead servers that use the same store."""
         while True:
             await self._go_on_with(await self._streams.store.orphans())
 
     def keep(self, host: ModelHost, stored: Stored, cut: RequestError | None) -> None:
-        """Keeps a durable stream of an engine that was given up; `cut` if it was to end as that."""
+        """Keep a durable stream for a later engine, because its engine could not be restarted.
+
+        `cut` is an error that will end the stream, or None.
+        """
         self._streams.close(GONE, stored.record.id)
         self._kept.setdefault(host.name, []).append((stored, cut))
 
     def host_loaded(self, host: ModelHost) -> None:
-        """Goes on with the streams that were kept for a later engine of this host."""
+        """Continue the streams that were kept for a later engine of this host."""
         for stored, cut in self._kept.pop(host.name, ()):
             self._streams.open_again(stored.record.id)
             self._group.create_task(self._resume_kept(stored, cut), name="resume one")
 
     async def _resume_kept(self, stored: Stored, cut: RequestError | None) -> None:
         try:
-            await stored.log.settle()  # its last writer was let go, perhaps in an append
+            # The last writer was cancelled, perhaps during an append.
+            await stored.log.settle()
         except StoreStalled:
             await self._resume_later(stored, cut)
         else:
             await self._resume(stored, cut)
 
     async def _go_on_with(self, left: list[Stored]) -> None:
-        # those with images take long, and the others need not wait for them
+        # Streams with images take long to prepare, so streams without images go first.
         for stored in sorted(left, key=lambda it: len(it.record.images)):
             self._figures.recovered()
             cut = cut_by(stored.stop_code) if stored.stop_code else None
             if self._fleet.pinned:
                 await self._resume(stored, cut)
-            else:  # one model's download keeps no other's streams
+            # Streams of one model must not wait for the download of another model.
+            else:
                 self._group.create_task(self._resume(stored, cut), name="resume one")
 
-    async def _outlast_stall(self, stream: LiveStream) -> None:
-        # what the store does not have never happened; once it can write, go on from there
+    async def outlast_stall(self, stream: LiveStream) -> None:
+        """Continue a stream from its stored events, once the store can write."""
+        # No reader has received events that are not stored, so the stream continues from the stored
+        # events.
         await self._streams.store.writable.wait()
         await self._resume(Stored(stream.record, stream.log), stream.cut)
 
     async def _resume(self, stored: Stored, cut: RequestError | None = None) -> None:
-        """Goes on with a stream, or ends it as `cut`."""
+        """Continue a stream. If `cut` is not None, only end the stream with the error `cut`."""
         host = self._host_of(stored.record)
-        self._fleet.hold(host)  # else it could be removed, or replaced, while all is read
+        # Hold the host, so that the host is not removed or replaced while the log is read.
+        self._fleet.hold(host)
         try:
             await self._resume_at(host, stored, cut)
         finally:
@@ -126,7 +145,9 @@ class Resumption:
             return
         except STEERING:
             raise
-        except BaseException:  # one stream, and not the server; a panic is not an Exception
+        # The failure concerns one stream, not the server. Catch BaseException, because a panic in a
+        # native library is not an Exception.
+        except BaseException:
             logger.exception("A stream of an earlier run cannot be resumed")
             self._group.create_task(_give_up(stored.log), name="give up")
             return
@@ -147,8 +168,10 @@ class Resumption:
 
 
 async def _give_up(log: Log) -> None:
-    """Ends a stream that nobody can go on with."""
-    error = RequestError("resume_mismatch", "This server cannot go on with what was generated.")
+    """End a stream that cannot be continued."""
+    error = RequestError(
+        "resume_mismatch", "This server cannot continue the stored stream; send the request again."
+    )
     with contextlib.suppress(StoreStalled, LogConflict):
         seq = log.next_seq
         await log.append(seq, [to_event(error, seq, at_ms=0)])

@@ -1,4 +1,4 @@
-"""One generation request while it lives: the only writer of its log."""
+"""Defines the stream of a running request. Only this stream writes the request's log."""
 
 import asyncio
 import itertools
@@ -9,24 +9,24 @@ from collections.abc import Sequence
 from functools import partial
 
 from headrace.engines.client import EngineDown, EngineUp
-from headrace.fleet.queue_eta import TokensAsked
+from headrace.fleet.engine_users import EngineUsers, InQueue, Item, UserNews
+from headrace.fleet.queue_eta import TokenDemand
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
-from headrace.generation.admission import Place
+from headrace.generation.admission import QueueTicket
 from headrace.generation.crash_blame import CrashBlame
-from headrace.generation.event_builder import EventBuilder, Standing
+from headrace.generation.event_builder import ChoiceProgress, EventBuilder
 from headrace.generation.model_checks import check_can_begin, check_can_go_on
 from headrace.generation.readers import Audience
 from headrace.generation.request_span import span_of
 from headrace.generation.submission import Submission, salt_of
-from headrace.generation.waits import Beat
+from headrace.generation.wait_news import HeartbeatNews
 from headrace.metrics.metrics import RequestFigures
 from headrace.metrics.traces import Traces
-from headrace.streams.events import AnyEvent
+from headrace.streams.events import AnyEvent, Usage
 from headrace.streams.log import Log, LogTaken
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
-from headrace.streams.tally import Tally
+from headrace.streams.usage import UsageCounter
 from headrace.workers.image_file import Admitted
 from headrace_common.errors import RequestError
 from headrace_common.ids import SequenceId
@@ -41,10 +41,10 @@ _numbers = itertools.count(1)
 
 
 class LiveStream:
-    """The writer of a log: takes news in order, and appends the events that follow from it.
+    """Writes the log of one stream: takes the engine's messages in order and appends the events.
 
-    Made on admission, or from its log after a restart. `run` writes the log to its end. Until then
-    the stream keeps its place in the queue and its images.
+    An instance is created on admission, or from a stored log after a restart. `run` writes the log
+    to the end. Until the end, the instance keeps the queue ticket and the images.
     """
 
     def __init__(
@@ -52,63 +52,71 @@ class LiveStream:
         record: Record,
         builder: EventBuilder,
         log: Log,
-        place: Place,
+        place: QueueTicket,
         admitted: Admitted,
         linger_s: float,
     ) -> None:
         self.record = record
         self.log = log
-        self._place = place
+        self._ticket = place
         self._admitted = admitted
         self._limits: list[Countdown] = []
-        self.number = next(_numbers)  # counts the streams of this process
-        self.cut: RequestError | None = None  # why it was cut, if it was
+        # The stream's number in this process.
+        self.number = next(_numbers)
+        # The error that cut the stream, or None.
+        self.cut: RequestError | None = None
         self.ended = asyncio.Event()
         self.audience = Audience(
             log, record.names.outlives_client_s(linger_s), on_abandoned=self._abandon
         )
         self._builder = builder
-        # None: it ends without the engine
-        self._inbox: asyncio.Queue[TenantNews | Beat | None] = asyncio.Queue()
+        # None in the inbox makes the stream end without waiting for the engine.
+        self._inbox: asyncio.Queue[UserNews | HeartbeatNews | None] = asyncio.Queue()
         self._submission = Submission(self)
         self._blame = CrashBlame()
-        self._smaller_context: int | None = None  # if it has shrunk since admission
-        self._is_recovering = builder.has_begun  # until the engine is where a dead one was
+        # The context length, if it has shrunk since admission.
+        self._smaller_context: int | None = None
+        # True until the new engine has caught up with the dead engine.
+        self._is_recovering = builder.has_begun
         self._admitted_at = time.monotonic() - builder.last_ms / 1000
-        self._counts = (0, 0)  # live and waiting choices that its place was last updated with
-        self._keep_place()
+        # The numbers of live and waiting choices last reported to the queue ticket.
+        self._counts = (0, 0)
+        self._update_ticket()
 
-    # what others call
+    # The methods below are called by other objects.
 
-    def begin(self, model: ServedModel, engine: Tenants, up: EngineUp) -> None:
-        """Submits what is left to an engine, or ends if its model cannot go on with that.
+    def begin(self, model: ServedModel, engine: EngineUsers, up: EngineUp) -> None:
+        """Submit the unfinished choices, or end the stream if the engine's model cannot continue.
 
-        The model may have other settings than when the stream was admitted.
+        The model's settings may have changed since the stream was admitted.
         """
         builder = self._builder
         try:
-            if self._is_loading or builder.serving.known is None:
+            if model.ready is not None and model.ready is self._admitted.ready:
+                # The model has not changed since the stream was admitted.
+                pass
+            elif self._is_loading or builder.serving.known is None:
                 check_can_begin(self.record, model)
                 builder.serving.begin(model)
             else:
                 context = check_can_go_on(*builder.serving.known, builder.num_tokens, model)
                 self._smaller_context = context
-            self._submission.engine = engine
+            self._submission.move_to(engine)
         except RequestError as change:
             self.end_now(change)
         self.tell(up)
 
     def lose(self, error: RequestError) -> None:
-        """Generation ends it, or keeps it for a later engine if it is durable."""
+        """Do nothing: Generation ends the stream, or keeps a durable stream for a later engine."""
 
     @property
     def _is_loading(self) -> bool:
-        """Whether it waits for its model to be in memory, to begin."""
+        """Return whether the stream has not started because its model is still loading."""
         return self._submission.engine is None and not self._builder.has_begun
 
     @property
     def state(self) -> str:
-        """loading, queued, prompt, decode or recovering, until the log has ended."""
+        """Return loading, queued, prompt, decode or recovering; valid until the log has ended."""
         if self._is_recovering:
             return "recovering"
         if self._is_loading:
@@ -119,44 +127,54 @@ class LiveStream:
 
     @property
     def num_readers(self) -> int:
-        """The number of readers at this moment."""
+        """Return the current number of readers."""
         return self.audience.num_readers
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its last event but signs of life; none for the background, which waits."""
+        """Return the seconds since the stream's last event that is not a heartbeat.
+
+        Returns 0 for background requests, which are expected to wait.
+        """
         if self.record.request.is_background:
             return 0.0
         return (self._at_ms() - self._builder.news_ms) / 1000
 
     @property
-    def tally(self) -> Tally:
-        """The figures of all that was said so far."""
+    def tally(self) -> UsageCounter:
+        """Return the token counts and timings so far."""
         return self._builder.tally
 
-    def standings(self) -> dict[SequenceId, Standing]:
-        """The standings of choices that this engine has begun, by the engine's ids."""
-        by_choice = {standing.choice: standing for standing in self._builder.standings()}
+    def choice_progress(self) -> dict[SequenceId, ChoiceProgress]:
+        """Return the progress of the choices that the engine has started, by sequence id."""
+        by_choice = {standing.choice: standing for standing in self._builder.choice_progress()}
         parts = self._submission.parts.items()
         return {number: by_choice[choice] for number, choice in parts if choice in by_choice}
 
-    def asked(self, sequence_id: SequenceId) -> TokensAsked:
-        """The tokens that one of its sequences asks of the engine; siblings share their prompt."""
+    def asked(self, sequence_id: SequenceId) -> TokenDemand:
+        """Return how many tokens one of this stream's sequences needs.
+
+        The choices of one prompt share the prompt, so only the first choice counts the prompt's
+        tokens.
+        """
         choice = self._submission.parts.get(sequence_id)
         if choice is None:
-            return TokensAsked(0, 0)
+            return TokenDemand(0, 0)
         request = self.record.request
         prompt, number = divmod(choice, request.n)
         limit = request.sampling.max_tokens
         num_prompt = 0 if number else len(self.record.prompts[prompt]) // 4
-        return TokensAsked(num_prompt, math.inf if limit is None else limit)
+        return TokenDemand(num_prompt, math.inf if limit is None else limit)
 
-    def tell(self, news: TenantNews | Beat) -> None:
-        """Hands over what the engine said, or what became of it."""
+    def tell(self, news: UserNews | HeartbeatNews) -> None:
+        """Queue a message for the writer."""
         self._inbox.put_nowait(news)
 
     def stop(self, error: RequestError) -> None:
-        """Cuts the stream: it ends with this error once the engine has let go. Idempotent."""
+        """Cut the stream with this error, after the engine has ended the stream's sequences.
+
+        Idempotent.
+        """
         if self.ended.is_set() or self.cut:
             return
         self.cut = error
@@ -166,19 +184,23 @@ class LiveStream:
             self._inbox.put_nowait(None)
 
     def end_now(self, error: RequestError) -> None:
-        """Cuts the stream without waiting for an engine that will not answer."""
+        """Cut the stream without waiting for an engine that will not answer."""
         self.cut = self.cut or error
         self._inbox.put_nowait(None)
 
-    def tell_place(self, place: InQueue) -> None:
-        """Hands over where it stands in the queue, if that is news; there may be thousands."""
+    def set_queue_position(self, place: InQueue) -> None:
+        """Report the queue position if a report is due.
+
+        Reports are rare, because thousands of streams may be waiting.
+        """
         if not self._builder.has_begun and self._builder.queue.wants(place, self._at_ms()):
             self.tell(place)
 
     def end_within(self, queue_s: float, request_s: float) -> None:
-        """Cuts the stream if it has not begun or ended within these seconds of its admission.
+        """Cut the stream if it has not started within `queue_s` or ended within `request_s`.
 
-        0: no limit. What waits for an engine to come back has no limit any more for beginning.
+        Both times count from admission, and 0 means no limit. A stream whose engine died has no
+        `queue_s` limit any more.
         """
         for seconds, cut in ((queue_s, self._time_out_in_queue), (request_s, self._time_out)):
             if seconds:
@@ -191,49 +213,63 @@ class LiveStream:
             self.stop(RequestError("queue_timeout", message))
 
     def _time_out(self, seconds: float) -> None:
-        message = f"The request took longer than {seconds:g} s; ask for less at once."
+        message = (
+            f"The request took longer than its limit of {seconds:g} s; ask for a shorter answer."
+        )
         self.stop(RequestError("request_timeout", message))
 
     def beat(self, form: str, interval_s: float) -> None:
-        """Writes a heartbeat into the log, for wires on which every byte counts.
+        """Write a heartbeat into the log, for protocols that resume by byte position.
 
-        One for all readers: those who ask within half an interval of it mean the same one.
+        All readers share the heartbeats: a second call within half an interval adds nothing.
         """
         if self._builder.beats.wants(form, interval_s, self._at_ms()):
-            self.tell(Beat(self.state, form))
+            self.tell(HeartbeatNews(self.state, form))
 
-    def tell_load(self, progress: float | None, stage: str) -> None:
-        """Says what the load of its model does and how far it is; None: not known yet."""
-        self.tell(Beat("loading", "data", progress=progress, stage=stage))
+    def set_load_progress(self, progress: float | None, stage: str) -> None:
+        """Report how far the model is loaded; `progress` is None while the progress is unknown."""
+        self.tell(HeartbeatNews("loading", "data", progress=progress, stage=stage))
 
     def check_log(self) -> None:
-        """Writes a heartbeat, which fails if another server writes the log now."""
-        self.tell(Beat(self.state, "comment"))
+        """Append a heartbeat. The append fails if another server has taken over the log."""
+        self.tell(HeartbeatNews(self.state, "comment"))
 
     def release(self) -> None:
-        """Gives up its place, its images and its limits of time. Idempotent."""
+        """Release the queue ticket, the images and the time limits. Idempotent."""
         for limit in self._limits:
             limit.cancel()
         self._limits.clear()
-        self._admitted.close()
-        self._place.close()
+        if self._admitted.pixels is not None:
+            self._admitted.close()
+        self._ticket.close()
 
     def _abandon(self) -> None:
-        if not self.ended.is_set():  # usually the last reader leaves after the end
+        # Usually the last reader leaves after the stream's end, when there is nothing to stop.
+        if not self.ended.is_set():
             self.stop(RequestError("client_gone", "The client left before the answer ended."))
 
-    # the writer
+    # The methods below belong to the writer.
 
     async def accept(self) -> None:
-        """Writes the first event."""
-        await self._append([self._builder.accepted()])
+        """Write the first event."""
+        await self.log.append(0, [self._builder.accepted()])
 
     async def run(self) -> None:
-        """Writes all other events, the terminal one last."""
+        """Write all events after the first event; the terminal event is the last.
+
+        The inbox orders everything that can happen to a stream. An entry is a list with one
+        step's results, another message, or None to end the stream now. Each entry changes the
+        state, and the resulting events are appended before the next entry is read.
+
+        If the store stalls or another server takes over the log, the task ends without a terminal
+        event, because another writer continues the log. Any other failure ends the stream with
+        `internal_error`.
+        """
         try:
             builder = self._builder
-            # Tokens of an earlier run may have reached the end of a choice.
-            await self._append(builder.new_events(self._at_ms(), is_cut=bool(self.cut)))
+            # The tokens of an earlier process may already end a choice.
+            if builder.has_begun:
+                await self._append(builder.new_events(self._at_ms(), is_cut=bool(self.cut)))
             while builder.num_live and (news := await self._inbox.get()) is not None:
                 at_ms = int((time.monotonic() - self._admitted_at) * 1000)
                 if isinstance(news, list):
@@ -241,7 +277,7 @@ class LiveStream:
                 else:
                     self._take(news, at_ms)
                 if (builder.num_live, builder.num_waiting) != self._counts:
-                    self._keep_place()
+                    self._update_ticket()
                 if new := builder.new_events(at_ms, is_cut=bool(self.cut)):
                     await self.log.append(new[0].seq, new)
         except (StoreStalled, LogTaken):
@@ -249,28 +285,31 @@ class LiveStream:
             raise
         except STEERING:
             raise
-        except BaseException:  # a library's panic is not an Exception
+        # Catch BaseException, because a panic in a native library is not an Exception.
+        except BaseException:
             logger.exception("A stream failed")
             self.cut = RequestError("internal_error", "The server failed on this request.")
             self._submission.leave()
         self._submission.forget()
-        self.release()  # before any reader sees the end
-        await self._append([self._builder.terminal(self._at_ms(), self.cut)])
+        # Release the ticket and the images before any reader sees the end.
+        self.release()
+        end = self._builder.terminal(self._at_ms(), self.cut)
+        await self.log.append(end.seq, [end])
         self.ended.set()
 
-    def _keep_place(self) -> None:
+    def _update_ticket(self) -> None:
         builder = self._builder
         self._counts = (builder.num_live, builder.num_waiting)
-        self._place.update(*self._counts, builder.num_unread)
+        self._ticket.update(*self._counts, builder.num_unread)
 
-    def note_end(self, figures: RequestFigures, traces: Traces) -> None:
-        """Tells figures, traces and log what became of it."""
+    def note_end(self, figures: RequestFigures, traces: Traces) -> Usage:
+        """Report the end to the metrics, the traces and the server's log; return the usage."""
         route, outcome = self.record.request.route, self.cut.code if self.cut else "finished"
-        tally = self.tally
-        usage, timings = figures.ended(route, outcome, tally, self._at_ms() / 1000)
+        tally, total_ms = self._builder.tally, self._at_ms()
+        usage, timings = figures.ended(route, outcome, tally, total_ms / 1000)
         if traces.is_on:
             ingestion = self._builder.ingestion()
-            traces.ended(span_of(self.record, tally, ingestion, self._at_ms() / 1000, self.cut))
+            traces.ended(span_of(self.record, tally, ingestion, total_ms / 1000, self.cut))
         if self.record.adapter is not None:
             figures.adapted(self.record.adapter.name, outcome, tally)
         log_request(
@@ -283,22 +322,25 @@ class LiveStream:
             prompt_ms=timings.prompt_ms,
             ttft_ms=tally.first_token_ms,
             max_gap_ms=timings.max_gap_ms,
-            total_ms=self._at_ms(),
+            total_ms=total_ms,
             readers=self.audience.num_joined,
             resumes=self.audience.num_resumed,
             recoveries=self._builder.num_recoveries,
         )
+        return usage
 
     def _take_step(self, items: list[Item], at_ms: int) -> None:
-        """Take the results of one engine step for this stream; this runs for every token."""
+        """Process the results of one engine step for this stream. This code runs for every
+        token.
+        """
         builder, parts = self._builder, self._submission.parts
         for item in items:
-            # 1. Find the choice. Ignore a sequence that this stream has given up.
+            # 1. Find the choice. Ignore a sequence that no longer belongs to this stream.
             choice = parts.get(item.sequence_id)
             if choice is None:
                 continue
-            # 2. A token shows that the engine has caught up with the one that died, and that this
-            # stream did not kill it.
+            # 2. A token shows that the new engine has caught up with the dead engine, and that this
+            # stream did not kill the engine.
             if isinstance(item, NewToken):
                 self._is_recovering = False
                 if self._blame.is_suspect:
@@ -307,12 +349,12 @@ class LiveStream:
                 self._is_recovering = self._is_recovering and builder.has_tokens
                 if isinstance(item, Finished):
                     self._check_end(choice, item)
-            # 3. Add it to the choice's text. The engine cannot see a stop string, so its sequence
-            # is ended from here.
+            # 3. Add the result to the choice. The engine does not know stop strings, so end the
+            # sequence here if the text contains a stop string.
             if builder.take(choice, item, at_ms):
                 self._submission.stop(item.sequence_id)
 
-    def _take(self, news: EngineUp | EngineDown | InQueue | Beat, at_ms: int) -> None:
+    def _take(self, news: EngineUp | EngineDown | InQueue | HeartbeatNews, at_ms: int) -> None:
         match news:
             case EngineUp():
                 self._is_recovering = self._builder.has_begun
@@ -320,12 +362,12 @@ class LiveStream:
             case EngineDown():
                 self._forget_engine(news, at_ms)
             case InQueue():
-                self._builder.queue.place = None if self._builder.has_begun else news
-            case Beat():
+                self._builder.queue.move_to(None if self._builder.has_begun else news)
+            case HeartbeatNews():
                 self._builder.beats.add(news, at_ms)
 
     def _check_end(self, choice: int, end: Finished) -> None:
-        """Cuts the stream if the engine failed, or if the context has shrunk since admission."""
+        """Cut the stream if the engine failed, or if the context has shrunk since admission."""
         context = self._smaller_context
         if end.finish is FinishReason.ERROR:
             self.stop(RequestError(end.code or "internal_error", end.message))
@@ -338,7 +380,7 @@ class LiveStream:
             self.stop(RequestError("model_changed", message))
 
     def _submit(self) -> None:
-        """Submits what is left of the request to a new engine."""
+        """Submit the unfinished choices to a new engine."""
         if self.cut:
             return
         live = self._builder.live()
@@ -365,7 +407,9 @@ class LiveStream:
         )
 
     def _forget_engine(self, down: EngineDown, at_ms: int) -> None:
-        """Forgets a dead engine: its news so far counts, the rest is lost."""
+        """Handle the death of an engine: keep the results received so far; all other results are
+        lost.
+        """
         poison = self._blame.judge(down, self._submission.forget())
         self._builder.end_stopped()
         self.cut = self.cut or poison

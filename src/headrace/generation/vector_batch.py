@@ -1,21 +1,22 @@
-"""One request's inputs on their way to vectors: results, not streams.
+"""Computes the vectors of one request's inputs, without a stream.
 
-The engine is given a window of them at a time, so that a batch of thousands fills no queue, and
-requests that come while it is at work wait for a window at most. The death of an engine costs time.
+The inputs are submitted in windows of limited size. So a batch of thousands of inputs does not
+fill the queue, and later requests wait for at most one window. If an engine dies, the unfinished
+inputs are submitted again.
 """
 
 import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from headrace.engines.client import EngineDown, EngineUp
-from headrace.fleet.queue_eta import TokensAsked
+from headrace.fleet.engine_users import EngineUsers, InQueue, Item, UserNews
+from headrace.fleet.queue_eta import TokenDemand
 from headrace.fleet.served_model import ServedModel
-from headrace.fleet.tenants import InQueue, Item, TenantNews, Tenants
-from headrace.generation.admission import Place
+from headrace.generation.admission import QueueTicket
 from headrace.generation.crash_blame import CrashBlame
 from headrace.generation.submission import Submission
 from headrace_common.errors import RequestError
@@ -23,64 +24,75 @@ from headrace_common.ids import SequenceId, StreamId
 from headrace_common.messages import Finished, FinishReason, NewSequence, Started, Submit
 from headrace_common.sampling import Pooling, Sampling
 
-_WINDOWS_PER_PLACE = 2  # while one half of a window is computed, the other half waits
+# The number of inputs in a window, per sequence that the engine can run at the same time. While
+# the engine computes half of the window, the other half waits.
+_WINDOWS_PER_PLACE = 2
 
 
 class VectorWork(NamedTuple):
-    """Packed inputs, and the place in the queue that was taken for them."""
+    """The inputs as packed token ids, how to compute their vectors, and the queue ticket."""
 
     inputs: Sequence[bytes]
     pooling: Pooling
     salt: str
-    place: Place
+    place: QueueTicket
     priority: int = 0
+    # Called after each computed vector.
+    on_vector: Callable[[], None] = lambda: None
 
 
 class VectorBatch:
-    """The inputs of one request. It owns sequences as a stream does, and keeps no log."""
+    """Computes the vectors of one request.
+
+    Like a stream, a batch owns sequences; unlike a stream, a batch keeps no log.
+    """
 
     def __init__(self, work: VectorWork) -> None:
-        inputs, pooling, salt, self._place, self._priority = work
+        inputs, pooling, salt, self._ticket, self._priority, self._on_vector = work
         self.id = StreamId("embd-" + secrets.token_hex(16))
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inputs = inputs
         self._sampling = Sampling(max_tokens=0, pooling=pooling)
         self._use_prefix = not pooling.needs_whole
         self._salt = salt
-        self._inbox: asyncio.Queue[TenantNews | RequestError] = asyncio.Queue()
+        self._inbox: asyncio.Queue[UserNews | RequestError] = asyncio.Queue()
         self._vectors: dict[int, bytes] = {}
-        self._left = deque(range(len(inputs)))  # that no engine has
+        # Indexes of the inputs that must still be submitted to an engine.
+        self._remaining = deque(range(len(inputs)))
         self._submission = Submission(self)
-        self._begun: set[SequenceId] = set()
+        self._started: set[SequenceId] = set()
         self._suspects: dict[int, CrashBlame] = {}
 
-    def asked(self, sequence_id: SequenceId) -> TokensAsked:
-        """The tokens that one of its sequences asks of the engine."""
+    def asked(self, sequence_id: SequenceId) -> TokenDemand:
+        """Return how many tokens one of this batch's sequences needs."""
         number = self._submission.parts.get(sequence_id)
-        return TokensAsked(0 if number is None else len(self._inputs[number]) // 4, 0)
+        return TokenDemand(0 if number is None else len(self._inputs[number]) // 4, 0)
 
-    def tell(self, news: TenantNews) -> None:
-        """Hands over what the engine said, or what became of it."""
+    def tell(self, news: UserNews) -> None:
+        """Queue a message for `run`."""
         self._inbox.put_nowait(news)
 
-    def tell_place(self, place: InQueue) -> None:
-        """Does nothing: nobody hears where a batch stands."""
+    def set_queue_position(self, place: InQueue) -> None:
+        """Do nothing: nobody receives the queue position of a batch."""
 
-    def begin(self, model: ServedModel, engine: Tenants, up: EngineUp) -> None:
-        """An engine is there, which is given a window of what is left."""
-        self._submission.engine = engine
+    def begin(self, model: ServedModel, engine: EngineUsers, up: EngineUp) -> None:
+        """Submit a window of the remaining inputs to an engine that is ready."""
+        self._submission.move_to(engine)
         self.tell(up)
 
     def lose(self, error: RequestError) -> None:
-        """The engine was given up."""
+        """End the request, because its engine could not be restarted."""
         self.stop(error)
 
     def stop(self, error: RequestError) -> None:
-        """Ends the request with this error."""
+        """End the request with this error."""
         self._inbox.put_nowait(error)
 
     async def run(self) -> tuple[bytes, ...]:
-        """The vectors, in order; RequestError if one cannot be had."""
+        """Return the vectors in the order of the inputs.
+
+        Raises RequestError if a vector cannot be computed.
+        """
         window = 0
         try:
             while len(self._vectors) < len(self._inputs):
@@ -94,24 +106,27 @@ class VectorBatch:
                         self._forget_engine(down)
                     case list() as items:
                         self._take(items)
-                self._top_up(window)
-                self._count()
+                self._fill_window(window)
+                self._update_ticket()
         finally:
             self._submission.leave()
-            self._place.close()
+            self._ticket.close()
             self.ended.cancel()
         return tuple(self._vectors[number] for number in range(len(self._inputs)))
 
-    def _count(self) -> None:
-        """Updates the queue place: of a batch of thousands, only the engine's part counts."""
+    def _update_ticket(self) -> None:
+        """Update the queue ticket: only the submitted inputs count, not the whole batch."""
         parts = self._submission.parts
-        waiting = [len(self._inputs[n]) // 4 for id, n in parts.items() if id not in self._begun]
-        self._place.update(len(parts), len(waiting), sum(waiting))
+        waiting = [len(self._inputs[n]) // 4 for id, n in parts.items() if id not in self._started]
+        self._ticket.update(len(parts), len(waiting), sum(waiting))
 
-    def _top_up(self, window: int) -> None:
-        """Gives the engine inputs until it has as many as it may; suspects run alone there."""
-        room = min(len(self._left), window - len(self._submission.parts))
-        numbers = [self._left.popleft() for _ in range(room)]
+    def _fill_window(self, window: int) -> None:
+        """Submit inputs until the window is full.
+
+        An input that may have killed an engine runs alone.
+        """
+        room = min(len(self._remaining), window - len(self._submission.parts))
+        numbers = [self._remaining.popleft() for _ in range(room)]
         self._submit([n for n in numbers if n in self._suspects], True)
         self._submit([n for n in numbers if n not in self._suspects], False)
 
@@ -138,26 +153,29 @@ class VectorBatch:
             if item.sequence_id not in self._submission.parts:
                 continue
             if isinstance(item, Started):
-                self._begun.add(item.sequence_id)
+                self._started.add(item.sequence_id)
             elif isinstance(item, Finished):
                 self._finish(item)
 
     def _finish(self, end: Finished) -> None:
         number = self._submission.close(end.sequence_id)
-        self._begun.discard(end.sequence_id)
+        self._started.discard(end.sequence_id)
         self._suspects.pop(number, None)
         if end.finish is not FinishReason.LENGTH or not end.vector:
             message = end.message or "The server failed on this request."
             raise RequestError(end.code or "internal_error", message)
         self._vectors[number] = end.vector
+        self._on_vector()
 
     def _forget_engine(self, down: EngineDown) -> None:
-        """Forgets a dead engine: its vectors so far count, the others are asked for again."""
+        """Handle the death of an engine: keep finished vectors, and submit all other inputs
+        again.
+        """
         lost = self._submission.forget()
-        self._begun.clear()
+        self._started.clear()
         for sequence_id in down.suspects:
             if (number := lost.get(sequence_id)) is not None:
                 blame = self._suspects.setdefault(number, CrashBlame())
                 if poison := blame.judge(down, (sequence_id,)):
                     raise poison
-        self._left.extendleft(sorted(lost.values(), reverse=True))
+        self._remaining.extendleft(sorted(lost.values(), reverse=True))

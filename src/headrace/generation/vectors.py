@@ -1,4 +1,4 @@
-"""Requests for vectors: checked, tokenized, computed by the model's host, and counted."""
+"""Serves requests for vectors: checks and tokenizes the inputs, and computes the vectors."""
 
 import asyncio
 import hashlib
@@ -10,21 +10,21 @@ import msgspec
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
-from headrace.generation.admission import Admission, Asked, Capacity, Place, Queues
+from headrace.generation.admission import Admission, Capacity, Demand, Queues, QueueTicket
 from headrace.generation.model_checks import encode, too_long
 from headrace.generation.vector_batch import VectorBatch, VectorWork
-from headrace.workers.pool import Work
+from headrace.workers.pool import JobRunner
 from headrace_common.errors import RequestError
-from headrace_common.jobs import Encoded, EncodePairs, EncodePrompts
 from headrace_common.request import BACKGROUND
 from headrace_common.sampling import Pooling
 from headrace_common.vector_request import VectorRequest
+from headrace_common.worker_jobs import Encoded, EncodePairs, EncodePrompts
 
 Check = Callable[[ServedModel], None]
 
 
 class Vectors(msgspec.Struct, frozen=True):
-    """Packed float32, in the order of the inputs."""
+    """Packed float32 vectors, in the order of the inputs."""
 
     model: ServedModel
     vectors: tuple[bytes, ...]
@@ -32,52 +32,61 @@ class Vectors(msgspec.Struct, frozen=True):
 
 
 class VectorMaker:
-    """Admits batches of inputs, and owns them until they have become vectors."""
+    """Admits batches of inputs, and owns each batch until its vectors are computed."""
 
-    def __init__(self, queues: Queues, fleet: Fleet, work: Work) -> None:
+    def __init__(self, queues: Queues, fleet: Fleet, work: JobRunner) -> None:
         self.batches: set[VectorBatch] = set()
         self._queues = queues
         self._fleet = fleet
         self._work = work
 
     def ends(self) -> list[asyncio.Future[None]]:
-        """The ends of all batches."""
+        """Return one future per batch; the future is done when the batch ends."""
         return [batch.ended for batch in self.batches]
 
     def stop(self, error: RequestError) -> None:
-        """Ends all batches with this error."""
+        """End all batches with this error."""
         for batch in self.batches:
             batch.stop(error)
 
-    async def make(self, request: VectorRequest, check: Check = lambda model: None) -> Vectors:
-        """The vectors, once all are there; RequestError says why there are none.
+    async def make(
+        self,
+        request: VectorRequest,
+        check: Check = lambda model: None,
+        on_vector: Callable[[], None] = lambda: None,
+    ) -> Vectors:
+        """Return all vectors of a request. Raises RequestError if a vector cannot be computed.
 
-        `check` raises it for what this model cannot do. Being cancelled ends the work.
+        `check` raises RequestError if the model cannot serve the request. `on_vector` is called
+        after each vector. Cancelling the call ends the computation.
         """
         self._fleet.check_line()
         async with self._fleet.using(request.model) as host:
             check(host.model)
-            return await self._make(request)
+            return await self._make(request, on_vector)
 
-    async def _make(self, request: VectorRequest) -> Vectors:
+    async def _make(self, request: VectorRequest, on_vector: Callable[[], None]) -> Vectors:
         host, queue = self._queues.find(request.model, request.priority >= BACKGROUND)
         model = host.model
         if request.model in model.adapters:
-            message = f"{request.model} is an adapter; vectors are made by {model.names[0]} alone."
+            message = (
+                f"The adapter {request.model} makes no vectors; use its model {model.names[0]}."
+            )
             raise RequestError("unsupported_operation", message, "model")
         digest = hashlib.sha256(request.packed).digest()
-        asked = Asked(request.owner, digest, 1)
-        queue.check(asked, Capacity.of(model.ready), time.monotonic())
+        demand = Demand(request.owner, digest, 1)
+        queue.check(demand, Capacity.of(model.ready), time.monotonic())
         pooling = pooling_for(model, request.task)
         encoded = await self._tokenized(request, model)
         inputs = encoded.prompts
         host, queue = self._queues.find(request.model, request.priority >= BACKGROUND)
-        place = self._enter(queue, asked, model, inputs)
+        ticket = self._enter(queue, demand, model, inputs)
         pooling = msgspec.structs.replace(pooling, num_first=encoded.num_first)
         began, outcome, num_tokens = time.monotonic(), "client_gone", 0
         try:
-            # an owner has no line break, so that no salt can pass for another owner's
-            work = VectorWork(inputs, pooling, f"{request.owner}\n", place, request.priority)
+            # An owner's name contains no line break, so the salts of two owners are never equal.
+            salt = f"{request.owner}\n"
+            work = VectorWork(inputs, pooling, salt, ticket, request.priority, on_vector)
             vectors = await self._run(VectorBatch(work), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
         except RequestError as error:
@@ -90,7 +99,7 @@ class VectorMaker:
         return Vectors(model, vectors, num_tokens)
 
     async def _run(self, batch: VectorBatch, host: ModelHost) -> tuple[bytes, ...]:
-        """Computes a batch there; until it ends, its inputs count as waiting or live."""
+        """Compute a batch on this host."""
         self.batches.add(batch)
         host.tenants.add(batch)
         try:
@@ -100,16 +109,16 @@ class VectorMaker:
             self.batches.remove(batch)
 
     def _enter(
-        self, queue: Admission, asked: Asked, model: ServedModel, inputs: Sequence[bytes]
-    ) -> Place:
-        """The first inputs take places in the queue; for the key all of them count."""
+        self, queue: Admission, demand: Demand, model: ServedModel, inputs: Sequence[bytes]
+    ) -> QueueTicket:
+        """Enter the first inputs into the queue, and charge the key for all inputs."""
         capacity = Capacity.of(model.ready)
         sizes = [len(ids) // 4 for ids in inputs]
         first = sizes[: capacity.max_num_seqs]
-        asked = asked._replace(num_choices=len(first), num_tokens=sum(first))
-        place = queue.enter(asked, capacity, time.monotonic())
-        self._queues.limits.used(asked.owner, sum(sizes) - sum(first))
-        return place
+        demand = demand._replace(num_choices=len(first), num_tokens=sum(first))
+        ticket = queue.enter(demand, capacity, time.monotonic())
+        self._queues.limits.used(demand.owner, sum(sizes) - sum(first))
+        return ticket
 
     async def _tokenized(self, request: VectorRequest, model: ServedModel) -> Encoded:
         longest = model.max_model_len
@@ -130,7 +139,10 @@ class VectorMaker:
 
 
 def pooling_for(model: ServedModel, task: str) -> Pooling:
-    """How the model makes a vector; RequestError if it makes none of this kind."""
+    """Return how the model computes a vector for this task.
+
+    Raises RequestError if the model cannot compute such a vector.
+    """
     assert model.ready is not None
     tasks = model.ready.tasks
     if task not in tasks:
@@ -140,7 +152,8 @@ def pooling_for(model: ServedModel, task: str) -> Pooling:
     if model.pooling == "auto" and model.sentences.objection:
         raise RequestError(
             "unsupported_operation",
-            f"{model.names[0]} cannot embed as its makers do: {model.sentences.objection}.",
+            f"{model.names[0]} cannot embed in the way its authors define: "
+            f"{model.sentences.objection}.",
             "model",
         )
     return Pooling(model.ready.pooling)
@@ -149,13 +162,13 @@ def pooling_for(model: ServedModel, task: str) -> Pooling:
 def _cannot(model: ServedModel, task: str, tasks: Sequence[str]) -> RequestError:
     name = model.names[0]
     if task == "score":
-        remedy = "serve a cross-encoder, whose config.json names a …ForSequenceClassification"
+        remedy = "serve a cross-encoder (config.json names a …ForSequenceClassification model)"
         return RequestError(
             "unsupported_operation", f"{name} cannot rank documents; {remedy}.", "model"
         )
     if "score" in tasks:
         remedy = "it ranks documents: use /v1/rerank, or serve an embedding model"
     else:
-        remedy = "its lane gives no hidden states of a model that generates: serve an embedding "
-        remedy += "model, or one that lane native-text runs"
+        remedy = "its lane returns no hidden states. Serve an embedding model, or a model "
+        remedy += "that lane native-text can run"
     return RequestError("unsupported_operation", f"{name} cannot embed; {remedy}.", "model")

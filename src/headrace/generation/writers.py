@@ -1,4 +1,4 @@
-"""The tasks that write live streams, each with its use of a model."""
+"""Runs the tasks that write live streams, and keeps the streams' models in memory meanwhile."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
-from headrace.generation.admission import Place, Queues
+from headrace.generation.admission import Queues, QueueTicket
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.registry import Registry
 from headrace.generation.stream import LiveStream
@@ -19,14 +19,20 @@ from headrace_common.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-RESTARTS = RequestError("server_restarting", "The server is restarting; read on once it is back.")
-_TAKEN = RequestError("server_restarting", "Another server goes on with this stream; read on.")
+RESTARTS = RequestError(
+    "server_restarting", "The server is restarting; resume reading once it is back."
+)
+_TAKEN = RequestError(
+    "server_restarting", "Another server now writes this stream; reconnect to continue reading."
+)
 
 
 class Writers:
-    """Has each live stream written by a task of its own, to its end or until it is let go.
+    """Runs one task per live stream. The task writes the log until the stream ends or is released.
 
-    The tasks are those of `group`. A stream's model stays in memory until its task has ended.
+    The tasks belong to `group`. A stream's model stays in memory until the stream's task has
+    ended. If the store cannot write all events of a stream, `on_stalled` is awaited with the
+    stream.
     """
 
     def __init__(
@@ -37,27 +43,31 @@ class Writers:
         config: StreamConfig,
         group: asyncio.TaskGroup,
         traces: Traces,
+        on_stalled: Callable[[LiveStream], Awaitable[None]],
     ) -> None:
         self.tasks: dict[LiveStream, asyncio.Task[None]] = {}
-        self.on_stalled: Callable[[LiveStream], Awaitable[None]]  # the store has not all of it
         self._fleet = fleet
         self._streams = streams
         self._queues = queues
         self._config = config
         self._group = group
         self._traces = traces
+        self._on_stalled = on_stalled
 
     def start(
         self,
         host: ModelHost,
         stored: Stored,
         builder: EventBuilder,
-        place: Place,
+        place: QueueTicket,
         admitted: Admitted,
     ) -> LiveStream:
-        """Has a new stream computed once its model is in memory."""
-        stream = self._start(host, stored, builder, place, admitted, used=None)
-        stream.end_within(self._config.queue_timeout_s, 0)
+        """Start writing a new stream; the stream is computed once its model is in memory."""
+        used = host if self._fleet.enter_now(host) else None
+        stream = self._start(host, stored, builder, place, admitted, used)
+        stream.end_within(self._config.queue_timeout_s, self._config.request_timeout_s)
+        if used is not None:
+            host.tenants.add(stream)
         return stream
 
     def resume(
@@ -68,9 +78,13 @@ class Writers:
         admitted: Admitted,
         cut: RequestError | None,
     ) -> None:
-        """Has a stream computed that was admitted before, or ends it as `cut`."""
+        """Start writing a stream that was admitted earlier.
+
+        If `cut` is not None, only end the stream with the error `cut`.
+        """
         place = self._queues.resume(host, stored.record.request.is_background)
         stream = self._start(host, stored, builder, place, admitted, used=host)
+        stream.end_within(0, self._config.request_timeout_s)
         if cut:
             stream.end_now(cut)
         self._fleet.hold(host)
@@ -80,7 +94,11 @@ class Writers:
     def let_go(
         self, streams: Iterable[LiveStream], plain: RequestError, durable: RequestError
     ) -> None:
-        """Ends these streams, except durable ones: a later engine goes on with those."""
+        """End these streams with the error `plain`, except durable streams.
+
+        A durable stream only loses its writer, because a later engine continues the stream. Readers
+        of a durable stream get the error `durable`.
+        """
         for stream in list(streams):
             if stream.record.is_durable:
                 stream.audience.pause.set(durable)
@@ -94,20 +112,22 @@ class Writers:
         host: ModelHost,
         stored: Stored,
         builder: EventBuilder,
-        place: Place,
+        place: QueueTicket,
         admitted: Admitted,
         used: ModelHost | None,
     ) -> LiveStream:
         linger_s = self._config.linger_s
         stream = LiveStream(stored.record, builder, stored.log, place, admitted, linger_s)
-        stream.end_within(0, self._config.request_timeout_s)
         self._streams.add(stream)
         writing = self._write(host, stream, used)
         self.tasks[stream] = self._group.create_task(writing, name="stream")
         return stream
 
     async def _enter(self, host: ModelHost, stream: LiveStream) -> ModelHost | None:
-        """The host that computes it, once that is in memory; None if it was cut instead."""
+        """Wait until the model is in memory; return the host that computes the stream.
+
+        Returns None if the stream was cut instead.
+        """
         try:
             with host.tenants.telling(stream):
                 entered = await self._fleet.enter(host)
@@ -119,7 +139,7 @@ class Writers:
             return None
         if not entered.reads_like(host):
             self._fleet.release(entered)
-            message = "The model was replaced while the request waited; send it again."
+            message = "The model was replaced while the request waited; send the request again."
             stream.stop(RequestError("model_changed", message))
             return None
         entered.tenants.add(stream)
@@ -134,15 +154,23 @@ class Writers:
         except LogTaken:
             logger.warning("Another server has taken a stream over")
             stream.audience.pause.set(_TAKEN)
-        except Exception:  # one stream, and not the server
+        # The failure concerns one stream, not the server.
+        except Exception:
             logger.exception("The log of a stream cannot be written")
-            failure = RequestError("internal_error", "The log of this stream cannot be written.")
+            failure = RequestError(
+                "internal_error",
+                "The log of this stream cannot be written; send the request again.",
+            )
             stream.audience.pause.set(failure)
-            self._streams.close(failure, stream.record.id)  # its log has no end to be waited for
+            # The log gets no terminal event, so readers must not wait for one.
+            self._streams.close(failure, stream.record.id)
         finally:
-            stream.release()
+            if not stream.ended.is_set():
+                stream.release()
             self._streams.remove(stream)
-            stream.ended.set()  # also if it was let go: nothing more comes of this one
+            # Set `ended` even if another writer continues the stream: this writer appends nothing
+            # more.
+            stream.ended.set()
             del self.tasks[stream]
             if entering is not None and not entering.cancel() and not entering.cancelled():
                 used = entering.result()
@@ -154,12 +182,11 @@ class Writers:
         try:
             if stream.log.next_seq == 0:
                 await stream.accept()
-            # In a task of its own, so that a token does not resume the coroutines around it.
+            # Use a separate task, so that a token resumes only `stream.run` and not its callers.
             await asyncio.create_task(stream.run(), name="stream")
             figures = host.metrics.of(stream.record.request.is_background)
-            stream.note_end(figures, self._traces)
-            self._queues.limits.used(
-                stream.record.names.owner, stream.tally.usage.completion_tokens
-            )
+            usage = stream.note_end(figures, self._traces)
+            if self._queues.limits.has_any:
+                self._queues.limits.used(stream.record.names.owner, usage.completion_tokens)
         except StoreStalled:
-            await self.on_stalled(stream)
+            await self._on_stalled(stream)

@@ -1,4 +1,4 @@
-"""Whole answers, gathered from the logs of their streams."""
+"""Collects complete answers from the logs of their streams."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -11,41 +11,46 @@ from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 
 _whole_bodies = ThreadPoolExecutor(1, "whole-body")
-NUM_NEW = 8  # last events of a log that count as new: what a few steps write together
+# The last NUM_NEW events of a log count as new. A few steps write about as many events.
+NUM_NEW = 8
 _PAGE = 256
 
 
 def is_old(log: Log, event: AnyEvent) -> bool:
-    """Whether later events have followed it: then its reader waits for a slice of the loop."""
+    """Return whether many events of the log follow this event.
+
+    A reader of old events should yield to the event loop.
+    """
     return log.next_seq - event.seq > NUM_NEW
 
 
 async def encoded(body: ResponseBody) -> bytes:
-    """Encode the answer in a thread: long log probabilities take seconds, and no stream may wait.
+    """Encode the answer in a thread, because encoding long log probabilities takes seconds.
 
-    One after the other: each holds the whole answer several times over.
+    Answers are encoded one at a time, because encoding holds several copies of an answer.
     """
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_whole_bodies, lambda: encode(body.whole()))
 
 
 class AnswerBody:
-    """Gathers the whole answer of a stream, in the dialect of its request."""
+    """Collects the complete answer of a stream, in the dialect of the stream's request."""
 
     def __init__(self, record: Record) -> None:
-        self.error: Error | None = None  # the stream was cut
+        # The error that ended the stream; None if the stream did not end with an error.
+        self.error: Error | None = None
         self._dialect = dialect_of(record.request.route)
         self._body = self._dialect.response_body(record)
 
     def feed(self, event: AnyEvent) -> None:
-        """Takes every event from seq 0, in order."""
+        """Add an event. The caller passes every event in order, starting from number 0."""
         if isinstance(event, Error):
             self.error = event
         else:
             self._body.feed(event)
 
     async def gather(self, log: Log) -> AnyEvent:
-        """Feed it all events of a log, and return the last one once the stream has ended."""
+        """Feed all events of a log to the body until the stream ends. Return the last event."""
         after, has_ended = -1, False
         while not has_ended:
             await log.wait(after)
@@ -53,8 +58,11 @@ class AnswerBody:
             for event in page:
                 if len(page) > NUM_NEW and is_old(log, event):
                     await slice_of_loop()
-                self.feed(event)
+                if not isinstance(event, Error):
+                    self._body.feed(event)
             after += len(page)
+        if isinstance(page[-1], Error):
+            self.error = page[-1]
         return page[-1]
 
     async def body(self) -> bytes:

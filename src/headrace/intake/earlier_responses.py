@@ -1,4 +1,4 @@
-"""Add the earlier responses that a request of /v1/responses names to that request."""
+"""Adds earlier responses to a request of /v1/responses that refers to earlier responses."""
 
 import contextlib
 
@@ -7,51 +7,76 @@ import msgspec
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found, Registry
 from headrace.protocols.dialect import encode
-from headrace.protocols.openai.response_events import GrowingResponse
+from headrace.protocols.openai.response_events import ResponseBuilder
+from headrace.protocols.openai.response_items import response_of
 from headrace.protocols.openai.responses import NO_ITEMS, ROUTE
 from headrace.streams.events import Finish
 from headrace.streams.log import follow
-from headrace.streams.store import ById
+from headrace.streams.store import ById, ByItem
 from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
-from headrace_common.jobs import CheckedBody, GoOn
+from headrace_common.worker_jobs import CheckedBody, ContinueResponse
+
+# The maximum number of look-ups in the store for the references in one request.
+_MAX_LOOKUPS = 256
+# The maximum number of responses whose items one request can refer to.
+_MAX_RESPONSES = 64
 
 
 class EarlierResponses:
-    """Puts earlier responses into the requests that name them.
-
-    Requests of other routes have none of the fields that it reads, and stay as they are.
-    """
+    """Adds earlier responses to requests that refer to earlier responses."""
 
     def __init__(self, generation: Generation, max_bytes: int) -> None:
-        """`max_bytes` limits a conversation with all its earlier responses."""
+        """`max_bytes` limits a conversation, including all its earlier responses."""
         self._generation = generation
         self._max_bytes = max_bytes
 
     async def restore(self, checked: CheckedBody, owner: str) -> CheckedBody:
-        """Return the request with items of the owner's responses in place of references to them.
+        """Return the request after replacing references with the items of the owner's responses.
 
-        A reference to anything else stays, and the model is not shown it.
+        A reference that finds no item stays in the request; the model does not see the reference.
         """
         found = dict[str, tuple[bytes, bytes]]()
-        num_bytes = len(checked.kept)
-        for id in checked.fields.get("referenced", ()):
+        num_bytes, num_lookups = len(checked.kept), 0
+        # The ids of the responses found so far, and the item ids that clients chose.
+        known = set[str]()
+        for item in checked.fields.get("referenced", ()):
+            if item in known or response_of(item) in known:
+                continue
+            if num_lookups == _MAX_LOOKUPS or len(found) == _MAX_RESPONSES:
+                break
+            num_lookups += 1
             with contextlib.suppress(RequestError):
-                response = await find(self._generation.streams, owner, id)
-                kept, output = response.record.request.kept, await _output(response)
+                response = await self._with_item(owner, item)
+                record = response.record
+                known.update((record.id, *record.names.items))
+                kept, output = record.request.kept, b"[]"
+                # A response that is still being generated contributes only its input.
+                with contextlib.suppress(RequestError):
+                    output = await _output(response)
                 num_bytes += len(kept) + len(output)
                 if num_bytes <= self._max_bytes:
-                    found[id] = kept, output
+                    found[record.id] = kept, output
         if not found:
             return checked
         packed = msgspec.msgpack.encode((NO_ITEMS, b"[]", checked, found))
-        return await self._generation.work.do(GoOn(), [packed])
+        return await self._generation.work.do(ContinueResponse(), [packed])
+
+    async def _with_item(self, owner: str, item: str) -> Found:
+        """Return the owner's response with this item. Raise RequestError if there is none."""
+        streams = self._generation.streams
+        if id := response_of(item):
+            with contextlib.suppress(RequestError):
+                return await find(streams, owner, id)
+        # The client chose the item's id. Another server may have assigned the id originally.
+        return _checked(await streams.find(owner, ByItem(owner, item)), "id")
 
     async def before(self, checked: CheckedBody, owner: str) -> CheckedBody:
-        """Return the request with the conversation that it continues in front of it.
+        """Return the request with an earlier conversation before the request's own items.
 
-        RequestError if there is no such conversation.
+        The field `previous_response_id` names the earlier conversation. Raise RequestError if the
+        conversation is unknown, unfinished or too large.
         """
         id = checked.fields.get("previous_response_id")
         if id is None:
@@ -61,30 +86,33 @@ class EarlierResponses:
         output = await _output(found)
         num_bytes = len(kept) + len(output) + len(checked.kept)
         if num_bytes > self._max_bytes:
-            message = f"The conversation takes {num_bytes} bytes, and {self._max_bytes} are taken; "
-            message += "begin a new one, or raise --max-body-bytes."
+            message = f"The conversation has {num_bytes} bytes; the limit is {self._max_bytes}. "
+            message += "Start a new conversation, or raise --max-body-bytes."
             raise RequestError("request_too_large", message, "previous_response_id")
         packed = msgspec.msgpack.encode((kept, output, checked, {}))
-        return await self._generation.work.do(GoOn(), [packed])
+        return await self._generation.work.do(ContinueResponse(), [packed])
 
 
 async def find(streams: Registry, owner: str, id: str, param: str = "id") -> Found:
-    """The response of that id, if it is this owner's."""
-    found = await streams.find(owner, ById(StreamId(id)))
+    """Return the response with this id. Raise RequestError if `owner` has no such response."""
+    return _checked(await streams.find(owner, ById(StreamId(id))), param)
+
+
+def _checked(found: Found | None, param: str) -> Found:
     if found is None or found.record.request.route != ROUTE:
-        message = "There is no such response, or it has expired, or was not stored."
+        message = "No response has this id. It may have expired, or it was never stored."
         raise RequestError("stream_not_found", message, param)
     return found
 
 
 async def _output(found: Found) -> bytes:
-    """The items of an ended response, as JSON."""
+    """Return the items of an ended response as JSON. Raise RequestError if it has not finished."""
     last, _ = await found.log.read(found.log.next_seq - 2, 1)
     if not last or not isinstance(last[0], Finish):
-        message = "The response of previous_response_id has not ended, or was cut; "
-        message += "wait until it is completed or incomplete."
+        message = "The response of previous_response_id is still running, or has failed. "
+        message += "Only a response that is completed or incomplete can be continued."
         raise RequestError("invalid_value", message, "previous_response_id")
-    response = GrowingResponse(found.record)
+    response = ResponseBuilder(found.record)
     async for event in follow(found.log):
         await slice_of_loop()
         response.feed(event)

@@ -2,6 +2,9 @@
 
 import logging
 import secrets
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -9,19 +12,20 @@ import msgspec
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.earlier_responses import EarlierResponses
-from headrace.intake.progress_policy import ProgressPolicy, with_progress
 from headrace.intake.vectors import VectorAnswers
 from headrace.protocols.dialect import Dialect, dialect_of
-from headrace.protocols.inserted_texts import client_of
+from headrace.protocols.inserted_texts import AGENTS, client_of
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.requests import to_request
 from headrace.streams.record import Names
 from headrace.text.tool_formats.generic import GENERIC
-from headrace.workers.job_line import LARGE, Body
+from headrace.workers.job_queue import LARGE, Body
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
-from headrace_common.jobs import (
+from headrace_common.log_context import KEY_NAME
+from headrace_common.request import Request, ResponseOptions, Route
+from headrace_common.worker_jobs import (
     CheckedBody,
     Job,
     KnownModel,
@@ -31,7 +35,6 @@ from headrace_common.jobs import (
     ReadBody,
     ReadJob,
 )
-from headrace_common.request import Request, ResponseOptions, Route
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +45,9 @@ _MAX_CONVERSATION, _MAX_KEY = 512, 255
 class Opened(NamedTuple):
     """The stream of a request.
 
-    `is_attached`: an equal earlier request has opened it. `ignored` fields have no effect.
-    `tool_format`: the format in which the model sees the tools; empty if it sees none.
+    `is_attached` is true if an equal earlier request opened the stream. `ignored` has the fields
+    without effect. `tool_format` is the format in which the model sees the tools; empty without
+    tools.
     """
 
     stream: Found
@@ -53,29 +57,36 @@ class Opened(NamedTuple):
 
 
 class Intake:
-    """Reads bodies and opens their streams; one per server.
+    """Reads request bodies and opens a stream for each request. A server has one Intake.
 
-    HTTP, the WebSocket, batches and LLM all send their requests through it.
+    The requests of HTTP, the WebSocket, batches and the class LLM all pass through the Intake.
     """
 
     def __init__(self, generation: Generation, config: ServerConfig) -> None:
         self.vectors = VectorAnswers(generation)
-        self.earlier = EarlierResponses(generation, config.http.max_body_bytes)
+        self.earlier: Mapping[Route, EarlierResponses] = {
+            "/v1/responses": EarlierResponses(generation, config.http.max_body_bytes)
+        }
         self._generation = generation
         self._keeps_inserted = config.streams.inserted_texts == "keep"
-        self._progress = ProgressPolicy(config.streams.return_progress_for)
-        self._warned: set[str] = set()  # models and inserted texts that were logged
+        self._progress = _ProgressPolicy(config.streams.return_progress_for)
+        # Names of models and of inserted texts for which a line was already logged.
+        self._warned: set[str] = set()
 
-    # bodies
+    # The methods below read bodies.
 
     async def read_models(self, body: Body, place: ModelsNamedIn = "body") -> None:
-        """Read each model that the body names, unless it was read or must be downloaded first.
+        """Read each model in the body, unless it was read or must be downloaded first.
 
-        Workers read a model without the limits on time and memory that apply to the first reading,
-        so they must not be the first to meet its files. RequestError if one cannot be read.
+        The first reading of a model's files has limits on time and memory. Workers read the files
+        without these limits, so a worker must not be the first reader. Raise RequestError if a
+        model cannot be read.
         """
         fleet = self._generation.fleet
-        if all(host.known is not None for host in fleet.hosts.all()):
+        for host in fleet.hosts.all():
+            if host.known is None:
+                break
+        else:
             return
         for name in await self._generation.work.do(NameModels(place), body):
             host = fleet.hosts.get(name)
@@ -83,20 +94,35 @@ class Intake:
                 await fleet.read(host)
 
     async def do(self, job: Job[R], body: Body, place: ModelsNamedIn = "body") -> R:
-        """Have a worker do a job for a body, once the models that the body names were read."""
+        """Read the models that the body names. Then have a worker do a job for the body."""
         await self.read_models(body, place)
         return await self._generation.work.do(job, body)
 
     async def read(self, job: ReadJob, body: Body) -> CheckedBody:
-        """Have a worker check a body, and tokenize it if it is small and its model is loaded.
+        """Have a worker check a body. Also tokenize a small body if its model is loaded.
 
-        An alias in the body is replaced by the name of its model, here and nowhere else. The
-        alias is kept for the answer.
+        Only here, an alias in the body is replaced by the name of its model. The alias is kept for
+        the answer.
         """
-        return await self.resolve(await self._checked(job, body))
+        await self.read_models(body)
+        known: dict[str, KnownModel] = {}
+        for host in self._generation.fleet.hosts.all() if sum(map(len, body)) < LARGE else ():
+            model = host.known
+            if model is not None and model.ready and job.task in model.ready.tasks:
+                known[host.name] = KnownModel(model.number, model.ready.max_model_len)
+        try:
+            job_with_tokens = msgspec.structs.replace(job, known=known)
+            checked = await self._generation.work.do(job_with_tokens, body)
+        except RequestError as error:
+            if error.code != "template_failed":
+                raise
+            # Check the body without tokenizing it. When the stream is opened, the template is
+            # rendered again and the error is reported.
+            checked = await self._generation.work.do(job, body)
+        return await self.resolve(checked) if "model" in checked.fields else checked
 
     async def resolve(self, checked: CheckedBody) -> CheckedBody:
-        """Return the body with the name of a model in place of an alias."""
+        """Return the body with an alias replaced by the name of its model."""
         if (asked := checked.fields.get("model")) is None:
             return checked
         name: str = await self._generation.fleet.resolve(asked)
@@ -105,39 +131,21 @@ class Intake:
         fields = {**checked.fields, "model": name, "alias": asked}
         return msgspec.structs.replace(checked, fields=fields)
 
-    async def _checked(self, job: ReadJob, body: Body) -> CheckedBody:
-        await self.read_models(body)
-        known = {
-            host.name: KnownModel(host.model.number, host.model.max_model_len)
-            for host in self._generation.fleet.hosts.all()
-            if host.ready and job.task in host.ready.tasks and sum(map(len, body)) < LARGE
-        }
-        try:
-            job_with_tokens = msgspec.structs.replace(job, known=known)
-            return await self._generation.work.do(job_with_tokens, body)
-        except RequestError as error:
-            if error.code != "template_failed":
-                raise
-        # Check the body alone. Its template fails again when the stream is opened.
-        return await self._generation.work.do(job, body)
-
     async def read_from(self, agent: str, route: Route, body: Body) -> CheckedBody:
-        """Return the body of a generation route, by the rules for clients with this User-Agent."""
-        client = self.client_of(agent)
+        """Read the body of a generation route, and apply the rules for the client's User-Agent."""
+        client = self.client_of(agent) if agent.startswith(AGENTS) else ""
         checked = await self.read(ReadBody(route, client=client), body)
         for name, text in checked.inserted.items():
-            if (told := f"{client}: {name}") not in self._warned:
-                self._warned.add(told)
-                logger.info(
-                    "%s: its prompt has %s, %r: left out of it. %s", client, name, text, _WHY
-                )
+            if (seen := f"{client}: {name}") not in self._warned:
+                self._warned.add(seen)
+                logger.info("%s: removed %s from its prompt: %r. %s", client, name, text, _WHY)
         return self._progress.apply(agent, checked)
 
     def client_of(self, agent: str) -> str:
-        """Return the client's name, if it is one whose inserted texts are to be left out."""
+        """Return the client's name if its inserted texts are to be removed; otherwise empty."""
         return "" if self._keeps_inserted else client_of(agent)
 
-    # streams
+    # The methods below open streams.
 
     async def open(
         self,
@@ -147,27 +155,31 @@ class Intake:
         id: StreamId | None = None,
         options: ResponseOptions | None = None,
     ) -> Opened:
-        """Open the stream of a request, or find the stream of an equal one by its names.
+        """Open the stream of a request, or return the stream of an equal earlier request.
 
-        `options` replace those that the body asks for.
+        `options` replace the body's response options.
         """
-        checked = await self.earlier.restore(checked, names.owner)
+        earlier = self.earlier.get(route)
+        if earlier is not None:
+            checked = await earlier.restore(checked, names.owner)
         offers_tools = openai_chat.offers_tools(checked.fields)
         stream = await self._generation.streams.find_equal(names)
         is_attached = stream is not None
         if stream is None:
             name = checked.fields.get("model")
             host = await self._generation.host_for(name, waits=names.conversation is None)
-            whole = await self.earlier.before(checked, names.owner)
-            whole = with_progress(whole, host.config.return_progress)
+            if earlier is not None:
+                checked = await earlier.before(checked, names.owner)
+            if host.config.return_progress != "off":
+                checked = _with_progress(checked, host.config.return_progress)
             dialect = dialect_of(route)
-            request = to_request(dialect, whole, host.model)
+            request = to_request(dialect, checked, host.model)
             if options is not None:
                 request = msgspec.structs.replace(request, response_options=options)
             if offers_tools:
                 self._warn_of_tools(host.name, _tool_format(request))
-            stream = await self._generation.open(request, names, whole, id or new_id(dialect))
-            # Another request may have taken the idempotency key in the meantime.
+            stream = await self._generation.open(request, names, checked, id or new_id(dialect))
+            # Another request can have used the same idempotency key in the meantime.
             is_attached = stream.record.request.response_options is not request.response_options
         ignored, tool_format = checked.ignored, ""
         if offers_tools:
@@ -182,15 +194,55 @@ class Intake:
             logger.warning("%s %s", model, _TOOLS_APART[tool_format])
 
 
+class _ProgressPolicy:
+    """Decides which clients get a prompt's progress without asking for it.
+
+    The rules, such as `key:ann=on` and `agent:opencode/*=reasoning`, are tried in order.
+    """
+
+    def __init__(self, rules: tuple[str, ...]) -> None:
+        self._rules = [_parsed(rule) for rule in rules]
+
+    def apply(self, agent: str, checked: CheckedBody) -> CheckedBody:
+        """Apply the first rule that matches the User-Agent or the current API key's name."""
+        names = {"key": KEY_NAME.get(), "agent": agent.lower()}
+        for kind, pattern, value in self._rules:
+            if fnmatchcase(names[kind], pattern):
+                return _with_progress(checked, value)
+        return checked
+
+
+_PROGRESS_VALUES: Mapping[str, bool | str] = MappingProxyType(
+    {"off": False, "on": True, "reasoning": "reasoning"}
+)
+"""Maps the words in the settings to the values of `return_progress` in a body."""
+
+
+def _with_progress(checked: CheckedBody, value: str) -> CheckedBody:
+    """Return the body with this value of `return_progress`, unless the client has set a value."""
+    if "return_progress" in checked.fields:
+        return checked
+    return msgspec.structs.replace(
+        checked, fields={**checked.fields, "return_progress": _PROGRESS_VALUES[value]}
+    )
+
+
+def _parsed(rule: str) -> tuple[str, str, str]:
+    kind, _, rest = rule.partition(":")
+    pattern, _, value = rest.rpartition("=")
+    return kind, pattern.lower() if kind == "agent" else pattern, value
+
+
 _TOOLS_APART = {
-    "": "has no tool format (--tool-format none); tools that clients send have no effect on it, "
-    "and X-Headrace-Ignored names them.",
-    GENERIC: "has a chat template that knows no tools; a text before the conversation describes "
-    "them, in a form that it was not trained on, and X-Headrace-Tools says so.",
+    "": "has no tool format (--tool-format none). Tools that clients send have no effect, and "
+    "the header X-Headrace-Ignored lists them.",
+    GENERIC: "has a chat template that does not support tools. A text in the system message "
+    "describes them, in a format that the model was not trained on; the header X-Headrace-Tools "
+    "says so.",
 }
 _WHY = (
-    "It may be another in each request, and every prompt would then be read anew; "
-    "--inserted-texts keep leaves it where it is."
+    "The text can differ in each request, so the prefix cache could not reuse the prompt. "
+    "To keep the text, start the server with --inserted-texts keep."
 )
 
 
@@ -205,7 +257,7 @@ def new_id(dialect: Dialect) -> StreamId:
 def names_of(
     owner: str, checked: CheckedBody, conversation: str | None = None, key: str | None = None
 ) -> Names:
-    """Return the names of a request; RequestError `invalid_value` for one that is not valid."""
+    """Return the names of a request. Raise RequestError `invalid_value` for an invalid name."""
     fields = checked.fields
     _check_name(conversation, CONVERSATION, _MAX_CONVERSATION)
     _check_name(key, KEY, _MAX_KEY)
@@ -217,6 +269,7 @@ def names_of(
         is_stored=bool(fields.get("store") or fields.get("background")),
         is_kept=bool(checked.kept) and "store" not in fields,
         can_attach=fields.get("attach") is not False,
+        items=tuple(fields.get("item_ids", ())),
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers with vectors or scores, which are not streams."""
+"""Answers requests for vectors or scores. Such requests open no streams."""
 
 import secrets
 import time
@@ -12,16 +12,18 @@ from headrace.metrics.traces import RequestSpan
 from headrace.protocols.dialect import encode
 from headrace.protocols.vectors import embeddings, rerank
 from headrace.text.model_names import called
-from headrace_common.jobs import CheckedBody, RankDocuments, VectorForm, WriteVectors
 from headrace_common.log_context import PARENT
 from headrace_common.request import Route
+from headrace_common.worker_jobs import CheckedBody, RankDocuments, VectorForm, WriteVectors
 
 ONE: Route = "/api/embeddings"
-_SLICE_BYTES = 256 << 10  # of vectors that one job writes
+# The maximum number of bytes of vectors that a worker job encodes. A job encodes at least one
+# vector.
+_SLICE_BYTES = 256 << 10
 
 
-class Asker(NamedTuple):
-    """The route of a request for vectors, its owner and its priority."""
+class Requester(NamedTuple):
+    """The route of a request for vectors, with the request's owner and priority."""
 
     route: Route
     owner: str
@@ -29,12 +31,12 @@ class Asker(NamedTuple):
 
 
 class VectorAnswers:
-    """Computes vectors or scores, and encodes the answer of the route."""
+    """Computes vectors or scores, and encodes them as the route's answer."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
-    async def answer(self, checked: CheckedBody, asker: Asker) -> bytes:
+    async def answer(self, checked: CheckedBody, asker: Requester) -> bytes:
         """Return the body of the answer."""
         if asker.route == embeddings.ROUTE:
             return await self._embed(checked, asker)
@@ -45,13 +47,13 @@ class VectorAnswers:
             return b'{"embedding":' + data + b"}"
         return await self._embed_bare(checked, asker)
 
-    async def _embed(self, checked: CheckedBody, asker: Asker) -> bytes:
+    async def _embed(self, checked: CheckedBody, asker: Requester) -> bytes:
         as_base64 = checked.fields.get("encoding_format") == "base64"
         made, data = await self._embedded(checked, asker, "base64" if as_base64 else "float")
         rest = {"model": _name(checked.fields, made), "usage": _usage(made)}
         return b'{"object":"list","data":[' + data + b"]," + encode(rest)[1:]
 
-    async def _embed_bare(self, checked: CheckedBody, asker: Asker) -> bytes:
+    async def _embed_bare(self, checked: CheckedBody, asker: Requester) -> bytes:
         began = time.monotonic_ns()
         made, data = await self._embedded(checked, asker, "bare")
         rest = {
@@ -62,9 +64,9 @@ class VectorAnswers:
         return b'{"embeddings":[' + data + b"]," + encode(rest)[1:]
 
     async def _embedded(
-        self, checked: CheckedBody, asker: Asker, form: VectorForm
+        self, checked: CheckedBody, asker: Requester, form: VectorForm
     ) -> tuple[Vectors, bytes]:
-        """Return the vectors, and the same as JSON, separated by commas."""
+        """Return the vectors, and the same vectors as JSON values separated by commas."""
         fields = checked.fields
         asked = embeddings.to_request(checked, asker.owner, asker.priority)
         making = self._generation.vectors.make(
@@ -98,7 +100,7 @@ class VectorAnswers:
             traces.ended(RequestSpan(name, PARENT.get(), seconds, "", attributes))
         return made
 
-    async def _rerank(self, checked: CheckedBody, asker: Asker) -> bytes:
+    async def _rerank(self, checked: CheckedBody, asker: Requester) -> bytes:
         fields = checked.fields
         asked = rerank.to_request(checked, asker.route, asker.owner, asker.priority)
         made = await self._traced(asker.route, "rerank", self._generation.vectors.make(asked))

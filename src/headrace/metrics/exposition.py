@@ -1,4 +1,4 @@
-"""Figures as Prometheus reads them: several models on one page, or by the names of vLLM."""
+"""Formats metrics for Prometheus: several models on one page, or under vLLM's names."""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,7 +16,7 @@ class _Collected(Collector):
 
 
 def merged(common: CollectorRegistry, models: Mapping[str, CollectorRegistry]) -> bytes:
-    """One page, each family once, on which each model's samples carry its name."""
+    """Return one page with each metric once. Samples of a model have its name as a label."""
     found = {family.name: family for family in common.collect()}
     for name, registry in models.items():
         for family in registry.collect():
@@ -44,27 +44,32 @@ _SAME = {
 
 
 def as_vllm(ours: CollectorRegistry, model: str) -> bytes:
-    """Our figures for dashboards that know vLLM's names."""
+    """Return Headrace's metrics for dashboards that use vLLM's names."""
     found = {family.name.removeprefix("headrace_"): family for family in ours.collect()}
     labels = {"model_name": model, "engine": "0"}
     page = [_renamed(found[name], theirs, labels) for theirs, name in _SAME.items()]
     looked_up, hits = found["prompt_tokens"], found["cached_tokens"]
     page += [
-        _renamed(looked_up, "vllm:prefix_cache_queries", labels, "Prompt tokens looked up"),
-        _renamed(hits, "vllm:prefix_cache_hits", labels, "Prompt tokens found"),
+        _renamed(
+            looked_up,
+            "vllm:prefix_cache_queries",
+            labels,
+            "Prompt tokens looked up in the prefix cache",
+        ),
+        _renamed(hits, "vllm:prefix_cache_hits", labels, "Prompt tokens found in the prefix cache"),
     ]
     usage = GaugeMetricFamily(
-        "vllm:kv_cache_usage_perc", "Share in use, 0 to 1", labels=list(labels)
+        "vllm:kv_cache_usage_perc", "Used share of the cache memory, 0 to 1", labels=list(labels)
     )
     usage.add_metric(list(labels.values()), _usage(found))
-    ends = _renamed(found["ends"], "vllm:request_success", labels, "Requests that ended whole")
+    ends = _renamed(found["ends"], "vllm:request_success", labels, "Requests that finished")
     for sample in ends.samples:
         sample.labels["finished_reason"] = sample.labels.pop("reason")
     return generate_latest(_Collected([*page, usage, ends]))
 
 
 def _renamed(family: Metric, name: str, labels: dict[str, str], help: str = "") -> Metric:
-    """Every sample under its other name, with the labels that vLLM gives it."""
+    """Return the metric under another name, with the labels that vLLM uses."""
     renamed = Metric(name, help or family.documentation, family.type)
     for sample in family.samples:
         suffix = sample.name.removeprefix(family.name)
@@ -74,7 +79,7 @@ def _renamed(family: Metric, name: str, labels: dict[str, str], help: str = "") 
 
 
 def _usage(found: dict[str, Metric]) -> float:
-    """The usage of blocks; of slots where a model has no blocks."""
+    """Return the used fraction of the blocks, or of the slots if the model has no blocks."""
     used = 0.0
     for name in ("slots", "blocks"):
         by_state = {sample.labels["state"]: sample.value for sample in found[name].samples}

@@ -1,4 +1,4 @@
-"""All families of figures, in the order of the page: counters, times, gauges."""
+"""Lists all metrics in the order of the page: counters, times, gauges."""
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, disable_created_metrics
 from prometheus_client import Counter as Total
@@ -6,58 +6,59 @@ from prometheus_client import Counter as Total
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a gauge beside each counter, which nobody reads
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_TOTALS = {  # of each the help, and its labels
+# Each entry has the help text, followed by the names of the labels.
+_TOTALS = {
     "requests": ("Requests that ended", "route", "outcome"),
     "prompt_tokens": ("Prompt tokens of ended requests",),
-    "cached_tokens": ("Of these, taken from the prefix cache",),
+    "cached_tokens": ("Prompt tokens of ended requests that were in the prefix cache",),
     "generated_tokens": ("Tokens generated for ended requests",),
-    "guessed_tokens": ("Tokens guessed ahead for ended requests",),
-    "accepted_tokens": ("Of these, right: steps saved",),
+    "guessed_tokens": ("Tokens guessed by speculative decoding for ended requests",),
+    "accepted_tokens": ("Guessed tokens that were accepted",),
     "adapter_requests": ("Requests that ended, by adapter", "adapter", "outcome"),
-    "adapter_tokens": ("Tokens generated for them", "adapter"),
-    "engine_starts": ("Times that the engine came up",),
-    "engine_restarts": ("Engines that died", "cause"),
-    "recovered_streams": ("Streams resumed from an earlier run",),
+    "adapter_tokens": ("Tokens generated for ended requests, by adapter", "adapter"),
+    "engine_starts": ("Starts of the engine",),
+    "engine_restarts": ("Ends of the engine by a crash or a kill", "cause"),
+    "recovered_streams": ("Streams resumed after a restart of the server",),
     "rejections": ("Requests refused", "reason"),
-    "template_overruns": ("Chat templates that were abandoned",),
-    "attaches": ("POSTs answered with an earlier one's stream",),
-    "resumes": ("Requests to read a stream again", "face"),
+    "template_overruns": ("Chat templates stopped for taking too long",),
+    "attaches": ("POSTs that attached to the stream of an earlier POST",),
+    "resumes": ("Requests to resume reading a stream", "face"),
     "stops": ("Streams stopped by their clients", "state"),
-    "ends": ("Requests that ended whole, by what ended them", "reason"),
+    "ends": ("Requests that finished, by finish reason", "reason"),
 }
 _TIMES = {
-    "ttft": ("From admission to the first token",),
-    "inter_token": ("Between two tokens of one choice",),
-    "resume": ("From asking to read on to the first byte",),
-    "stop": ("From a stop to free blocks and slots",),
-    "log_commit": ("Until an event was safe on disk",),
-    "queue": ("From admission to the start of the prompt",),
-    "prompt": ("Computing the prompt",),
-    "decode": ("From the first token to the last",),
-    "max_gap": ("Longest wait between two tokens of a request",),
-    "request": ("From admission to the end",),
-    "step": ("Steps of the engine", "kind"),
-    "step_predicted": ("What they were predicted to take",),
+    "ttft": ("Time from admission to the first token",),
+    "inter_token": ("Time between two tokens of one choice",),
+    "resume": ("Time until a request that resumes a stream gets the first byte",),
+    "stop": ("Time from a stop to the release of blocks and slots",),
+    "log_commit": ("Time to write an event to disk",),
+    "queue": ("Time from admission to the start of the prompt",),
+    "prompt": ("Time to compute the prompt",),
+    "decode": ("Time from the first token to the last",),
+    "max_gap": ("Longest time between two tokens of a request",),
+    "request": ("Time from admission to the end",),
+    "step": ("Duration of the engine's steps", "kind"),
+    "step_predicted": ("Predicted duration of the engine's steps",),
 }
 _GAUGES = {
-    "running": ("Sequences that run",),
-    "waiting": ("Sequences that wait",),
-    "waiting_tokens": ("Tokens of those that wait",),
+    "running": ("Running sequences",),
+    "waiting": ("Waiting sequences",),
+    "waiting_tokens": ("Prompt tokens of waiting sequences",),
     "blocks": ("Blocks of cache memory", "state"),
     "slots": ("Slots for recurrent state or dense caches", "state"),
-    "stall_target_seconds": ("The stall target; 0: none",),
+    "stall_target_seconds": ("The stall target; 0 if there is no target",),
     "engine_up": ("1 while the engine answers",),
-    "state": ("1 for the state that the server is in", "state"),
+    "state": ("1 for the current state of the server", "state"),
     "streams": ("Streams that have not ended", "state"),
     "readers": ("Readers of streams that have not ended",),
-    "log_bytes": ("Logs that are kept, once a minute", "store"),
-    "heartbeat_age_seconds": ("Since the last frame of the open stream with the oldest one",),
-    "silent_stream_age_seconds": ("Since the last news of the stream with the oldest ones",),
+    "log_bytes": ("Bytes of the stored logs, updated once a minute", "store"),
+    "heartbeat_age_seconds": ("Longest time since the last frame of an open event stream",),
+    "silent_stream_age_seconds": ("Longest time since the last event of a live stream",),
 }
 
 
 class Families:
-    """The samples of every family, by its short name."""
+    """Holds the samples of every metric, by the metric's short name."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

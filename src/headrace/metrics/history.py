@@ -1,6 +1,7 @@
-"""The last hour's figures of requests, kept whether or not anybody looks, and those of this moment.
+"""Records the request metrics of the last hour, and computes current rates and waiting times.
 
-Latencies are counted in classes 5 % wide, so that any share of them can be told later.
+Waiting times are counted in logarithmic classes, each 5 % wide, so that any percentile can be
+computed later.
 """
 
 import functools
@@ -13,15 +14,16 @@ from typing import Any
 EVERY_S = 10
 NUM_POINTS = 360
 RATE_S = 10
-"""Seconds that a rate of this moment is measured over."""
+"""The number of seconds over which the current rates are measured."""
 WAITS_S = 60
-"""Seconds whose waits are shares of this moment."""
-_CLASSES = 20  # per factor e
+"""The number of seconds over which the current percentiles of waiting times are computed."""
+# The number of classes per factor of e.
+_CLASSES = 20
 _SHORTEST_S = 1e-4
 
 
 class Point:
-    """Figures of a span: tokens, those of prompts, and waits by name and class."""
+    """Holds the counts of a time span: tokens, and waiting times by name and class."""
 
     __slots__ = ("cached", "computed", "generated", "number", "prompt", "waits")
 
@@ -29,6 +31,19 @@ class Point:
         self.number = number
         self.computed = self.generated = self.prompt = self.cached = 0
         self.waits = {name: Counter[int]() for name in ("ttft", "queue", "gap")}
+
+    def plan(self, num_prompt: int, num_cached: int) -> None:
+        """Count a prompt's tokens, and how many of the tokens were found in the prefix cache."""
+        self.prompt += num_prompt
+        self.cached += num_cached
+
+    def compute(self, num_prompt: int) -> None:
+        """Count the prompt tokens of a step."""
+        self.computed += num_prompt
+
+    def generate(self, num_tokens: int) -> None:
+        """Count generated tokens."""
+        self.generated += num_tokens
 
     def wait(self, name: str, seconds: float) -> None:
         self.waits[name][class_of(seconds)] += 1
@@ -42,7 +57,10 @@ class Point:
             self.waits[name].update(counts)
 
     def wait_ms(self, name: str, share: float) -> float | None:
-        """Milliseconds that this share of the waits took at most; None if there were none."""
+        """Return the time in milliseconds within which the fraction `share` of the waits ended.
+
+        Return None if the time span has no waits.
+        """
         counts = self.waits[name]
         left = share * counts.total()
         for at in sorted(counts):
@@ -51,7 +69,11 @@ class Point:
         return None
 
     def shown(self, rate: "Point", seconds: float) -> dict[str, Any]:
-        """The figures in JSON: rates of `rate` over these seconds, all else of this span."""
+        """Return the metrics as values for JSON.
+
+        Rates are computed from the point `rate`, which lasted `seconds`. All other values are
+        computed from `self`.
+        """
         waits = {
             f"{name}_{title}_ms": self.wait_ms(name, share)
             for name in self.waits
@@ -66,17 +88,18 @@ class Point:
 
 
 class History:
-    """One model's figures: a second each for a minute, and ten seconds each for an hour."""
+    """Keeps one model's metrics: per second for a minute, and per ten seconds for an hour."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.began = clock()
-        self.current = Point(-1)  # the newest second with figures
+        # The point of the latest second in which something was counted.
+        self.current = Point(-1)
         self._seconds: deque[Point] = deque(maxlen=WAITS_S)
         self._points: deque[Point] = deque(maxlen=NUM_POINTS)
 
     def now(self) -> Point:
-        """The point to count in; seconds without any have none."""
+        """Return the point of the current second. Points exist only for seconds with counts."""
         number = int(self.clock())
         if self.current.number != number:
             self._keep()
@@ -85,7 +108,7 @@ class History:
         return self.current
 
     def _keep(self) -> None:
-        """Adds the last second, which is over, to its ten."""
+        """Add the last second, which is over, to its span of ten seconds."""
         if not self._seconds:
             return
         number = self._seconds[-1].number // EVERY_S
@@ -94,27 +117,30 @@ class History:
         self._points[-1].add(self._seconds[-1])
 
     def last(self, seconds: int) -> Point:
-        """The sum of the last seconds, without the one under way."""
+        """Return the sum of the last `seconds` seconds, without the current second."""
         self.now()
         end = int(self.clock())
         return _sum(it for it in self._seconds if end - seconds <= it.number < end)
 
     def hour(self) -> dict[int, Point]:
-        """Each ten seconds in which something was, but for those under way, by how many ago."""
+        """Return the points of ten-second spans. The key says how many spans ago a span was.
+
+        Spans without counts and the current span are left out.
+        """
         self.now()
         end = int(self.clock()) // EVERY_S
         return {end - it.number: it for it in self._points if 0 < end - it.number <= NUM_POINTS}
 
 
 def live(histories: list[History]) -> dict[str, Any]:
-    """The figures of this moment, of several models together."""
+    """Return the current metrics of several models together."""
     rate, waits = (_sum(it.last(seconds) for it in histories) for seconds in (RATE_S, WAITS_S))
     age_s = max(int(it.clock()) - int(it.began) for it in histories)
     return waits.shown(rate, min(RATE_S, max(age_s, 1)))
 
 
 def hour(histories: list[History]) -> list[dict[str, Any]]:
-    """The points of the last hour, of several models together, oldest first."""
+    """Return the points of the last hour for several models together, oldest first."""
     together: dict[int, Point] = {}
     for history in histories:
         for ago, point in history.hour().items():
@@ -125,9 +151,10 @@ def hour(histories: list[History]) -> list[dict[str, Any]]:
     ]
 
 
-@functools.lru_cache(4096)  # most waits are told in whole milliseconds
+# Most waits are whole milliseconds, so the cache finds their classes.
+@functools.lru_cache(4096)
 def class_of(seconds: float) -> int:
-    """Return the number of the latency class that these seconds fall into."""
+    """Return the number of the class that a wait of `seconds` belongs to."""
     return round(_CLASSES * math.log(max(seconds, _SHORTEST_S)))
 
 

@@ -1,7 +1,8 @@
-"""Figures for Prometheus, by who tells them: what requests took, how the server stands. No ids.
+"""Counts and times requests, engines and streams for Prometheus. Labels never contain ids.
 
-A request is counted once, when its stream ends; sums of tokens are those of the usage told. Gaps
-and times to the first token are told as they happen. Nothing here waits, so a scrape never does.
+A request is counted once, when its stream ends, with the tokens of its reported usage. Gaps and
+times to the first token are recorded as they happen. No method here waits, so a scrape is never
+delayed.
 """
 
 import time
@@ -17,7 +18,7 @@ from headrace.metrics.families import Families
 from headrace.metrics.history import History, class_of
 from headrace.metrics.traces import NoTraces, Traces
 from headrace.streams.events import Timings, Usage
-from headrace.streams.tally import Tally
+from headrace.streams.usage import UsageCounter
 from headrace_common.errors import OVERRAN, RequestError
 from headrace_common.messages import Ready, Status, StepTrace
 
@@ -25,24 +26,35 @@ _STATES = ("loading", "ok", "recovering", "draining", "dead")
 _STREAM_STATES = ("queued", "prompt", "decode", "recovering")
 
 LiveFigures = tuple[str, int, float]
-"""The state of a live stream, its number of readers, and the seconds since its last news."""
-_BY_LABEL = {  # counts of an engine: title, help, label
+"""The state of a live stream, the number of its readers, and the seconds since its last event.
+
+Heartbeats do not count as events here.
+"""
+# Counters that an engine keeps per label value: metric name, help text, label name.
+_BY_LABEL = {
     "missed": ("headrace_stall_target_missed", "Steps that missed the stall target", "cause"),
-    "disk_misses": ("headrace_disk_prefix_misses", "Runs on disk that were computed", "reason"),
+    "disk_misses": (
+        "headrace_disk_prefix_misses",
+        "Groups of blocks that were on disk but were computed again",
+        "reason",
+    ),
 }
 _OF_DISK = {
-    "runs": ("headrace_disk_prefix_hits", "Runs of blocks that were read instead of computed"),
-    "tokens": ("headrace_disk_prefix_tokens", "Their tokens"),
-    "read_bytes": ("headrace_disk_prefix_read_bytes", "Their bytes"),
-    "written_bytes": ("headrace_disk_prefix_written_bytes", "Bytes of runs that were written"),
+    "runs": ("headrace_disk_prefix_hits", "Groups of blocks that were read from disk"),
+    "tokens": ("headrace_disk_prefix_tokens", "Prompt tokens in blocks that were read from disk"),
+    "read_bytes": ("headrace_disk_prefix_read_bytes", "Bytes of blocks that were read from disk"),
+    "written_bytes": (
+        "headrace_disk_prefix_written_bytes",
+        "Bytes of blocks that were written to disk",
+    ),
 }
 _COUNTS = (*_BY_LABEL, "disk")
 
 
 class RequestFigures:
-    """Figures of a model's requests, told by generation; watches each stream that runs.
+    """Counts and times a model's requests. `generation` reports their tokens and ends.
 
-    Those of the background are counted, but not timed: they wait for all others.
+    Background requests are counted but not timed, because they wait for all other requests.
     """
 
     def __init__(self, families: Families, history: History, is_timed: bool = True) -> None:
@@ -52,8 +64,7 @@ class RequestFigures:
 
     def planned(self, num_prompt: int, num_cached: int, queue_s: float) -> None:
         point = self._history.now()
-        point.prompt += num_prompt
-        point.cached += num_cached
+        point.plan(num_prompt, num_cached)
         if self._is_timed:
             point.wait("queue", queue_s)
 
@@ -67,17 +78,17 @@ class RequestFigures:
         point = self._history.current
         if point.number != int(self._history.clock()):
             point = self._history.now()
-        point.generated += number
+        point.generate(number)
         if gap_s is not None and self._is_timed:
             self._times["inter_token"].observe(gap_s)
             point.waits["gap"][class_of(gap_s)] += 1
 
     def ended(
-        self, route: str, outcome: str, tally: Tally, seconds: float
+        self, route: str, outcome: str, tally: UsageCounter, seconds: float
     ) -> tuple[Usage, Timings]:
-        """Count a request, and return its usage and timings.
+        """Count a request, and return its usage and its timings.
 
-        `outcome` is how it finished, or the code of its error.
+        `outcome` is `finished`, or the code of the error that ended the request.
         """
         usage, timings = tally.usage, tally.timings
         totals, times = self._totals, self._times
@@ -97,13 +108,13 @@ class RequestFigures:
                 times["max_gap"].observe(timings.max_gap_ms / 1000)
         return usage, timings
 
-    def adapted(self, adapter: str, outcome: str, tally: Tally) -> None:
-        """The same request, which named an adapter."""
+    def adapted(self, adapter: str, outcome: str, tally: UsageCounter) -> None:
+        """Count a request again, for the adapter that the request named."""
         self._totals["adapter_requests"].labels(adapter, outcome).inc()
         self._totals["adapter_tokens"].labels(adapter).inc(tally.usage.completion_tokens)
 
     def embedded(self, route: str, outcome: str, num_tokens: int, seconds: float) -> None:
-        """A request for vectors: the tokens of those that it got."""
+        """Count a request for vectors, with the tokens of the embedded inputs."""
         self._totals["requests"].labels(route, outcome).inc()
         self._totals["prompt_tokens"].inc(num_tokens)
         if self._is_timed:
@@ -111,26 +122,30 @@ class RequestFigures:
 
 
 class EngineFigures:
-    """Figures of a model's engine, told by its host. It collects those that the engine counts."""
+    """Counts the steps, starts and ends of a model's engine, as the engine's host reports them.
+
+    As a collector of the registry, it also exports the counters that the engine keeps.
+    """
 
     def __init__(self, families: Families, history: History) -> None:
         self._families, self._history = families, history
         self._num_preempted = self._num_preempted_before = 0
         self._counts = {name: Counter[str]() for name in _COUNTS}
-        self._counts_before = {name: Counter[str]() for name in _COUNTS}  # of engines that ended
+        # The counts of engines that have ended.
+        self._counts_before = {name: Counter[str]() for name in _COUNTS}
         self._num_steps = 0
         self._stepped_at: float | None = None
         families.registry.register(self)
 
     @property
     def last_step_age_s(self) -> float | None:
-        """Seconds since its last step was told; None before the first."""
+        """Return the seconds since the last reported step; None before the first step."""
         return None if self._stepped_at is None else time.monotonic() - self._stepped_at
 
     def collect(self) -> list[Metric]:
         preempted = CounterMetricFamily(
             "headrace_preemptions",
-            "Times that a sequence lost its memory to others",
+            "Preemptions, in which a sequence loses its memory to other sequences",
             self._num_preempted + self._num_preempted_before,
         )
         families = [preempted]
@@ -141,7 +156,9 @@ class EngineFigures:
         disk = self._counts["disk"] + self._counts_before["disk"]
         for name, (title, help) in _OF_DISK.items():
             families.append(CounterMetricFamily(title, help, disk[name]))
-        age = GaugeMetricFamily("headrace_last_step_age_seconds", "Since the engine's last step")
+        age = GaugeMetricFamily(
+            "headrace_last_step_age_seconds", "Time since the engine's last step"
+        )
         if (age_s := self.last_step_age_s) is not None:
             age.add_metric([], age_s)
         return [*families, age]
@@ -152,14 +169,14 @@ class EngineFigures:
         self._families.gauges["stall_target_seconds"].set(ready.max_stall_s or 0)
         self._show_memory(ready, ready.layout.num_blocks, ready.layout.num_slots)
 
-    def replica_is_down(self, news: EngineDown) -> None:
-        """Counts the death of one of several engines; the others run on."""
+    def record_replica_down(self, news: EngineDown) -> None:
+        """Count the end of one of several engines. The other engines continue."""
         cause = "killed" if news.from_outside else "died"
         self._families.totals["engine_restarts"].labels(cause).inc()
 
     def is_down(self, news: EngineDown) -> None:
         if not news.given_up:
-            self.replica_is_down(news)
+            self.record_replica_down(news)
         self._families.gauges["engine_up"].set(0)
         self._num_preempted_before += self._num_preempted
         self._num_preempted = 0
@@ -168,7 +185,7 @@ class EngineFigures:
             self._counts[name] = Counter()
 
     def unloaded(self) -> None:
-        """The engine has left, as it should."""
+        """Record that the engine was stopped on purpose."""
         self._families.gauges["engine_up"].set(0)
         self._families.gauges["blocks"].clear()
         self._families.gauges["slots"].clear()
@@ -178,14 +195,15 @@ class EngineFigures:
         gauges["running"].set(status.num_running)
         gauges["waiting"].set(status.num_waiting)
         gauges["waiting_tokens"].set(status.num_waiting_tokens)
-        told = {"missed": status.missed, "disk": status.disk, "disk_misses": status.disk_misses}
-        self._counts = {name: Counter(counts) for name, counts in told.items()}
+        reported = {"missed": status.missed, "disk": status.disk, "disk_misses": status.disk_misses}
+        self._counts = {name: Counter(counts) for name, counts in reported.items()}
         self._num_preempted = status.num_preemptions
-        if status.num_steps != self._num_steps:  # else the figures of a queue alone
+        # If no step has run, the report only has new values for the queue.
+        if status.num_steps != self._num_steps:
             self._num_steps, self._stepped_at = status.num_steps, time.monotonic()
         if ready is not None:
             self._show_memory(ready, status.blocks_free, status.slots_free)
-        self._history.now().computed += sum(step.num_prompt_tokens for step in status.steps)
+        self._history.now().compute(sum(step.num_prompt_tokens for step in status.steps))
         for step in status.steps:
             times["step"].labels(kind_of(step)).observe(step.elapsed)
             if step.predicted:
@@ -201,44 +219,45 @@ class EngineFigures:
 
 
 class ServerFigures:
-    """Figures of the server, whichever model: its answers, told by the gateway, and its streams."""
+    """Counts for all models together: the gateway's answers, and the streams."""
 
     def __init__(self, families: Families) -> None:
         self._families = families
-        self._frames_at: dict[object, float] = {}  # of each open event stream, the last
+        # The time of the last frame of each open event stream.
+        self._frames_at: dict[object, float] = {}
         self.committed = families.times["log_commit"].observe
         self.recovered = families.totals["recovered_streams"].inc
         self.attached = families.totals["attaches"].inc
 
     def refused(self, error: RequestError) -> None:
-        """A request was answered with an error instead of a stream."""
+        """Count a request that was answered with an error instead of a stream."""
         self._families.totals["rejections"].labels(error.code).inc()
         if error.code == "template_failed" and error.message.startswith(OVERRAN):
             self._families.totals["template_overruns"].inc()
 
     def resumed(self, face: str, seconds: float) -> None:
-        """A reader's first byte has left, `seconds` after it had asked."""
+        """Record that a reader got its first byte `seconds` after its request to resume."""
         self._families.totals["resumes"].labels(face).inc()
         self._families.times["resume"].observe(seconds)
 
     def stopped(self, state: str, seconds: float) -> None:
-        """A client's stop has had its effect on a stream that was in this state."""
+        """Record that a client's stop has taken effect on a stream with this state."""
         self._families.totals["stops"].labels(state).inc()
         self._families.times["stop"].observe(seconds)
 
     def swept(self, store: str, num_bytes: int) -> None:
-        """Takes the number of bytes that a store keeps."""
+        """Record the number of bytes that a store keeps."""
         self._families.gauges["log_bytes"].labels(store).set(num_bytes)
 
-    def frame_left(self, connection: object) -> None:
-        """An open event stream has been sent a frame."""
+    def frame_sent(self, connection: object) -> None:
+        """Record that a frame was sent on an open event stream."""
         self._frames_at[connection] = time.monotonic()
 
     def frames_ended(self, connection: object) -> None:
         self._frames_at.pop(connection, None)
 
     def show(self, state: str, streams: Iterable[LiveFigures]) -> None:
-        """Takes how the server stands, and the figures of each live stream."""
+        """Record the state of the server, and the metrics of each live stream."""
         gauges, now = self._families.gauges, time.monotonic()
         for name in _STATES:
             gauges["state"].labels(name).set(name == state)
@@ -256,19 +275,19 @@ class ServerFigures:
 
 
 class Metrics:
-    """A page of all figures: the server's, or one model's where there are several."""
+    """Holds the metrics of one page: of the server, or of one model if there are several models."""
 
-    def __init__(self) -> None:
+    def __init__(self, traces: Traces | None = None) -> None:
+        self.traces = traces or NoTraces()
         self._families = Families()
         self.history = History()
         self.requests = RequestFigures(self._families, self.history)
         self._background = RequestFigures(self._families, self.history, is_timed=False)
         self.engine = EngineFigures(self._families, self.history)
         self.server = ServerFigures(self._families)
-        self.traces: Traces = NoTraces()
 
     def of(self, is_background: bool) -> RequestFigures:
-        """The figures that a request counts among."""
+        """Return the metrics that count a request."""
         return self._background if is_background else self.requests
 
     def text(
@@ -278,9 +297,9 @@ class Metrics:
         vllm_model: str = "",
         models: "Mapping[str, Metrics] | None" = None,
     ) -> bytes:
-        """The page in Prometheus' text format, with those of several models by their names.
+        """Return the page in Prometheus' text format, with the metrics of several models by name.
 
-        With a model's name for vLLM, by vLLM's names too.
+        If `vllm_model` is given, a server with one model adds its metrics under vLLM's names.
         """
         self.server.show(state, streams)
         registry = self._families.registry

@@ -1,4 +1,4 @@
-"""Sends spans to a collector by OTLP over HTTP, with OpenTelemetry's own packages, an extra."""
+"""Sends spans to a collector by OTLP over HTTP. Needs the packages of the extra `otel`."""
 
 import os
 import threading
@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from headrace.metrics.traces import NoTraces, RequestSpan, Traces
 from headrace_common.errors import ConfigError
 
-_TIMEOUT_S = 5.0  # of one batch; while it lasts, spans gather
-_MAX_WAITING = 2048  # spans; later ones are lost
+# The time limit for sending one batch. Meanwhile, new spans wait in the queue.
+_TIMEOUT_S = 5.0
+# The maximum number of waiting spans. Later spans are dropped.
+_MAX_WAITING = 2048
 _EVERY_MS = 1000
 _CLOSING_S = 2.0
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -17,7 +19,10 @@ _PATH = "/v1/traces"
 
 
 def open_traces(endpoint: str | None, environment: Mapping[str, str], version: str) -> Traces:
-    """Traces to `endpoint`, or else to what OpenTelemetry's variables name; none if they do not."""
+    """Return an exporter of spans to `endpoint`, or else to that of OpenTelemetry's variables.
+
+    Without any endpoint, no spans are sent. Raise ConfigError if the packages are missing.
+    """
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_off = is_off or environment.get("OTEL_TRACES_EXPORTER") == "none"
     if endpoint is None and (is_off or not any(map(environment.get, _ENDPOINTS))):
@@ -26,16 +31,16 @@ def open_traces(endpoint: str | None, environment: Mapping[str, str], version: s
         import opentelemetry.exporter.otlp.proto.http
         import opentelemetry.sdk.trace  # noqa: F401
     except ModuleNotFoundError as missing:
-        asked = "--otlp-endpoint" if endpoint else " or ".join(_ENDPOINTS)
+        source = "--otlp-endpoint" if endpoint else " or ".join(_ENDPOINTS)
         raise ConfigError(
-            f"Traces are asked for by {asked}, and {missing.name} is not installed; "
-            "pip install 'headrace[otel]', or leave it out."
+            f"{source} turns traces on, but the package {missing.name} is not installed; "
+            f"run pip install 'headrace[otel]', or start without {source}."
         ) from None
     return OtlpTraces(endpoint, version)
 
 
 class OtlpTraces:
-    """A thread of the SDK's own sends; whoever ends a span only puts it into that thread's line."""
+    """Puts ended spans into a queue. A thread of OpenTelemetry's SDK sends the spans."""
 
     is_on = True
 
@@ -65,7 +70,7 @@ class OtlpTraces:
 
         end = time.time_ns()
         begin = end - round(1e9 * span.seconds)
-        told = self._tracer.start_span(
+        otel_span = self._tracer.start_span(
             span.name,
             context=TraceContextTextMapPropagator().extract(span.parent),
             kind=SpanKind.SERVER,
@@ -73,10 +78,10 @@ class OtlpTraces:
             start_time=begin,
         )
         for name, seconds in span.moments.items():
-            told.add_event(name, timestamp=begin + round(1e9 * seconds))
+            otel_span.add_event(name, timestamp=begin + round(1e9 * seconds))
         if span.error:
-            told.set_status(Status(StatusCode.ERROR, span.error))
-        told.end(end)
+            otel_span.set_status(Status(StatusCode.ERROR, span.error))
+        otel_span.end(end)
 
     def close(self) -> None:
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)

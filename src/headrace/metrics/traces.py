@@ -1,4 +1,4 @@
-"""One span per request, for whoever collects them; nobody does unless the server is told so."""
+"""Defines the tracing span of a request, and the interface for sending spans. Off by default."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -9,16 +9,18 @@ Attribute = str | bool | int | float | list[str]
 
 
 class RequestSpan(msgspec.Struct, frozen=True):
-    """The end of a request and what led to it.
+    """Describes an ended request, and when the request reached its stages.
 
-    `parent` has the headers by which its client names its own span. `moments` are seconds since
-    its begin. No prompt, text, key, stream id or conversation id may be among the attributes.
+    `parent` has the headers in which the client names the parent span. `moments` has the time of
+    each stage, in seconds since the request began. The attributes must not contain a prompt, a
+    text, a key, a stream id or a conversation id.
     """
 
     name: str
     parent: Mapping[str, str]
     seconds: float
-    error: str  # its code; "" for a good end
+    # The code of the error; empty if the request succeeded.
+    error: str
     attributes: Mapping[str, Attribute]
     moments: Mapping[str, float] = {}
 
@@ -26,13 +28,13 @@ class RequestSpan(msgspec.Struct, frozen=True):
 class Traces(Protocol):
     @property
     def is_on(self) -> bool:
-        """Whether spans are wanted; else none need be made."""
+        """Return whether spans are sent. Otherwise, callers need not create spans."""
 
     def ended(self, span: RequestSpan) -> None:
-        """Takes a span over; never waits."""
+        """Accept a span without waiting."""
 
     def close(self) -> None:
-        """Sends what is left, within bounds."""
+        """Send the remaining spans, within a time limit."""
 
 
 class NoTraces:

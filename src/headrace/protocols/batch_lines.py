@@ -1,4 +1,7 @@
-"""Lines of batches: checked before any is answered, and results in the forms of two APIs."""
+"""Checks all lines of a batch before any line is answered, and writes the result lines.
+
+The results are in the format of OpenAI's or Anthropic's API.
+"""
 
 import contextlib
 import hashlib
@@ -11,8 +14,9 @@ from headrace.protocols.dialect import encode
 from headrace.protocols.fields.kinds import Array, Kind, Object, String, missing, read_fields
 from headrace.protocols.requests import decode
 from headrace_common.errors import RequestError
-from headrace_common.jobs import (
-    BatchAsked,
+from headrace_common.request import Route
+from headrace_common.worker_jobs import (
+    BatchBody,
     CheckedLines,
     CheckLines,
     LineFault,
@@ -21,7 +25,6 @@ from headrace_common.jobs import (
     ReadBatch,
     SplitRequests,
 )
-from headrace_common.request import Route
 
 BATCH_FIELDS: Mapping[str, Kind] = {
     "endpoint": String(),
@@ -32,11 +35,12 @@ BATCH_FIELDS: Mapping[str, Kind] = {
 BATCH_REQUIRED = ("endpoint", "input_file_id", "completion_window")
 REQUESTS_REQUIRED = ("requests",)
 REQUESTS_FIELDS: Mapping[str, Kind] = {"requests": Array(Object(), most=1 << 20)}
-_METADATA = (16, 64, 512)  # entries, characters of a name, of a value
+# Limits of `metadata`: number of entries, characters of a name, characters of a value.
+_METADATA = (16, 64, 512)
 
 BatchJob = CheckLines | OpenLine | ReadBatch | SplitRequests
 Check = Callable[[bytes, Route], str | None]
-"""Takes a body and its route; returns the model it names, or raises RequestError."""
+"""Checks a body for a route. Returns the model that the body names, or raises RequestError."""
 
 MAX_FAULTS = 100
 MAX_CUSTOM_ID = 512
@@ -49,13 +53,13 @@ class _Line(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw()
 
 
-class _Wish(msgspec.Struct):
+class _BatchRequest(msgspec.Struct):
     custom_id: Any = None
     params: msgspec.Raw = msgspec.Raw()
 
 
-class _Wishes(msgspec.Struct):
-    requests: list[_Wish]
+class _BatchRequests(msgspec.Struct):
+    requests: list[_BatchRequest]
 
 
 class _Streams(msgspec.Struct):
@@ -63,12 +67,12 @@ class _Streams(msgspec.Struct):
 
 
 _line_of = msgspec.json.Decoder(_Line).decode
-_wishes_of = msgspec.json.Decoder(_Wishes).decode
+_requests_of = msgspec.json.Decoder(_BatchRequests).decode
 _streams_of = msgspec.json.Decoder(_Streams).decode
 
 
 def do(job: BatchJob, body: bytes, check_body: Check) -> object:
-    """The job's result; RequestError if it refuses `body`."""
+    """Return the job's result. Raise RequestError if the job refuses `body`."""
     match job:
         case CheckLines(first, route):
             return check(body, first, route, check_body)
@@ -80,8 +84,8 @@ def do(job: BatchJob, body: bytes, check_body: Check) -> object:
             return split(body, most, route, check_body)
 
 
-def asked(whole: bytes) -> BatchAsked:
-    """The batch that a body asks for."""
+def asked(whole: bytes) -> BatchBody:
+    """Return the batch that a body asks for. Raise RequestError if a field is wrong."""
     body = decode(whole)
     for name in BATCH_REQUIRED:
         if body.get(name) is None:
@@ -93,14 +97,14 @@ def asked(whole: bytes) -> BatchAsked:
         len(name) <= longest_name and isinstance(value, str) and len(value) <= longest_value
         for name, value in metadata.items()
     ):
-        message = f"metadata has up to {most} strings of {longest_value} characters, by names of "
-        message += f"up to {longest_name}."
+        message = f"metadata may have up to {most} strings of at most {longest_value} characters, "
+        message += f"with names of at most {longest_name}."
         raise RequestError("invalid_value", message, "metadata")
-    return BatchAsked(**fields)
+    return BatchBody(**fields)
 
 
 def check(lines: bytes, first: int, route: Route, check_body: Check) -> CheckedLines:
-    """Checks whole lines; each fault has its line's number."""
+    """Check complete lines, numbered from `first`; each fault is reported with its line number."""
     digests, models = list[bytes](), dict[str, int]()
     faults = list[LineFault]()
     for number, line in _numbered(lines, first):
@@ -118,16 +122,16 @@ def check(lines: bytes, first: int, route: Route, check_body: Check) -> CheckedL
 
 
 def bodies_of_lines(lines: bytes) -> Iterator[msgspec.Raw]:
-    """The bodies of lines that were not checked yet; those of malformed lines are left out."""
+    """Yield the bodies of unchecked lines; skip malformed lines."""
     for _, line in _numbered(lines, 1):
         with contextlib.suppress(ValueError, RecursionError):
             yield _line_of(line).body
 
 
 def bodies_of_requests(whole: bytes) -> Iterator[msgspec.Raw]:
-    """The same for the requests of one body."""
+    """Yield the unchecked bodies of a batch's requests; nothing if the batch is malformed."""
     with contextlib.suppress(ValueError, RecursionError):
-        yield from (wish.params for wish in _wishes_of(whole).requests)
+        yield from (request.params for request in _requests_of(whole).requests)
 
 
 def _numbered(lines: bytes, first: int) -> Iterator[tuple[int, bytes]]:
@@ -137,13 +141,13 @@ def _numbered(lines: bytes, first: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_one(line: bytes, route: Route, check_body: Check) -> tuple[str, str | None]:
-    """The line's custom_id and model; RequestError names the fault."""
+    """Return the line's custom_id and model. Raise RequestError at the first fault."""
     found = _line(line)
     custom_id = _custom_id(found.custom_id)
     if found.method != "POST":
-        raise RequestError("invalid_value", "method is POST.", "method")
+        raise RequestError("invalid_value", "method must be POST.", "method")
     if found.url != route:
-        message = f"url is the batch's endpoint, {route}."
+        message = f"url must be the batch's endpoint, {route}."
         raise RequestError("invalid_value", message, "url")
     try:
         return custom_id, _check_body(bytes(found.body), route, check_body)
@@ -152,7 +156,7 @@ def _check_one(line: bytes, route: Route, check_body: Check) -> tuple[str, str |
 
 
 def _line(line: bytes) -> _Line:
-    """RequestError unless it is a JSON object in UTF-8."""
+    """Decode a line. Raise RequestError if the line is not a JSON object in UTF-8."""
     try:
         line.decode()
         return _line_of(line)
@@ -163,87 +167,92 @@ def _line(line: bytes) -> _Line:
     raise RequestError("invalid_json", message)
 
 
-def _custom_id(given: Any) -> str:
-    if not isinstance(given, str) or not 0 < len(given) <= MAX_CUSTOM_ID:
-        message = f"custom_id is a string of 1 to {MAX_CUSTOM_ID} characters."
+def _custom_id(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
+        message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters."
         raise RequestError("invalid_value", message, "custom_id")
-    return given
+    return value
 
 
 def _check_body(body: bytes, route: Route, check_body: Check) -> str | None:
     if not body:
-        raise RequestError("missing_required_parameter", "It is required, an object.", None)
+        raise RequestError(
+            "missing_required_parameter",
+            "The request body is required; it must be an object.",
+            None,
+        )
     model = check_body(body, route)
     if _streams_of(body).stream is True:
-        message = "Lines of a batch are answered whole; leave stream out."
+        message = "The lines of a batch cannot be streamed; leave stream out."
         raise RequestError("unsupported_parameter", message, "stream")
     return model
 
 
 def _within(path: str, error: RequestError) -> RequestError:
-    """The error of a body, told of where the body stands."""
+    """Return the error of a nested body, with `path` in front of the parameter's path."""
     param = f"{path}.{error.param}" if error.param else path
     return RequestError(error.code, str(error), param, error.extra)
 
 
 def opened(line: bytes) -> OpenedLine:
-    """The parts of a line that was checked."""
+    """Return the custom_id and the body of a line that has passed the check."""
     found = _line(line)
     return OpenedLine(_custom_id(found.custom_id), bytes(found.body))
 
 
 def custom_id_of(line: bytes) -> str:
-    """The custom_id of a line that was checked."""
+    """Return the custom_id of a line that has passed the check."""
     return _custom_id(_line(line).custom_id)
 
 
 def split(body: bytes, most: int, route: Route, check_body: Check) -> bytes:
-    """The requests of a body as lines of a batch; RequestError names the first that is wrong."""
-    decode(body)  # says in our words what is no JSON
+    """Write a body's requests as batch lines. Raise RequestError at the first fault."""
+    # The result is not used. This call only reports faults in the JSON, in a clear message.
+    decode(body)
     try:
-        wishes = _wishes_of(body).requests
+        requests = _requests_of(body).requests
     except ValueError:
-        message = "requests is an array of objects with custom_id and params."
+        message = "requests must be an array of objects with custom_id and params."
         raise RequestError("invalid_value", message, "requests") from None
-    if not 0 < len(wishes) <= most:
-        message = f"requests has {len(wishes)} entries, and 1 to {most} are taken; split them, "
-        message += "or raise --max-batch-lines."
+    if not 0 < len(requests) <= most:
+        message = f"requests has {len(requests)} entries; it must have 1 to {most}. Split it, or "
+        message += "raise --max-batch-lines."
         raise RequestError("invalid_value", message, "requests")
     lines, seen = list[bytes](), set[str]()
-    for number, wish in enumerate(wishes):
+    for number, request in enumerate(requests):
         path = f"requests[{number}]"
         try:
-            custom_id = _custom_id(wish.custom_id)
+            custom_id = _custom_id(request.custom_id)
             if custom_id in seen:
-                message = f"custom_id {custom_id!r} is that of an earlier request."
+                message = f"custom_id {custom_id!r} is already used by an earlier request."
                 raise RequestError("duplicate_id", message, "custom_id")
             seen.add(custom_id)
         except RequestError as error:
             raise _within(path, error) from None
         try:
-            _check_body(bytes(wish.params), route, check_body)
+            _check_body(bytes(request.params), route, check_body)
         except RequestError as error:
             raise _within(f"{path}.params", error) from None
         line = {"custom_id": custom_id, "method": "POST", "url": route}
-        lines.append(encode({**line, "body": _one_line(wish.params)}) + b"\n")
+        lines.append(encode({**line, "body": _one_line(request.params)}) + b"\n")
     return b"".join(lines)
 
 
 def _one_line(params: msgspec.Raw) -> msgspec.Raw:
-    """The same bytes, unless a line break stands between them."""
+    """Return the JSON on one line; JSON without line breaks stays unchanged."""
     if b"\n" not in bytes(params) and b"\r" not in bytes(params):
         return params
     return msgspec.Raw(encode(msgspec.json.decode(params)))
 
 
-class ResultForm(Protocol):
-    """The form of an API's results: lines that begin with the result's id."""
+class ResultFormat(Protocol):
+    """Writes results as lines in an API's format. Each line begins with the result's id."""
 
     def answered(self, id: str, custom_id: str, status: int, body: bytes) -> bytes:
-        """The result of a line that came to an answer, or to an error of its API."""
+        """Return the result of a line that got a response. The response may be an error."""
 
     def missed(self, id: str, custom_id: str, kind: str) -> bytes:
-        """The result of a line that was not answered: canceled or expired."""
+        """Return the result of a line that was not answered; `kind` is "canceled" or "expired"."""
 
 
 _MISSED = {
@@ -275,4 +284,4 @@ class AnthropicResults:
         return encode({"id": id, "result": {"type": kind}, "custom_id": custom_id}) + b"\n"
 
 
-FORMS: dict[str, ResultForm] = {"openai": OpenAiResults(), "anthropic": AnthropicResults()}
+FORMS: dict[str, ResultFormat] = {"openai": OpenAiResults(), "anthropic": AnthropicResults()}

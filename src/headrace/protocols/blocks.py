@@ -1,14 +1,18 @@
-"""Owns which block of an answer is open: a run of pieces of one channel, or of one tool call."""
+"""Groups an answer's pieces into blocks.
+
+A block has the consecutive pieces of one channel or of one tool call. The reasoning, for
+example, is a channel.
+"""
 
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from headrace_common.answer import Said
+from headrace_common.answer import ChannelText
 
-Told = TypeVar("Told")
+Rendered = TypeVar("Rendered")
 
 
 class Block(NamedTuple):
-    """A block by its number in the answer; `call` and `name` are a tool call's."""
+    """A block, with its number in the answer; `call` and `name` are set for a tool call."""
 
     number: int
     channel: str
@@ -16,36 +20,39 @@ class Block(NamedTuple):
     name: str
 
 
-class Teller(Protocol[Told]):
-    """A dialect's way of telling how blocks come, grow and go."""
+class BlockRenderer(Protocol[Rendered]):
+    """Renders the start, growth and end of blocks for one dialect."""
 
-    def opened(self, block: Block) -> list[Told]: ...
+    def opened(self, block: Block) -> list[Rendered]: ...
 
-    def grown(self, block: Block, text: str) -> list[Told]: ...
+    def grown(self, block: Block, text: str) -> list[Rendered]: ...
 
-    def closed(self, block: Block) -> list[Told]: ...
+    def closed(self, block: Block) -> list[Rendered]: ...
 
 
-class Blocks(Generic[Told]):
-    """Opens, feeds and closes one block after another, and returns what its dialect tells."""
+class Blocks(Generic[Rendered]):
+    """Tracks the open block: starts, feeds and closes one block after another.
 
-    def __init__(self, teller: Teller[Told]) -> None:
+    Each method returns what the dialect's renderer produces for the change.
+    """
+
+    def __init__(self, renderer: BlockRenderer[Rendered]) -> None:
         self.open: Block | None = None
         self.num_opened = 0
-        self._teller = teller
+        self._renderer = renderer
 
-    def feed(self, piece: Said) -> list[Told]:
-        told: list[Told] = []
+    def feed(self, piece: ChannelText) -> list[Rendered]:
+        rendered: list[Rendered] = []
         if self.open is None or (piece.channel, piece.call) != self.open[1:3]:
-            told = self.close() + self.begin(piece)
+            rendered = self.close() + self.begin(piece)
         assert self.open is not None
-        return told + self._teller.grown(self.open, piece.text) if piece.text else told
+        return rendered + self._renderer.grown(self.open, piece.text) if piece.text else rendered
 
-    def begin(self, piece: Said) -> list[Told]:
+    def begin(self, piece: ChannelText) -> list[Rendered]:
         self.open = Block(self.num_opened, piece.channel, piece.call, piece.name)
         self.num_opened += 1
-        return self._teller.opened(self.open)
+        return self._renderer.opened(self.open)
 
-    def close(self) -> list[Told]:
+    def close(self) -> list[Rendered]:
         closing, self.open = self.open, None
-        return self._teller.closed(closing) if closing else []
+        return self._renderer.closed(closing) if closing else []

@@ -1,4 +1,4 @@
-"""The names that bodies contain: of models, and of conversations."""
+"""Reads the names of models and of conversations from request bodies."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from headrace.protocols import batch_lines
 from headrace.protocols.fields.kinds import Kind, String, missing, read_fields
 from headrace.protocols.requests import decode
-from headrace_common.jobs import ModelsNamedIn
+from headrace_common.worker_jobs import ModelsNamedIn
 
 MODEL: Mapping[str, Kind] = {"model": String(least=1)}
 
@@ -21,10 +21,13 @@ _model_field_of = msgspec.json.Decoder(_ModelField).decode
 
 
 def model_name(body: bytes) -> str | None:
-    """The model that a body names, by `model` or by Ollama's older `name`."""
-    fields = read_fields({**MODEL, "name": MODEL["model"]}, decode(body))
-    name: str | None = fields.get("model") or fields.get("name")
-    return name
+    """Return the model that a body names in `model`, or in `name` as older Ollama clients do.
+
+    Ollama's command line sends both fields and leaves one field empty. An empty name counts as
+    absent.
+    """
+    fields = read_fields({"model": String(), "name": String()}, decode(body))
+    return fields.get("model") or fields.get("name") or None
 
 
 def required_model_name(body: bytes) -> str:
@@ -35,9 +38,10 @@ def required_model_name(body: bytes) -> str:
 
 
 def model_names(body: bytes, place: ModelsNamedIn) -> set[str | None]:
-    """The models named in this place; None for a body that names none.
+    """Return the names of the models in a body, in the lines of a batch, or in a batch's requests.
 
-    A malformed one of several bodies names none: the check that follows says what is wrong.
+    The set contains None if a line or request names no model or is malformed. A later check
+    reports the fault of a malformed line or request.
     """
     if place == "body":
         return {model_name(body)}

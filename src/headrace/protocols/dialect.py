@@ -1,10 +1,11 @@
-"""The dialects that are spoken, and what each has to offer.
+"""Declares the interface of an API dialect, and lists the dialects that the server speaks.
 
-A dialect is one module and one line in DIALECTS. It reads a body into a Request, renders the events
-of a stream as frames and as a whole answer, and shapes errors. The gateway, the workers and resume
-find everything else through this seam.
+A dialect is a module, or an object in a module, with an entry in DIALECTS. The dialect reads a
+body into a Request, renders the events of a stream as frames or as a whole answer, and formats
+errors. The gateway, the workers and resumed streams use a dialect only through this interface.
 """
 
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
@@ -23,21 +24,24 @@ DIALECTS: Mapping[Route, str] = {
     "/v1/chat/completions": "headrace.protocols.openai.chat",
     "/chat/completions": "headrace.protocols.openai.chat",
     "/v1/completions": "headrace.protocols.openai.completions",
-    "/completion": "headrace.protocols.llamacpp.completion",
-    "/completions": "headrace.protocols.llamacpp.completion",
-    "/infill": "headrace.protocols.llamacpp.infill",
+    "/completion": "headrace.protocols.llamacpp.completions:COMPLETION",
+    "/completions": "headrace.protocols.llamacpp.completions:COMPLETION",
+    "/infill": "headrace.protocols.llamacpp.completions:INFILL",
     "/v1/messages": "headrace.protocols.anthropic.messages",
     "/v1/responses": "headrace.protocols.openai.responses",
-    "/api/chat": "headrace.protocols.ollama.chat",
-    "/api/generate": "headrace.protocols.ollama.generate",
+    "/api/chat": "headrace.protocols.ollama.bodies:CHAT",
+    "/api/generate": "headrace.protocols.ollama.bodies:GENERATE",
 }
-"""Modules by the route that they answer; each is a Dialect."""
+"""Maps each route to its Dialect: a module, or `module:name` for an object in a module."""
 
 BELOW: Mapping[str, Route] = {"/api": "/api/chat"}
-"""Paths below which every other route answers like the one named here."""
+"""Maps a path prefix to a route. An unknown path below the prefix gets the route's dialect."""
 
-SIGN_S: Mapping[Route, float] = {"/v1/messages": 20.0}
-"""Seconds between signs of life that the strictest client of a route counts, if no heartbeat is."""
+VISIBLE_SIGN_S: Mapping[Route, float] = {"/v1/messages": 20.0}
+"""The longest silence in seconds, for routes whose clients ignore heartbeats.
+
+After this time, an idle stream sends an event that these clients do not ignore.
+"""
 
 PING = SSE.comment("ping")
 
@@ -45,108 +49,128 @@ encode = msgspec.json.Encoder().encode
 
 
 class Frames(Protocol):
-    """The frames of one stream, a pure function of its record and events."""
+    """Renders the frames of one stream, which depend only on the stream's record and events."""
 
     def render(self, event: AnyEvent) -> list[bytes]:
-        """The frames of one event. Takes every event from seq 0, in order."""
+        """Return the frames of one event. The caller passes every event from seq 0, in order."""
 
     def idle(self) -> bytes:
-        """A heartbeat: parses as data, adds nothing."""
+        """Return a heartbeat: a valid frame that adds nothing to the answer."""
 
 
 class ResponseBody(Protocol):
-    """The whole answer of one stream."""
+    """Collects the whole answer of one stream."""
 
     def feed(self, event: AnyEvent) -> None:
-        """Takes every event from seq 0, in order."""
+        """Add an event. The caller passes every event from seq 0, in order."""
 
     def whole(self) -> Any:
-        """The answer as JSON will show it, once the last event has come; it did not fail."""
+        """Return the answer, ready to be encoded as JSON.
+
+        The caller must have fed all events. If an event was an Error, there is no answer.
+        """
 
 
 class ErrorFormat(Protocol):
-    """How a dialect says that something failed."""
+    """Formats errors as a dialect's clients expect them."""
 
-    SCHEMA: Mapping[str, Any]  # of a body, with a title
-    REQUEST_ID: str  # the header in which clients look for the request's id
+    # The JSON Schema of an error body, with a title.
+    SCHEMA: Mapping[str, Any]
+    # The response header in which clients look for the request's id.
+    REQUEST_ID: str
 
     def status(self, error: RequestError | Error) -> int:
-        """The HTTP status by which clients know it."""
+        """Return the HTTP status for an error."""
 
     def body(self, error: RequestError | Error, request_id: str = "") -> bytes:
-        """The error as JSON: of a request, or the last event of a stream that was cut."""
+        """Return the JSON body for a refused request or for a stream that ended with an Error."""
 
     def frame(self, error: RequestError | Error) -> bytes:
-        """The error as a frame, the last of its stream."""
+        """Return the error as the last frame of its stream."""
 
 
 class PromptReader(Protocol):
-    """The reader that finds the prompts of a body."""
+    """Reads the prompts of a body."""
 
-    REQUIRED: tuple[str, ...]  # fields that must be there; a prompt of ids is the first
-    IN_PROMPTS: frozenset[str]  # those that become prompts, and may be large
+    # Required fields of a body. A field that may contain token ids comes first.
+    REQUIRED: tuple[str, ...]
+    # Fields that become prompts; their values may be large.
+    IN_PROMPTS: frozenset[str]
 
     def to_prompts(self, fields: dict[str, Any]) -> tuple[Prompt, ...]:
-        """The prompts in the fields of IN_PROMPTS."""
+        """Return the prompts that the fields of IN_PROMPTS contain."""
 
 
 class Dialect(PromptReader, Protocol):
-    """The names that the module of a dialect offers."""
+    """Reads bodies into requests, and renders streams for one API.
+
+    A dialect with additional jobs for the workers also has `do(job, body, models)`, which returns
+    a job's result.
+    """
 
     ROUTE: Route
-    SUMMARY: str  # for the OpenAPI document
-    ID_PREFIX: str  # of its streams
-    TABLE: Mapping[str, Kind]  # the fields of a body
-    KEYS: tuple[str, ...]  # that every whole answer has
+    # The summary of the route in the OpenAPI document.
+    SUMMARY: str
+    # The prefix of stream ids.
+    ID_PREFIX: str
+    # The fields of a body.
+    TABLE: Mapping[str, Kind]
+    # The keys that every whole answer has.
+    KEYS: tuple[str, ...]
     ERRORS: ErrorFormat
     FRAMING: Framing
 
     def read(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The given fields, checked as far as they need no model; RequestError names the fault.
+        """Return the fields that the body sets, after every check that needs no model.
 
-        `kept` may be among them, bytes that are stored with the stream, and `skipped`, paths of
-        what has no effect.
+        Two keys of the result are optional: `kept` has bytes to store with the stream, and
+        `skipped`
+        has the paths of values without effect. Raise RequestError if a field is wrong.
         """
 
     def to_request(
         self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel
     ) -> Request:
-        """The request, within the model's limits and with its defaults."""
+        """Make the request with the model's defaults. Raise RequestError if a limit is exceeded."""
 
     def frames(self, record: Record) -> Frames: ...
 
     def response_body(self, record: Record) -> ResponseBody: ...
 
 
+@functools.cache
 def dialect_of(route: Route) -> Dialect:
-    return cast(Dialect, importlib.import_module(DIALECTS[route]))
+    module, _, name = DIALECTS[route].partition(":")
+    found: Any = importlib.import_module(module)
+    return cast(Dialect, getattr(found, name) if name else found)
 
 
 _LONGEST = max(map(len, (*DIALECTS, *BELOW)))
 
 
-def spoken_at(path: str) -> Dialect | None:
-    """Return the dialect of a path: that of its own route, or of the nearest route above it."""
-    path = path[: _LONGEST + 1]  # each round reads the whole path, so its length must be bounded
+def dialect_at(path: str) -> Dialect | None:
+    """Return the dialect that formats errors at a path: the dialect of the nearest parent route."""
+    # Each round of the loop reads the whole path, so bound the path's length.
+    path = path[: _LONGEST + 1]
     while path and path not in DIALECTS and path not in BELOW:
         path = path.rpartition("/")[0]
     return dialect_of(BELOW.get(path, path)) if path else None
 
 
 def data(payload: bytes) -> bytes:
-    """One server-sent event without a name."""
+    """Return one server-sent event without a name."""
     return b"data: " + payload + b"\n\n"
 
 
 def named(event: str, payload: bytes) -> bytes:
-    """One server-sent event with a name."""
+    """Return one server-sent event with a name."""
     return b"event: " + event.encode() + b"\n" + data(payload)
 
 
 class WireFrames:
-    """The body of a stream's POST: frames, with ids where the stream can be found again.
+    """Renders the response body of a stream; adds an id to each frame if the stream is resumable.
 
-    First delivery and every later reader use it, so both see the same bytes.
+    Both the first delivery and all later deliveries use this class, so they send the same bytes.
     """
 
     def __init__(self, record: Record, with_ids: bool = False) -> None:
@@ -157,7 +181,7 @@ class WireFrames:
         self._stream_id = record.id
 
     def render(self, event: AnyEvent) -> list[bytes]:
-        """The frames of one event. Takes every event from seq 0, in order."""
+        """Return the frames of one event. The caller passes every event from seq 0, in order."""
         is_comment = isinstance(event, Heartbeat) and event.form == "comment"
         if is_comment and (comment := self._framing.comment("ping")):
             return [comment]
@@ -174,19 +198,19 @@ class WireFrames:
         return self._framing.MEDIA_TYPE
 
     def idle(self, form: str = "data") -> bytes:
-        """A sign of life that adds nothing: a comment, if that is asked for and there are any."""
+        """Return a heartbeat: a comment if `form` is "comment" and the framing has comments."""
         comment = self._framing.comment("ping") if form == "comment" else b""
         return comment or self._frames.idle()
 
     def failure(self, error: RequestError) -> bytes:
-        """The end of a body that cannot be rendered further."""
+        """Return the frame that ends a body after an error."""
         return self._dialect.ERRORS.frame(error)
 
 
 class UnnamedFrames(WireFrames):
-    """The same for a stream without a name.
+    """Renders a stream that clients cannot resume because the stream has no name.
 
-    Its frames have no ids and its log no comments, so the dialect's frames are used as they are.
+    The frames have no ids, and the log has no comments. The dialect's frames are sent unchanged.
     """
 
     def __init__(self, record: Record) -> None:

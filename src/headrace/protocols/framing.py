@@ -1,4 +1,4 @@
-"""The ways in which a stream's frames lie on the wire: a dialect names one of them."""
+"""Encodes the frames of a stream for the wire; each dialect chooses a framing."""
 
 from typing import Protocol
 
@@ -6,37 +6,37 @@ from typing import Protocol
 class Framing(Protocol):
     MEDIA_TYPE: str
 
-    def comment(self, words: str) -> bytes:
-        """A sign of life that no client takes for data; empty where there is no such thing."""
+    def comment(self, text: str) -> bytes:
+        """Return a heartbeat that clients ignore; empty if the framing has no comments."""
 
-    def marked(self, frame: bytes, place: str) -> bytes:
-        """The frame with its place in its stream, from which a client may read on."""
+    def marked(self, frame: bytes, cursor: str) -> bytes:
+        """Return the frame with its cursor. A client can resume the stream from this cursor."""
 
 
 class ServerSentEvents:
-    """A frame is one event and ends in a blank line."""
+    """Sends each frame as one event, which ends with a blank line."""
 
     MEDIA_TYPE = "text/event-stream"
 
-    def comment(self, words: str) -> bytes:
-        """One newline: with a blank line after it, clients parse an empty event."""
-        return f": {words}\n".encode()
+    def comment(self, text: str) -> bytes:
+        """Return a comment that ends with one newline; a second newline would end an event."""
+        return f": {text}\n".encode()
 
-    def marked(self, frame: bytes, place: str) -> bytes:
-        return f"id: {place}\n".encode() + frame
+    def marked(self, frame: bytes, cursor: str) -> bytes:
+        return f"id: {cursor}\n".encode() + frame
 
 
 class NewlineJson:
-    """A frame is one JSON object on a line of its own; its place is the object's last member."""
+    """Sends each frame as a JSON object on its own line; the cursor is the object's last member."""
 
     MEDIA_TYPE = "application/x-ndjson"
 
-    def comment(self, words: str) -> bytes:
-        """Empty: every line is data, and clients stumble over a blank one."""
+    def comment(self, text: str) -> bytes:
+        """Return nothing: every line is data, and clients fail on a blank line."""
         return b""
 
-    def marked(self, frame: bytes, place: str) -> bytes:
-        return frame.removesuffix(b"}\n") + f',"id":"{place}"}}\n'.encode()
+    def marked(self, frame: bytes, cursor: str) -> bytes:
+        return frame.removesuffix(b"}\n") + f',"id":"{cursor}"}}\n'.encode()
 
 
 SSE: Framing = ServerSentEvents()

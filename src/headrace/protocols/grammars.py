@@ -1,13 +1,18 @@
-"""A grammar for the form that a body asks for, compiled once so that it cannot fail later.
+"""Compiles the structure that a body asks for into a grammar, and checks the grammar.
 
-Runs where it may be killed: a schema may be made to take all memory.
+A malicious schema can exhaust memory, so this code runs in a worker that can be killed.
+
+A part is one JSON Schema in the grammar. A fault is something in a part that cannot be
+enforced. If a strict part has a fault, the request is refused with the fault's path. If a
+lenient part has a fault, the fault is removed and the path is reported as ignored. The grammar
+is compiled again after each removal. If too many faults remain, no lenient part is enforced.
 """
 
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headrace.protocols.fields.structure import CallsWanted, Structure, Tool, Wanted
+from headrace.protocols.fields.structure import AnswerConstraint, CallConstraint, Structure, Tool
 from headrace.text import json_schema, schema_rules
 from headrace.text.harmony import answer_rules
 from headrace.text.json_schema import Node, ReadSchema, SchemaFinding
@@ -27,13 +32,15 @@ from headrace_common.grammar import (
     pattern_fault,
 )
 
-_MAX_TRIED = 1000  # schemas that are compiled one by one to find a fault
-_MAX_SOFTENED = 16  # faults that are taken out of one request's schemas, one by one
+# The maximum number of schemas that are compiled one by one to find a fault.
+_MAX_TRIED = 1000
+# The maximum number of faults that are removed one by one from a request's schemas.
+_MAX_SOFTENED = 16
 _OPEN = (
     *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
     *("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas"),
 )
-"""Keywords that may stand for properties which are not in the list."""
+"""Keywords that may declare properties outside `properties`."""
 _BY_FAULT = {
     OVERLAPPING: ("oneOf",),
     SAME_NAMES: ("patternProperties",),
@@ -45,7 +52,7 @@ Tags = tuple[int, int] | None
 
 
 class MadeGrammar(NamedTuple):
-    """A grammar and the tokens around reasoning, as Sampling has them, and what was left out."""
+    """A grammar, the ids of the tokens around reasoning, and the paths of what is not enforced."""
 
     grammar: str
     tags: Tags
@@ -56,7 +63,7 @@ NO_GRAMMAR = MadeGrammar("", None)
 
 
 class _Part(NamedTuple):
-    """A schema within a grammar; of one that is not strict, what cannot be enforced is left out."""
+    """A JSON Schema within a grammar. A lenient part loses keywords that cannot be enforced."""
 
     name: str
     schema: ReadSchema
@@ -65,7 +72,7 @@ class _Part(NamedTuple):
 
 
 class GrammarMaker:
-    """Makes grammars for one model; made once, since it reads the whole vocabulary."""
+    """Makes grammars for one model. Reuse the maker: the constructor reads the whole vocabulary."""
 
     def __init__(self, model: TextModel) -> None:
         self._model = model
@@ -78,7 +85,7 @@ class GrammarMaker:
             self._why_not = str(error)
 
     def make(self, structure: Structure) -> MadeGrammar:
-        """RequestError names what cannot be enforced, and where it stands."""
+        """Make a grammar. Raise RequestError with the path of what cannot be enforced."""
         if self._compiler is None:
             raise RequestError("unsupported_operation", self._why_not, structure.path)
         parts: list[_Part] = []
@@ -96,7 +103,7 @@ class GrammarMaker:
         return MadeGrammar(text, tags, tuple(dict.fromkeys(ignored)))
 
     def _checked(self, rules: Grammars, parts: list[_Part], path: str) -> str:
-        """The text of a grammar that compiles, once the faults of lenient parts are taken out."""
+        """Return a grammar that compiles, after removing the faults of lenient parts."""
         for _ in range(_MAX_SOFTENED):
             text = _text_of(rules, parts)
             if len(text) > MAX_GRAMMAR:
@@ -109,45 +116,47 @@ class GrammarMaker:
             except GrammarError as error:
                 self._soften(parts, str(error), path)
         for part in parts:
-            _give_up(part)
+            _stop_enforcing(part)
         return _text_of(rules, parts)
 
     def _soften(self, parts: list[_Part], fault: str, path: str) -> None:
-        """Take the fault out of the part that has it; RequestError if that part is strict."""
+        """Remove the fault from a lenient part. Raise RequestError for a fault in a strict part."""
         for part in parts:
             own = self._fault(part.schema, part.schema.root)
             if own is None:
                 continue
-            node = self._place(part, own)
+            node = self._innermost(part, own)
             place = part.schema.paths.get(id(node), part.path)
             if part.is_strict:
                 code = "invalid_value" if own == UNSATISFIABLE else "unsupported_parameter"
-                names = _faulty(node, own)
+                names = _suspects(node, own)
                 place = f"{place}.{names[0]}" if len(names) == 1 else place
                 raise RequestError(code, _refusal(place, own), place)
             if not _relax(part, node, place, own):
-                _give_up(part)
+                _stop_enforcing(part)
             return
         lenient = [part for part in parts if not part.is_strict]
         if not lenient or all(part.schema.root == _ANY_ARGUMENTS for part in lenient):
             raise RequestError("invalid_value", _refusal(path, fault), path)
-        for part in lenient:  # each is fine by itself, and all are too much together
-            _give_up(part)
+        # Each part compiles alone, but the whole grammar exceeds a limit.
+        for part in lenient:
+            _stop_enforcing(part)
 
     def _shorten(self, parts: list[_Part], length: int, path: str) -> None:
         lenient = [it for it in parts if not it.is_strict and it.schema.root != _ANY_ARGUMENTS]
         if not lenient:
             message = f"{path} makes a grammar of {length} characters; the limit is {MAX_GRAMMAR}."
             raise RequestError("invalid_value", message, path)
-        _give_up(max(lenient, key=lambda it: len(_text_of([], [it]))))
+        _stop_enforcing(max(lenient, key=lambda it: len(_text_of([], [it]))))
 
     def _with_calls(
-        self, calls: CallsWanted, wanted: Wanted | None, parts: list[_Part]
+        self, calls: CallConstraint, wanted: AnswerConstraint | None, parts: list[_Part]
     ) -> Grammars:
         name = self._model.tool_format
         make = format_of(name).rules if name else None
         if not name and wanted is not None:
-            return _body(wanted, parts)  # the model is never shown its tools
+            # A model without a tool format does not see the tools, so the model cannot call them.
+            return _body(wanted, parts)
         if make is None:
             raise _no_format(name, calls.path)
         names = [tool.name for tool in calls.tools]
@@ -165,9 +174,10 @@ class GrammarMaker:
         return [{"name": "calls", "lark_grammar": lines}, *body]
 
     def _in_harmony(self, structure: Structure, parts: list[_Part]) -> Grammars:
-        """All messages of an answer, those that reason among them."""
+        """Return the grammars of all messages in a harmony answer, including the reasoning."""
         calls, wanted = structure.calls, structure.wanted
-        if not structure.is_message:  # the answer is text
+        # An answer that continues a message or text is plain text, without harmony messages.
+        if not structure.is_message:
             if wanted is None:
                 raise _no_format(HARMONY, structure.path)
             return _body(wanted, parts)
@@ -177,13 +187,14 @@ class GrammarMaker:
         lines = answer_rules(names, final, structure.may_reason, token_id)
         if lines is None:
             message = f"This model's tokenizer lacks markers of harmony, so {structure.path} "
-            message += "cannot be enforced; leave it out, or serve it with --reasoning-format none."
+            message += f"cannot be enforced. Leave out {structure.path}, or serve the model with "
+            message += "--reasoning-format none."
             raise RequestError("unsupported_operation", message, structure.path)
         body = _with_parts(tools, wanted, parts)
         return [{"name": "answer", "lark_grammar": "\n".join(lines)}, *body]
 
     def _tags(self, structure: Structure) -> Tags:
-        """The ids of the tags of reasoning that may come before the grammar."""
+        """Return the token ids of the tags around the reasoning that may precede the answer."""
         name = self._model.reasoning_format
         if not name or not structure.may_reason:
             return None
@@ -192,7 +203,7 @@ class GrammarMaker:
             case [int(opening), int(closing)]:
                 return opening, closing
         message = f"This model's reasoning does not end in a single token, so {structure.path} "
-        message += "cannot begin after it; send it with reasoning_effort none."
+        message += "cannot begin after the reasoning; send reasoning_effort none."
         raise RequestError("unsupported_operation", message, structure.path)
 
     def _fault(self, schema: ReadSchema, node: Node) -> str | None:
@@ -204,8 +215,8 @@ class GrammarMaker:
             return str(error)
         return None
 
-    def _place(self, part: _Part, fault: str) -> Node:
-        """The innermost schema that has this fault by itself."""
+    def _innermost(self, part: _Part, fault: str) -> Node:
+        """Return the innermost schema that has this fault when the schema is compiled alone."""
         node, num_tried, seen = part.schema.root, 0, set[str]()
         while True:
             below = children(node)
@@ -223,20 +234,26 @@ class GrammarMaker:
                 return node
 
 
-def _with_parts(tools: Sequence[Tool], wanted: Wanted | None, parts: list[_Part]) -> Grammars:
-    """The grammars of an answer beside calls; the arguments of each tool become parts."""
+def _with_parts(
+    tools: Sequence[Tool], wanted: AnswerConstraint | None, parts: list[_Part]
+) -> Grammars:
+    """Return the grammars of the answer's text; add each tool's schema to `parts`."""
     for number, tool in enumerate(tools):
         schema = tool.schema
         if not any(name in schema for name in ("type", "$ref", "anyOf", "oneOf", "allOf")):
             schema = {"type": "object", **schema}
         if _lists_all(schema):
-            schema = {**schema, "additionalProperties": False}  # nothing reads what is undeclared
+            # The schema lists every argument that the tool reads, so allow no other arguments.
+            schema = {**schema, "additionalProperties": False}
         parts.append(_part(f"arguments{number}", schema, tool.path, tool.is_strict))
     return [] if wanted is None else _body(wanted, parts)
 
 
-def _body(wanted: Wanted, parts: list[_Part]) -> Grammars:
-    """RequestError if the value cannot be read as its form; a schema becomes a part."""
+def _body(wanted: AnswerConstraint, parts: list[_Part]) -> Grammars:
+    """Return the grammar of a constraint; a JSON Schema is added to `parts` instead.
+
+    Raise RequestError if the value is not valid in its syntax.
+    """
     if wanted.syntax == "json":
         parts.append(_part("body", wanted.value, wanted.path, wanted.is_strict))
         return []
@@ -249,9 +266,12 @@ def _body(wanted: Wanted, parts: list[_Part]) -> Grammars:
     return [{"name": "body", "lark_grammar": rules}]
 
 
-def _part(name: str, given: Any, path: str, is_strict: bool) -> _Part:
-    """Decide what of a schema can be enforced; raise RequestError if a strict one needs more."""
-    schema = json_schema.read(given, path, pattern_fault)
+def _part(name: str, value: Any, path: str, is_strict: bool) -> _Part:
+    """Read a schema, and record what cannot be enforced.
+
+    Raise RequestError if the schema is strict and something in it cannot be enforced.
+    """
+    schema = json_schema.read(value, path, pattern_fault)
     part = _Part(name, schema, path, is_strict)
     dead = unsatisfied(schema)
     if dead is not None:
@@ -262,11 +282,11 @@ def _part(name: str, given: Any, path: str, is_strict: bool) -> _Part:
     if is_strict and refused is not None:
         code = "invalid_value" if dead == refused.path else "unsupported_parameter"
         raise RequestError(code, refused.message, refused.path)
-    return part if dead is None else _give_up(part)
+    return part if dead is None else _stop_enforcing(part)
 
 
 def _text_of(rules: Grammars, parts: Sequence[_Part]) -> str:
-    """An answer begins in the first grammar."""
+    """Write a grammar as text. An answer starts in the first grammar of the list."""
     written = [it for part in parts for it in grammars_of(part.schema, part.name)]
     return json.dumps({"grammars": [*rules, *written]}, ensure_ascii=False)
 
@@ -277,8 +297,8 @@ def _refusal(path: str, fault: str) -> str:
     return f"{path} cannot be enforced: it {fault}."
 
 
-def _faulty(node: Node, fault: str) -> list[str]:
-    """The keywords of a node that may have a fault."""
+def _suspects(node: Node, fault: str) -> list[str]:
+    """Return the keywords in a node that can cause the fault."""
     if isinstance(node, bool) or fault == UNSATISFIABLE:
         return []
     known = [name for name in _BY_FAULT.get(fault, ()) if name in node]
@@ -286,8 +306,8 @@ def _faulty(node: Node, fault: str) -> list[str]:
 
 
 def _relax(part: _Part, node: Node, path: str, fault: str) -> bool:
-    """Remove from a node what may have the fault; return whether there was anything to remove."""
-    names = _faulty(node, fault)
+    """Remove the keywords that can cause the fault; return whether the node had such keywords."""
+    names = _suspects(node, fault)
     for name in names:
         assert isinstance(node, dict)
         value = node.pop(name)
@@ -298,8 +318,8 @@ def _relax(part: _Part, node: Node, path: str, fault: str) -> bool:
     return bool(names)
 
 
-def _give_up(part: _Part) -> _Part:
-    """Stop enforcing the part: it may have any arguments, or any value."""
+def _stop_enforcing(part: _Part) -> _Part:
+    """Stop enforcing the part: allow any arguments, or any value."""
     root = part.schema.root
     if isinstance(root, dict):
         root.clear()
@@ -310,14 +330,14 @@ def _give_up(part: _Part) -> _Part:
 
 
 def _lists_all(schema: dict[str, Any]) -> bool:
-    """Whether a tool's parameters stand all in its list, as far as its author has said."""
+    """Whether `properties` seems to list every parameter of a tool."""
     listed, needed = schema.get("properties"), schema.get("required", [])
     if not isinstance(listed, dict) or not listed or not isinstance(needed, list):
         return False
     return set(map(str, needed)) <= listed.keys() and not any(name in schema for name in _OPEN)
 
 
-def _regex(wanted: Wanted) -> str:
+def _regex(wanted: AnswerConstraint) -> str:
     from llguidance import LLMatcher
 
     if fault := pattern_fault(wanted.value):
@@ -328,8 +348,8 @@ def _regex(wanted: Wanted) -> str:
     return rule
 
 
-def _rules(wanted: Wanted) -> str:
-    """Lark as it is; GBNF, which writes `::=`, converted."""
+def _rules(wanted: AnswerConstraint) -> str:
+    """Return Lark grammars unchanged; convert GBNF grammars, which contain `::=`."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     if "::=" not in wanted.value:
@@ -337,14 +357,15 @@ def _rules(wanted: Wanted) -> str:
         return rules
     try:
         rules = any_to_lark(wanted.value)
-    except Exception:  # the converter raises bare Exception
+    # The converter raises Exception itself, not a subclass.
+    except Exception:
         message = f"{wanted.path} cannot be read as GBNF. Check its rules, quotes and brackets."
         raise RequestError("invalid_value", message, wanted.path) from None
     return rules
 
 
 def _no_format(name: str, path: str) -> RequestError:
-    nowhere = "it has no chat template, or is served with --tool-format none"
-    what = f"its tool format is {name}" if name else nowhere
-    message = f"{path} cannot be enforced with this model: {what}. Leave it out"
+    nowhere = "the model has no chat template, or is served with --tool-format none"
+    what = f"the model's tool format is {name}" if name else nowhere
+    message = f"{path} cannot be enforced with this model: {what}. Leave out {path}"
     return RequestError("unsupported_parameter", f"{message}, or send tool_choice auto.", path)

@@ -1,8 +1,9 @@
-"""The texts that clients are known to put into the beginning of their prompts, other each time.
+"""Removes texts that some clients insert at the start of their prompts and change each time.
 
-Kept, each would make every prompt a new one to the prefix cache. Nothing that is not in TABLE is
-touched. None is moved behind the prefix: the answer before it would then have to be read again in
-each turn, and what a client repeats itself stands behind it already.
+With such a text, the prefix cache could not reuse any earlier prompt. Only the texts in TABLE
+are removed. The removed texts are not moved to the end of the prompt: the next request would
+have the last answer in their position, and that answer would have to be prefilled again.
+Clients that need a text at the end of the prompt put the text there themselves.
 """
 
 import re
@@ -12,12 +13,13 @@ from headrace_common.request import Route
 
 
 class Inserted(NamedTuple):
-    """A text at a place of a field, by the client whose User-Agent begins so."""
+    """A text that a client inserts into a field. The client's User-Agent begins with `agent`."""
 
     client: str
     agent: str
     route: Route
-    field: str  # a string or a list of parts with `text`
+    # The body's field: a string, or a list of parts that have `text`.
+    field: str
     name: str
     pattern: re.Pattern[str]
 
@@ -32,21 +34,24 @@ TABLE = (
     Inserted(
         *_CLAUDE_CODE,
         "the tokens left",
-        # a run of line breaks is tried from its first one alone
+        # A run of line breaks is matched only from its start. Attempts from every break would take
+        # quadratic time.
         re.compile(
             r"(?<!\n)\n*+<total_tokens>(?:\d{1,12}|Infinite) tokens left</total_tokens>\s*+\Z"
         ),
     ),
 )
+AGENTS = tuple(it.agent for it in TABLE)
+"""User-Agent prefixes of the clients in TABLE."""
 
 
 def client_of(user_agent: str) -> str:
-    """The name of a client of the table, or ""."""
+    """Return the name of the client in TABLE that has this User-Agent, or an empty string."""
     return next((it.client for it in TABLE if user_agent.startswith(it.agent)), "")
 
 
-def take_out(body: dict[str, Any], route: Route, client: str) -> dict[str, str]:
-    """Takes this client's texts out of a decoded body; returns them by their names."""
+def remove_inserted(body: dict[str, Any], route: Route, client: str) -> dict[str, str]:
+    """Remove this client's texts from a decoded body; return the removed texts by name."""
     taken: dict[str, str] = {}
     for one in TABLE if client else ():
         if (one.client, one.route) != (client, route):

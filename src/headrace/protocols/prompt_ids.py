@@ -1,4 +1,4 @@
-"""The token ids of prompts: chats rendered, texts read in windows where they are long."""
+"""Turns prompts into token ids: renders chats, and tokenizes long texts in windows."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from headrace.text.broken_tokens import break_tokens
 from headrace.text.rendering import Rendered
 from headrace.text.rendering import render as rendered
 from headrace.text.text_model import TextModel
-from headrace.text.tool_formats.generic import GENERIC, with_tools_in_words
+from headrace.text.tool_formats.generic import GENERIC, with_tools_as_text
 from headrace_common.errors import RequestError
 from headrace_common.request import Chat, Ids, Infill, Prompt, Text
 
@@ -21,7 +21,7 @@ prompts_of = msgspec.msgpack.Decoder(tuple[Prompt, ...]).decode
 class PromptIds(NamedTuple):
     """A prompt's token ids, how they were produced, and what was changed in a chat's messages.
 
-    Of a prompt that is too long, the ids may be the first ones only.
+    If the prompt is longer than allowed, the ids may be only a prefix.
     """
 
     token_ids: "array[int]"
@@ -32,7 +32,7 @@ class PromptIds(NamedTuple):
 def ids_of(
     model: TextModel, prompt: Prompt, rendering: Bound, longest: int | None = None
 ) -> PromptIds:
-    """Tokenize a prompt, at least its first `longest` + 1 tokens.
+    """Tokenize a prompt. Stop early once more than `longest` tokens are found.
 
     `rendering` bounds the time of a chat template.
     """
@@ -49,7 +49,7 @@ def ids_of(
 
 
 def render(model: TextModel, chat: Chat, rendering: Bound) -> Rendered:
-    """Render a chat; RequestError if the model has no template, or its template refuses."""
+    """Render a chat. Raise RequestError if the model lacks a template or the template refuses."""
     if model.template is None:
         raise RequestError(
             "unsupported_operation",
@@ -58,7 +58,7 @@ def render(model: TextModel, chat: Chat, rendering: Bound) -> Rendered:
         )
     with rendering():
         if model.tool_format == GENERIC:
-            chat = with_tools_in_words(chat)
+            chat = with_tools_as_text(chat)
         if model.broken_texts:
             chat = break_tokens(chat, model.broken_texts)
         return rendered(model.template, chat)
@@ -67,7 +67,11 @@ def render(model: TextModel, chat: Chat, rendering: Bound) -> Rendered:
 def _text_ids(
     model: TextModel, text: str, adds_special_tokens: bool, longest: int | None
 ) -> tuple["array[int]", str]:
-    """All ids, or the first ones, more than `longest`; one-shot or streamed."""
+    """Return the token ids of a text, and "streamed" if the text has several windows.
+
+    For a text with one window, return "one-shot" instead. Stop early once more than `longest` ids
+    are found.
+    """
     encoding = model.encoder.begin(text, adds_special_tokens, longest)
     num_windows = 1
     while encoding.advance():
@@ -76,7 +80,7 @@ def _text_ids(
 
 
 def _gap_ids(model: TextModel, gap: Infill, longest: int | None) -> tuple["array[int]", str]:
-    """The same for the two sides of a gap, with the model's marks between them."""
+    """Tokenize the texts before and after a gap, and join them with the model's infill marks."""
     tokenizer, ways = model.tokenizer, []
 
     def read(text: str) -> "array[int]":
@@ -85,7 +89,7 @@ def _gap_ids(model: TextModel, gap: Infill, longest: int | None) -> tuple["array
         return token_ids
 
     marks = tokenizer.infill_marks
-    assert marks, "such a prompt is taken only where there are marks"
+    assert marks, "a prompt with a gap is accepted only if there are marks"
     before, behind = read(gap.before), read(gap.behind)
     ids = tokenizer.outer_ids[0][:] if gap.add_special_tokens else array("i")
     for mark, text in marks.files(gap.files):
@@ -95,7 +99,7 @@ def _gap_ids(model: TextModel, gap: Infill, longest: int | None) -> tuple["array
 
 
 def listed_tokens(model: TextModel, token_ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
-    """Token ids as `/tokenize` shows them."""
+    """Return the members of a `/tokenize` answer that list the tokens."""
     tokenizer, tokens = model.tokenizer, list[Any](token_ids)
     if fields.get("with_pieces"):
         tokens = [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in token_ids]
@@ -113,13 +117,16 @@ def _piece(raw: bytes) -> str | list[int]:
 
 
 def put_images(packed: bytes, sizes: Sequence[int]) -> bytes:
-    """The chat in front of its fetched images, of these sizes, with them; 0: it came along."""
+    """Return a packed chat with its fetched images. `packed` is the chat followed by the images.
+
+    `sizes` has the number of bytes of each image; 0 marks an image that the request contains.
+    """
     first = len(packed) - sum(sizes)
     (chat,) = prompts_of(packed[:first])
     assert isinstance(chat, Chat)
     images = []
-    for given, size in zip(chat.images, sizes, strict=True):
-        images.append(packed[first : first + size] if size else given)
+    for image, size in zip(chat.images, sizes, strict=True):
+        images.append(packed[first : first + size] if size else image)
         first += size
     chat = msgspec.structs.replace(chat, images=tuple(images), addresses=())
     return msgspec.msgpack.encode((chat,))

@@ -1,4 +1,4 @@
-"""Reads a body's bytes into a Request: strict JSON, the model's limits, its defaults."""
+"""Turns the bytes of a body into a Request: strict JSON, then the model's limits and defaults."""
 
 import math
 import re
@@ -17,36 +17,44 @@ from headrace.text.json_schema import exact_number
 from headrace.text.model_names import called
 from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedBody
 from headrace_common.request import Chat, Ids, Infill, Prompt, Request, ResponseOptions, Route, Text
-from headrace_common.sampling import Sampling
+from headrace_common.sampling import Breaker, Sampling
+from headrace_common.worker_jobs import CheckedBody
 
 MAX_CHOICES_IN_ALL = 1024
-"""Each choice of each prompt is a sequence to the engine, and a place in its queue."""
+"""Limit on the choices of all prompts together. Each choice is a sequence in the queue."""
 
 
 MAX_DEPTH = 64
 MAX_VALUES = 2 << 20
 MAX_CONTAINERS = 256 << 10
 _LARGEST = sys.float_info.max
-_INT64, _UINT64 = -(1 << 63), 1 << 64  # what is stored beside a stream fits them
+_MODELS_OWN = (
+    *(("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)),
+    ("repetition_penalty", 1.0),
+)
+"""Parameters for which a model may set its own defaults, and the values that apply otherwise."""
+
+# Integers must fit into 64 bits to be stored with a stream.
+_INT64, _UINT64 = -(1 << 63), 1 << 64
 _CONTAINERS = (dict, list)
 _WITH_SCHEMAS = (
     *("tools", "response_format", "structured_outputs", "json_schema", "guided_json"),
     *("format", "text", "output_config", "output_format"),
 )
-"""Fields in which schemas stand, whose numbers may be of any size."""
+"""Fields that contain JSON Schemas; the numbers in schemas may be of any size."""
 
 _LONG_NUMBER = re.compile(rb"[0-9][0-9.]{15}|[0-9][eE][+-]?[0-9]{2}")
-"""What numbers look like that a float may not hold."""
+"""Matches numbers that a float may not represent exactly."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The object in the body: UTF-8 without a byte order mark, finite numbers, no lone surrogate.
+    """Return the JSON object in the body.
 
-    Integers beyond 64 bits become floats; `exact_schemas` has them as they were sent.
-    RequestError `invalid_json`, also for more values than are taken.
+    Integers beyond 64 bits become floats; `exact_schemas` returns the exact integers in schemas.
+    Raise RequestError `invalid_json` for a byte order mark, invalid UTF-8, a lone surrogate, a
+    number that no float can hold, deep nesting or too many values.
     """
     _check_counts(body)
     try:
@@ -62,9 +70,10 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def exact_schemas(body: bytes, given: dict[str, Any]) -> dict[int, Any]:
-    """The objects of the decoded body in which schemas stand, with all digits of their numbers.
+    """Return the objects in schema fields with exact numbers: every digit stays as it was sent.
 
-    By the id of the object in `given`; empty if floats hold every number of the body.
+    Keys are the `id()`s of the same objects in `given`. The result is empty if floats represent
+    every number of the body exactly.
     """
     if not _LONG_NUMBER.search(body):
         return {}
@@ -86,9 +95,9 @@ def exact_schemas(body: bytes, given: dict[str, Any]) -> dict[int, Any]:
 def make_request(
     route: Route, prompts: tuple[Prompt, ...], fields: dict[str, Any], model: TextModel
 ) -> Request:
-    """Makes the request, with the model's defaults; RequestError where it passes the limits.
+    """Make the request with the model's defaults. Raise RequestError if a limit is exceeded.
 
-    The caller adds what only its route has.
+    The caller adds the fields that exist only on its route.
     """
     return Request(
         route=route,
@@ -117,19 +126,26 @@ def check_token_ids(token_ids: tuple[int, ...], path: str, size: int) -> None:
 def _to_sampling(fields: dict[str, Any], model: TextModel) -> Sampling:
     size = model.vocab_size
     stop_ids, biases = tuple(fields.get("stop_token_ids", ())), fields.get("logit_bias", {})
-    check_token_ids(stop_ids, "stop_token_ids", size)
+    if stop_ids:
+        check_token_ids(stop_ids, "stop_token_ids", size)
     for token_id in biases:
         if token_id >= size:
             raise not_in_vocabulary(token_id, f"logit_bias.{token_id}", size)
-    top_k = int(_resolve("top_k", fields, model, 0))
+    drawn: dict[str, Any] = {}
+    for name, otherwise in _MODELS_OWN:
+        value = fields.get(name)
+        if value is None and model.defaults is not None:
+            value = getattr(model.defaults, name)
+        drawn[name] = otherwise if value is None else value
+    top_k = int(drawn["top_k"])
     seed = fields.get("seed", -1)
     grammar, tags = fields.get("constraint", ("", None))
     sampling = Sampling(
-        temperature=_resolve("temperature", fields, model, 1.0),
+        temperature=drawn["temperature"],
         top_k=top_k if 0 < top_k < size else 0,
-        top_p=_resolve("top_p", fields, model, 1.0),
-        min_p=_resolve("min_p", fields, model, 0.0),
-        repetition_penalty=_resolve("repetition_penalty", fields, model, 1.0),
+        top_p=drawn["top_p"],
+        min_p=drawn["min_p"],
+        repetition_penalty=drawn["repetition_penalty"],
         frequency_penalty=fields.get("frequency_penalty", 0.0),
         presence_penalty=fields.get("presence_penalty", 0.0),
         logit_bias=biases,
@@ -141,9 +157,12 @@ def _to_sampling(fields: dict[str, Any], model: TextModel) -> Sampling:
         grammar=grammar,
         grammar_tags=tuple(tags) if tags else None,
         guess=fields.get("guess", True),
-        **{name: fields[name] for name in samplers.SETTINGS if name in fields},
     )
-    return sampling.in_order(fields.get("samplers"))
+    if samplers.ASKED.isdisjoint(fields):
+        return sampling
+    settings = {name: fields[name] for name in samplers.SETTINGS if name in fields}
+    settings["dry_breakers"] = msgspec.convert(fields.get("dry_breakers", ()), tuple[Breaker, ...])
+    return msgspec.structs.replace(sampling, **settings).in_order(fields.get("samplers"))
 
 
 def _to_response_options(fields: dict[str, Any]) -> ResponseOptions:
@@ -166,21 +185,14 @@ def _to_response_options(fields: dict[str, Any]) -> ResponseOptions:
 def _to_n(fields: dict[str, Any], num_prompts: int) -> int:
     n: int = fields.get("n", 1)
     if num_prompts * n > MAX_CHOICES_IN_ALL:
-        message = f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices, and one "
-        message += f"request may have {MAX_CHOICES_IN_ALL}; send fewer prompts or a smaller n."
+        message = f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices; the "
+        message += f"limit per request is {MAX_CHOICES_IN_ALL}. Send fewer prompts or a smaller n."
         raise RequestError("invalid_value", message, "n")
     return n
 
 
 def not_in_vocabulary(token_id: int, path: str, size: int) -> RequestError:
     return wrong_value(token_id, path, f"a token id from 0 to {size - 1}")
-
-
-def _resolve(name: str, fields: dict[str, Any], model: TextModel, otherwise: float) -> Any:
-    if name in fields:
-        return fields[name]
-    own = getattr(model.defaults, name) if model.defaults else None
-    return otherwise if own is None else own
 
 
 def pack(dialect: PromptReader, fields: dict[str, Any]) -> CheckedBody:
@@ -199,20 +211,24 @@ def pack(dialect: PromptReader, fields: dict[str, Any]) -> CheckedBody:
 
 
 def to_request(dialect: Dialect, checked: CheckedBody, model: TextModel) -> Request:
-    """The request, by the model's limits and with its defaults; its prompts are stubs."""
-    check_ids(checked, model)
+    """Make the request, with the model's defaults. The prompts in it are stubs without content.
+
+    Raise RequestError if the request exceeds a limit.
+    """
+    if checked.largest_id >= model.vocab_size:
+        check_ids(checked, model)
     request = dialect.to_request(checked.fields, checked.stubs, model)
     return msgspec.structs.replace(request, kept=checked.kept) if checked.kept else request
 
 
 def check_ids(checked: CheckedBody, model: TextModel) -> None:
-    """RequestError if a token id of the prompts is not in the model's vocabulary."""
+    """Raise RequestError if a token id of the prompts is not in the model's vocabulary."""
     if checked.largest_id >= model.vocab_size:
         raise not_in_vocabulary(checked.largest_id, checked.largest_path, model.vocab_size)
 
 
 def _largest(prompts: tuple[Prompt, ...], name: str, fields: dict[str, Any]) -> tuple[int, str]:
-    """The largest id in the prompts, and its path within the field of that name."""
+    """Return the largest token id in the prompts, and its path; the prompts are in field `name`."""
     is_list = getattr(fields[name], "is_list", len(prompts) > 1)
     largest_id, path = -1, ""
     for i, prompt in enumerate(prompts):
@@ -224,7 +240,7 @@ def _largest(prompts: tuple[Prompt, ...], name: str, fields: dict[str, Any]) -> 
 
 
 def stub_of(prompt: Prompt) -> Prompt:
-    """The prompt without its content."""
+    """Return the prompt without its content."""
     match prompt:
         case Chat():
             return Chat(
@@ -243,14 +259,18 @@ def stub_of(prompt: Prompt) -> Prompt:
 
 
 def _check_counts(body: bytes) -> None:
-    """Before anything is made of it: a value may take 50 times the memory of its text."""
+    """Raise RequestError if the body has too many values, before anything is decoded.
+
+    A decoded value may take 50 times the memory of its text.
+    """
     num_quotes = body.count(b'"')
     counts = {mark: body.count(mark) for mark in (b",", b"[", b"{")}
     if sum(counts.values()) <= MAX_CONTAINERS:
         return
     if num_quotes > 4 * MAX_VALUES:
         raise _too_many(f"{num_quotes} quotation marks", 4 * MAX_VALUES)
-    for found in _STRING.finditer(body):  # what stands in a string is no value
+    # Commas and brackets within strings do not separate values.
+    for found in _STRING.finditer(body):
         for mark in counts:
             counts[mark] -= body.count(mark, *found.span())
     num_containers = counts[b"["] + counts[b"{"]
@@ -263,7 +283,8 @@ def _check_counts(body: bytes) -> None:
 def _decode(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
-    except msgspec.ValidationError:  # a number is out of a float's range
+    # This error means that a number does not fit into a float.
+    except msgspec.ValidationError:
         return _decode_wide(body)
 
 
@@ -277,7 +298,10 @@ _decode_exactly = msgspec.json.Decoder(float_hook=exact_number).decode
 
 
 def _check_tree(root: dict[str, Any]) -> None:
-    """Level by level, so that the depth costs no recursion."""
+    """Convert large integers to floats. Raise RequestError if the tree is too deep.
+
+    The walk goes level by level, so that a deep tree needs no recursion.
+    """
     level: list[tuple[Any, bool]] = [(root, False)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[Any, bool]] = []
@@ -314,7 +338,7 @@ def _reason(body: bytes, error: ValueError) -> str:
         return "The body is not valid UTF-8."
     if isinstance(error, msgspec.ValidationError):
         return "A number in the body is too large."
-    # the decoder's own words name a kind of fault and an offset, nothing else
+    # The decoder's message contains only the kind of fault and an offset, never the client's text.
     return f"The body is not valid JSON: {error}."
 
 
@@ -323,5 +347,5 @@ def _too_deep() -> RequestError:
 
 
 def _too_many(what: str, limit: int) -> RequestError:
-    message = f"The body has {what}; {limit} are taken. Send fewer at once."
+    message = f"The body has {what}; the limit is {limit}. Send a smaller body."
     return RequestError("invalid_json", message)

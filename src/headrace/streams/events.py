@@ -1,7 +1,7 @@
-"""The events of a log: what a stream said, in order, for every reader alike.
+"""Defines the events of a log. A log is the ordered list of all events of a stream.
 
-`seq` starts at 0 and grows by 1; `at_ms` counts from admission. The last event, and only it, is
-terminal: Finish or Error. An appended event never changes.
+`seq` starts at 0 and grows by 1; `at_ms` is the time since admission in milliseconds. Only the
+last event is terminal: Finish or Error. An appended event never changes.
 """
 
 import msgspec
@@ -9,14 +9,15 @@ from msgspec import UNSET, UnsetType
 
 from headrace.streams.record import ServedSetup
 from headrace_common.ids import StreamId
+from headrace_common.ingestion import Ingestion
 from headrace_common.pieces import ChannelPiece
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One token with its log probability, and the likeliest in its place.
+    """A token with its log probability, and the most likely tokens at the token's position.
 
-    `token` shows partial bytes as U+FFFD, `bytes` is exact; `logprob` is None where there is
-    nothing to condition on (the first token of an echoed prompt).
+    `token` shows partial UTF-8 characters as U+FFFD; `bytes` is exact. `logprob` is None for the
+    first token of an echoed prompt, because no token precedes the first token.
     """
 
     token_id: int
@@ -34,7 +35,10 @@ class ChoiceEnd(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Prompt tokens count once for any n; generated ones up to the end, end tokens included."""
+    """Token counts of a request. A prompt counts once, even if it has several choices.
+
+    `completion_tokens` counts all generated tokens, including the end token.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -43,49 +47,35 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Milliseconds and counts of the whole request; 0 where nothing was done."""
+    """Times in milliseconds and counts for the whole request; 0 for a phase that did not happen."""
 
     cache_n: int = 0
     prompt_n: int = 0
     prompt_ms: float = 0.0
     predicted_n: int = 0
-    predicted_ms: float = 0.0  # from the first to the last token
+    # The time from the first token to the last token.
+    predicted_ms: float = 0.0
     queue_ms: float = 0.0
-    max_gap_ms: float = 0.0  # longest wait between two tokens of a choice
-    draft_n: int = 0  # tokens guessed ahead
-    draft_n_accepted: int = 0  # of these, right
-
-
-class Ingestion(msgspec.Struct, frozen=True, kw_only=True):
-    """How the prompts of a request were computed: what happened, not what was intended.
-
-    None: not measured. A chunk counts by the tokens with which it took its prompt further.
-    """
-
-    strategy: str | None  # the lane
-    eligible: bool  # this model can take a prompt in parts
-    applied: bool  # this one was
-    reason: str
-    boundary: str  # who cuts: step; "" without a lane
-    mask: str
-    memory: str | None
-    encoder: str | None
-    tokenization: str | None
-    prompt_tokens: int
-    cached_tokens: int
-    chunks: int
-    chunk_tokens: tuple[int, int] | None  # the smallest and the largest
+    # The longest time between two successive tokens of one choice.
+    max_gap_ms: float = 0.0
+    # Tokens proposed by speculative decoding.
+    draft_n: int = 0
+    # Proposed tokens that the model accepted.
+    draft_n_accepted: int = 0
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, kw_only=True):
-    """Root of the union."""
+    """The base class of all events."""
 
     seq: int
     at_ms: int
 
 
 class Accepted(Event, frozen=True):
-    """Always seq 0: the request was admitted. `mode`: fresh, or continue a final message."""
+    """Event 0 of every stream: the request was admitted.
+
+    `mode` is "continue" if the answer extends a final assistant message, else "fresh".
+    """
 
     id: StreamId
     route: str
@@ -99,7 +89,10 @@ class Accepted(Event, frozen=True):
 
 
 class Queued(Event, frozen=True):
-    """Waits in the queue: `position` 1 of `waiting` is next; no `eta_ms` before a rate is known."""
+    """The request waits at `position` in a queue of length `waiting`; position 1 runs next.
+
+    `eta_ms` is None until the speed of the engine is known.
+    """
 
     position: int
     waiting: int
@@ -107,12 +100,18 @@ class Queued(Event, frozen=True):
 
 
 class Heartbeat(Event, frozen=True, omit_defaults=True):
-    """A sign of life on a byte-addressed stream; on any stream, that its engine has died.
+    """A sign of life for protocols that resume by byte position.
 
-    `state`: loading, queued, prompt, decode, recovering. `form` says how it is sent: data, comment,
-    or sign, which every client counts as life. `attempt` counts the recoveries of the stream from
-    1, and is set where one begins. `progress` is the share of the model's weights in memory, while
-    the stream waits for them, and `stage` what its load does, in words.
+    Every stream also uses heartbeats to report that its engine died, and how far its model is
+    loaded.
+
+    `state` is loading, queued, prompt, decode or recovering. `form` says how the heartbeat is
+    sent: as data, as a comment, or as a sign (a frame that every client counts as a sign of
+    life).
+
+    `attempt` numbers the stream's recoveries from 1 and is set when a recovery starts. While the
+    model is loading, `progress` is the fraction of the weights in memory, and `stage` describes
+    the current part of the load.
     """
 
     state: str
@@ -123,38 +122,49 @@ class Heartbeat(Event, frozen=True, omit_defaults=True):
 
 
 class Served(Event, frozen=True):
-    """The model has come into memory after the request was admitted; from now on it is known."""
+    """Reports the setup of a model that was loaded only after the request was admitted."""
 
     system_fingerprint: str
     served: ServedSetup
 
 
 class Progress(Event, frozen=True):
-    """`processed` of `total` prompt tokens are computed, `cache` of them taken from the cache."""
+    """`processed` of `total` prompt tokens are computed, including `cache` tokens from the
+    cache.
+    """
 
     choice: int
     total: int
     cache: int
     processed: int
     time_ms: int
-    chunks: tuple[int, int, int] | UnsetType = UNSET  # number, smallest, largest; if asked for
+    # The number of chunks, and the sizes of the smallest and the largest chunk. UNSET unless the
+    # client asked for chunks.
+    chunks: tuple[int, int, int] | UnsetType = UNSET
 
 
 class Tokens(Event, frozen=True, omit_defaults=True):
-    """Tokens of one choice and the text they completed; either may be empty.
+    """Tokens of one choice, and the text that these tokens completed; ids or text may be empty.
 
-    Text may lag behind ids (unfinished UTF-8, a possible stop string). `end` is set on the last
-    such event of a choice.
+    The text can lag behind the ids: an incomplete UTF-8 character or a possible stop string is held
+    back. `end` is set on the last Tokens event of a choice.
+
+    `state` is the samplers' state after these tokens, or empty if the samplers have no state. A new
+    engine continues from this state.
     """
 
     choice: int
     ids: tuple[int, ...] = ()
     pieces: tuple[ChannelPiece, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    num_reasoning: int = 0  # of the ids
-    num_guessed: int = 0  # tokens guessed in their steps
-    num_accepted: int = 0  # of these, right
+    # The number of ids that belong to reasoning.
+    num_reasoning: int = 0
+    # Tokens proposed by speculative decoding in the steps that produced these ids.
+    num_guessed: int = 0
+    # Proposed tokens that the model accepted.
+    num_accepted: int = 0
     end: ChoiceEnd | None = None
+    state: bytes = b""
 
     @property
     def text(self) -> str:
@@ -167,11 +177,12 @@ class Finish(Event, frozen=True):
     ends: tuple[ChoiceEnd, ...]
     usage: Usage
     timings: Timings
-    ingestion: Ingestion | UnsetType = UNSET  # if asked for
+    # Set if the client asked for the ingestion report.
+    ingestion: Ingestion | UnsetType = UNSET
 
 
 class Error(Event, frozen=True):
-    """Terminal: the stream was cut; never rendered as a complete answer."""
+    """Terminal: the stream was cut off. A cut stream is never rendered as a complete answer."""
 
     code: str
     type: str
@@ -192,5 +203,7 @@ def is_terminal(event: AnyEvent) -> bool:
 
 
 def frees_key(event: AnyEvent) -> bool:
-    """Whether, after this end, the same idempotency key may run the request again."""
+    """Return whether a retry with the same idempotency key may run the request again after this
+    event.
+    """
     return isinstance(event, Error) and (event.retryable or event.code in _ANOTHER_MODEL)

@@ -1,4 +1,7 @@
-"""The event log of one stream: one writer, many readers, a cursor each."""
+"""Defines the event log of one stream, with one writer and any number of readers.
+
+Each reader has a separate position in the log.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -12,49 +15,54 @@ _PAGE = 256
 
 
 class Log(Protocol):
-    """The log that a writer and its readers share; the store decides what durable means."""
+    """The log that a stream's writer and readers share. The store decides when events are
+    durable.
+    """
 
     @property
     def next_seq(self) -> int:
-        """How many events can be read: the number of the next one to come."""
+        """Return the number of the next event, which equals the count of readable events."""
 
     async def append(self, expected_seq: int, events: Sequence[AnyEvent]) -> None:
-        """Returns when the events are durable; only then can a reader see them.
+        """Append events; return once the events are durable. Readers see only durable events.
 
-        Raises LogConflict if the first event is not number `expected_seq`, if the log has ended,
-        and if another writer has claimed it since. A cancelled append may still become durable.
+        Raises LogConflict if the first event would not get number `expected_seq`, if the log has
+        ended, or if another writer has claimed the log. A cancelled append may still become
+        durable.
         """
 
     async def settle(self) -> None:
-        """Returns once it is known what became of all appends so far, cancelled ones too."""
+        """Wait until every append so far has succeeded or failed, including cancelled appends."""
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
-        """Events that follow number `after`, and whether nothing will ever follow them.
+        """Return at most `limit` events after number `after`.
 
-        Raises LogGone if the stream was forgotten, LogUnsound if what is stored of it is damaged.
+        The second value says whether the log ends with these events. Raises LogGone if the stream
+        was deleted, and LogUnsound if the stored data are damaged.
         """
 
     async def wait(self, after: int) -> None:
-        """Returns once an event that follows number `after` can be read, or the log has ended."""
+        """Wait until an event after number `after` can be read, or the log has ended."""
 
 
 class LogConflict(Exception):
-    """An append that does not continue the log; a bug of its writer."""
+    """Raised by an append that does not continue the log, which is a bug in the log's writer."""
 
 
 class LogTaken(LogConflict):
-    """An append by a writer whose log another server has claimed since."""
+    """Raised by an append of a writer whose log another server has claimed."""
 
 
 class LogGone(Exception):
-    """The stream was forgotten while somebody still read or wrote its log."""
+    """Raised when a stream was deleted while a reader or writer still used the stream's log."""
 
 
 class LogUnsound(RequestError):
-    """A stored stream is not as it was written, so none of it is served.
+    """Raised when a stored stream is damaged. No part of a damaged stream is served.
 
-    `row` is its number in the store. `reason` says what is damaged; it is empty if the server's
-    log has said so before. `owner` and `conversation` are None where they cannot be trusted.
+    `row` is the stream's row number in the store. `reason` says what is damaged; it is empty if
+    the server's log already reported the damage. `owner` and `conversation` are None if the
+    stored values cannot be trusted.
     """
 
     def __init__(
@@ -67,7 +75,7 @@ class LogUnsound(RequestError):
     ) -> None:
         super().__init__(
             "stream_unsound",
-            "This stream is damaged on disk, and none of it can be sent. Delete it, or send the "
+            "This stream is damaged on disk and cannot be sent. Delete the stream, or send the "
             "request again; other streams are not affected.",
         )
         self.row = row
@@ -78,11 +86,11 @@ class LogUnsound(RequestError):
 
 
 class Tail:
-    """The newest events of a log in memory, and the readers that wait for more.
+    """Holds the newest events of a log in memory and wakes the readers that wait for more.
 
-    Only durable events enter it. With `keep` it holds the last `keep` to 2 x `keep` events,
-    without it all of them. `gone` is set once the stream was forgotten or found to be damaged.
-    For the event loop's thread only.
+    A tail contains only durable events: at least the newest `keep` and fewer than 2 x `keep`, or
+    all events if `keep` is None. `gone` is set once the stream was deleted or found to be damaged.
+    Use a tail only on the event loop's thread.
     """
 
     __slots__ = ("_keep", "_waiting", "events", "gone", "has_ended", "next_seq")
@@ -110,14 +118,19 @@ class Tail:
         self._wake()
 
     def read(self, after: int, limit: int) -> list[AnyEvent] | None:
-        """Up to `limit` events that follow number `after`; None if the first was dropped."""
+        """Return at most `limit` events after number `after`.
+
+        Returns None if the first of these events is no longer in memory.
+        """
         if self.gone is not None:
-            raise self.gone.with_traceback(None)  # raised often: it would grow
+            # The same exception is raised often. Without the reset, its traceback would grow each
+            # time.
+            raise self.gone.with_traceback(None)
         start = after + 1 - (self.next_seq - len(self.events))
         return self.events[start : start + limit] if start >= 0 else None
 
     def ends_with(self, seq: int) -> bool:
-        """Whether no event follows number `seq`, now or later."""
+        """Return whether the log has ended and no event follows number `seq`."""
         return self.has_ended and seq + 1 >= self.next_seq
 
     async def wait(self, after: int) -> None:
@@ -155,11 +168,11 @@ class MemoryLog:
         tail.extend(events)
 
     async def settle(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: an append to memory is never pending."""
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
-        # Every reader calls this for each token, so it does without Tail.read. This tail drops
-        # no events.
+        # Every reader calls this method for each token, so the method avoids a call of Tail.read.
+        # The tail of a MemoryLog never drops events.
         tail = self.tail
         if tail.gone is not None:
             raise tail.gone.with_traceback(None)
@@ -168,7 +181,7 @@ class MemoryLog:
 
 
 async def follow(log: Log, after: int = -1) -> AsyncIterator[AnyEvent]:
-    """Every event after the cursor, those to come included, up to the terminal one."""
+    """Yield all past and future events after number `after`, up to the terminal event."""
     has_ended = False
     while not has_ended:
         await log.wait(after)
@@ -177,4 +190,5 @@ async def follow(log: Log, after: int = -1) -> AsyncIterator[AnyEvent]:
             yield event
         after += len(events)
         if len(events) == _PAGE:
-            await asyncio.sleep(0)  # a long log must not keep others from their turn
+            # Let other tasks run while a long log is read.
+            await asyncio.sleep(0)

@@ -1,4 +1,7 @@
-"""The record stored beside a log: with its events, all that rendering and recovery need."""
+"""Defines the record that is stored with each log.
+
+A record and its log contain all data that rendering and recovery need.
+"""
 
 from array import array
 
@@ -10,28 +13,35 @@ from headrace_common.request import Chat, Request
 
 
 class Names(msgspec.Struct, frozen=True):
-    """The names that find a stream; they belong to `owner`, the name of an API key.
+    """The names under which a stream can be found, and their `owner`, the name of an API key.
 
-    `digest` identifies route and body bytes: two requests with equal digests are the same.
+    `digest` identifies the route and the body's bytes: two requests with equal digests are the
+    same request.
     """
 
     owner: str = ""
     conversation: str | None = None
     key: str | None = None
     digest: bytes = b""
-    is_stored: bool = False  # the client asked for it to be kept, by no name but its id
-    is_kept: bool = False  # kept for a while after its end all the same, in memory
-    can_attach: bool = True  # an equal request may take over the stream while nobody reads it
+    # The client asked to keep the stream, but named neither a conversation nor a key.
+    is_stored: bool = False
+    # The server keeps the stream in memory for a while after the stream's end, although the client
+    # did not opt in.
+    is_kept: bool = False
+    # An equal request may take over the stream while nobody reads it.
+    can_attach: bool = True
+    # Ids that the client gave to items of its input.
+    items: tuple[str, ...] = ()
 
     @property
     def is_opted_in(self) -> bool:
-        """Whether the client asked for a stream that survives it."""
+        """Return whether the client asked for a stream that survives a lost connection."""
         return self.is_stored or self.conversation is not None or self.key is not None
 
     def outlives_client_s(self, linger_s: float) -> float | None:
-        """Seconds that work for an unread stream goes on before its first token; None: no limit.
+        """Return how many seconds a stream without readers continues before its first token.
 
-        0 if no later request could find the stream.
+        Returns None if there is no limit. Returns 0 if no later request could find the stream.
         """
         if self.is_opted_in:
             return None
@@ -39,21 +49,32 @@ class Names(msgspec.Struct, frozen=True):
 
 
 class ServedSetup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The setup of a served model beside its weights; empty where an older version is silent."""
+    """How a model was served, apart from its weights.
 
-    version: str = ""  # of Headrace
-    dtype: str = ""  # with the quantization, if there is one
+    Fields that an older version did not write are empty.
+    """
+
+    # The version of Headrace.
+    version: str = ""
+    # The data type, with the quantization if there is one.
+    dtype: str = ""
     device: str = ""
     max_model_len: int = 0
 
 
 RENDERING = 2
-"""How events become frames now. 1: progress of prompts on frames that only some clients count as
-life; 0: no signs but such."""
+"""The version of the rules that turn events into frames.
+
+2 is current. Version 1 reported prompt progress only in frames that some clients do not count as
+signs of life. In version 0, these clients received no sign of life before the start of the answer.
+"""
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Frozen at admission. `prompts` are packed int32 token ids, one entry per prompt."""
+    """The request of a stream and the setup that served it, frozen at admission.
+
+    `prompts` are packed int32 token ids, one entry per prompt.
+    """
 
     id: StreamId
     created: int  # unix seconds
@@ -61,17 +82,25 @@ class Record(msgspec.Struct, frozen=True):
     prompts: tuple[bytes, ...]
     system_fingerprint: str
     names: Names = Names()
-    is_durable: bool = False  # survives the server
+    # True if the stream survives a restart of the server.
+    is_durable: bool = False
     served: ServedSetup = ServedSetup()
-    tokenization: str | None = None  # one-shot, streamed or given; None: an older version
-    images: bytes = b""  # the prompts as they were sent, if there are images among them
-    adapter: Adapter | None = None  # that changes the model for it
-    changes: tuple[str, ...] = ()  # made in messages that the chat template refused
-    rendering: int = 0  # RENDERING of the version that made it: its bytes stay what they were
+    # How the prompts were tokenized: "one-shot", "streamed" or "given". None if an older version
+    # wrote the record.
+    tokenization: str | None = None
+    # The prompts as they were sent, if they contain images.
+    images: bytes = b""
+    # The adapter that changes the model for this request.
+    adapter: Adapter | None = None
+    # Changes made to messages that the chat template had refused.
+    changes: tuple[str, ...] = ()
+    # The value of RENDERING when the record was written. The stream must always render to the same
+    # bytes.
+    rendering: int = 0
 
     @property
     def mode(self) -> str:
-        """continue: the log holds only what is added to a final assistant message; else fresh."""
+        """Return "continue" if the answer only extends a final assistant message, else "fresh"."""
         continues = any(
             isinstance(prompt, Chat) and prompt.continue_final_message
             for prompt in self.request.prompts
@@ -83,5 +112,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of the whole request, each prompt counted once for any n."""
+        """Return the number of prompt tokens; a prompt counts once, even if it has several
+        choices.
+        """
         return sum(map(len, self.prompts)) // 4

@@ -1,4 +1,7 @@
-"""The store, where logs live: names claimed atomically, streams found again, old ones swept."""
+"""Defines the store that keeps all logs.
+
+The store claims names atomically, finds streams and deletes old streams.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +21,7 @@ class ById(msgspec.Struct, frozen=True):
 
 
 class ByConversation(msgspec.Struct, frozen=True):
-    """The newest stream of this name; names belong to their owner."""
+    """Names the newest stream of a conversation. Two owners may use the same conversation name."""
 
     owner: str
     conversation: str
@@ -29,40 +32,51 @@ class ByKey(msgspec.Struct, frozen=True):
     key: str
 
 
-Name = ById | ByConversation | ByKey
+class ByItem(msgspec.Struct, frozen=True):
+    """Names the newest stream whose request contained an item with this id."""
+
+    owner: str
+    item: str
+
+
+Name = ById | ByConversation | ByKey | ByItem
 
 
 class RemoteWriter(Protocol):
-    """The writer of a live stream in another server of the same store."""
+    """The writer of a live stream, in another server with the same store."""
 
     async def stop(self, code: str) -> None:
-        """Asks it to end the stream with this code; it counts even if that server has gone."""
+        """Ask the writer to end the stream with this code.
+
+        The request is kept even if the writer's server has died: the next writer gets the request.
+        """
 
     def beat(self, form: str, interval_s: float) -> None:
-        """Asks it for a heartbeat in the log, which may come or not."""
+        """Ask the writer to append a heartbeat to the log. The writer may ignore the request."""
 
     def recent(self) -> list[AnyEvent]:
-        """The newest events of the log, as far as they are in memory."""
+        """Return the log's newest events, as far as they are in memory."""
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A stream as its store has it.
+    """A stream as its store returns it.
 
-    Only the writer that created the stream, or has claimed it since, can append to its log; all
-    others only read it.
+    Only the writer that created or last claimed the stream can append to the log.
     """
 
     record: Record
     log: Log
-    elsewhere: RemoteWriter | None = None  # set while another server writes it
-    stop_code: str = ""  # somebody asked to end it with this code while it had no writer
+    # Set while another server writes the stream.
+    elsewhere: RemoteWriter | None = None
+    # A stop request's code, if the request arrived while the stream had no writer; else empty.
+    stop_code: str = ""
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """A wish of another server about a stream that is written here.
+class WriterRequest(msgspec.Struct, frozen=True):
+    """A request from another server about a stream that this server writes.
 
-    `what`: stop, `detail` being the code; beat, with the form; look, for somebody else may write
-    it now.
+    `what` is "stop" (`detail` is the code), "beat" (`detail` is the heartbeat's form), or "look"
+    (another server may have claimed the stream).
     """
 
     stream_id: StreamId
@@ -72,7 +86,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Retention(msgspec.Struct, frozen=True):
-    """How long, and how many, ended streams are kept; live ones always are."""
+    """Limits on the age, number and size of ended streams; live streams are always kept."""
 
     keep_s: float = 24 * 3600.0
     max_streams: int = 10_000
@@ -86,106 +100,121 @@ class Totals(msgspec.Struct, frozen=True):
 
 
 class StoreStalled(RequestError):
-    """The store cannot make this durable now: the disk is full, fails, or takes too long."""
+    """Raised when the store cannot make data durable now: the disk is full, fails or takes too
+    long.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__("storage_unavailable", message, retry_after_s=5)
 
 
 class SeenGateway(msgspec.Struct, frozen=True):
-    """A server of a shared store, and what it told `about` itself."""
+    """A running server of a shared store. `about` is the data that the server published with
+    `tell`.
+    """
 
-    num_streams: int  # that it writes
+    # The number of streams that the server writes.
+    num_streams: int
     about: bytes
     is_this: bool
 
 
-Hear = Callable[[float], None]
-"""Takes how many seconds a write took to be durable."""
+OnCommit = Callable[[float], None]
+"""Receives the seconds that a write took to become durable."""
 
 
-def nobody_hears(seconds: float) -> None:
-    """The default hearer of a store's times."""
+def ignore(seconds: float) -> None:
+    """Ignore the time of a commit."""
 
 
 class Store(Protocol):
-    """All stores pass one test suite.
+    """Keeps the logs of all streams. One test suite checks every implementation.
 
-    While commits fail, `stalled` is set and `writable` is not, so that a client who waits for an
-    uncommitted event can be told. An append goes on waiting while the store goes on trying;
-    everything else raises StoreStalled, and so does an append that finds the buffer full.
+    While commits fail, `stalled` is set and `writable` is cleared, so that clients waiting for an
+    uncommitted event can be informed. An append keeps waiting while the store retries. Every
+    other write raises StoreStalled. An append raises StoreStalled too if the buffer is full.
     """
 
-    is_durable: bool  # whether it survives the server
+    # Whether streams survive a restart of the server.
+    is_durable: bool
     stalled: asyncio.Event
     writable: asyncio.Event
-    on_commit: Hear
 
     async def close(self) -> None:
-        """Makes durable what was appended, and gives back what it holds."""
+        """Make every append durable and release the store's resources."""
 
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
-        """A new stream, or the one that holds one of its names.
+        """Create a stream, or return the stream that already holds one of its names.
 
-        Atomic over the stream id, the idempotency key and the conversation, looked up in this
-        order. A conversation whose stream has ended, or is `replaces`, is taken over. The record
-        that comes back is the one that holds the names.
+        The stream id, the idempotency key and the conversation are checked in this order, as one
+        atomic operation. A new stream takes over a conversation whose stream has ended or is
+        `replaces`. If the returned record has another id, an existing stream holds the name.
         """
 
     async def find(self, name: Name) -> Stored | None:
-        """The stream of that name, live or ended; counts as reading it.
+        """Return the live or ended stream with this name, or None; this counts as reading the
+        stream.
 
-        LogUnsound if it is damaged. A key finds nothing once it is free: its stream is damaged, or
-        ended in an error after which the request may run again.
+        Raises LogUnsound if the stream is damaged. A lookup by key returns None if the key is free
+        again. A key becomes free if its stream is damaged, or if its stream ended with an error
+        that allows a retry.
         """
 
     async def find_family(self, name: ByConversation) -> list[Stored]:
-        """The stream of that conversation, and those of `<conversation>::<anything>`.
+        """Return the streams of this conversation and of the conversations
+        `<conversation>::<anything>`.
 
-        In any order, without unsound ones; counts as reading them.
+        The order is arbitrary and damaged streams are omitted. This counts as reading the streams.
         """
 
     async def forget(self, stream_id: StreamId) -> None:
-        """Removes a stream with its names; unknown ones are ignored. Its readers get LogGone."""
+        """Delete a stream and its names; ignore unknown ids. The stream's readers get LogGone."""
 
     async def unfinished(self) -> list[Stored]:
-        """Streams without a terminal event, oldest first, claimed for the caller to write.
+        """Claim all streams without a terminal event, oldest first; the caller becomes their
+        writer.
 
-        Unsound ones are set aside instead: they end here, and finding them raises LogUnsound.
+        A damaged stream is ended instead of returned, and a later lookup of the stream raises
+        LogUnsound.
         """
 
     async def orphans(self) -> list[Stored]:
-        """Streams whose server has gone, claimed for the caller to write; waits until there are."""
+        """Wait for the death of another server; take over and return streams of the dead server."""
 
-    async def asked(self) -> Ask:
-        """The next wish of another server; waits until there is one."""
+    async def asked(self) -> WriterRequest:
+        """Wait for the next request of another server and return the request."""
 
     async def sweep(self, retention: Retention, now: float) -> Totals:
-        """Removes ended streams that are too old, then the least recently read beyond the caps.
+        """Delete ended streams that are too old.
 
-        `now` is unix seconds. Returns what is left: beyond a cap only if live streams fill it.
+        While a limit is exceeded, also delete the ended streams that were read least recently.
+        `now` is in unix seconds. Returns the totals of the remaining streams. Only live streams
+        can make the totals exceed a limit.
         """
 
     def tell(self, about: Callable[[], bytes]) -> None:
-        """Has the other servers of the store told this, once a second."""
+        """Publish the result of `about` to the other servers of the store once a second."""
 
     async def gateways(self) -> list[SeenGateway]:
-        """The living servers of a shared store, this one too; none if it is not shared."""
+        """Return the running servers of a shared store, this server included.
+
+        Returns an empty list if the store is not shared.
+        """
 
 
 class Unshared:
-    """Part of a store that one server has to itself: no other has streams in it."""
+    """Default methods for a store that belongs to one server only."""
 
     async def orphans(self) -> list[Stored]:
         await asyncio.Event().wait()
         return []
 
-    async def asked(self) -> Ask:
+    async def asked(self) -> WriterRequest:
         await asyncio.Event().wait()
         raise AssertionError("nobody asks")
 
     def tell(self, about: Callable[[], bytes]) -> None:
-        """There is nobody to tell."""
+        """Do nothing: no other server reads this store."""
 
     async def gateways(self) -> list[SeenGateway]:
         return []

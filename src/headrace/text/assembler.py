@@ -1,6 +1,6 @@
-"""The text of one choice as its tokens arrive: detokenized, split, stopped, entries in step.
+"""Assembles the text of one choice: detokenizes, splits channels, and finds stop strings.
 
-Owns the text that is held back; never writes an event.
+Text is held back while it may belong to a stop string or a marker.
 """
 
 from collections import deque
@@ -17,7 +17,9 @@ Entry = TypeVar("Entry")
 
 
 class _Waiting(NamedTuple, Generic[Entry]):
-    """The entry of a token whose bytes are in characters [start, end) of the whole text."""
+    """The caller's data for a token whose bytes are in characters [start, end) of the whole
+    text.
+    """
 
     start: int
     end: int
@@ -25,12 +27,15 @@ class _Waiting(NamedTuple, Generic[Entry]):
 
 
 class TextAssembler(Generic[Entry]):
-    """Feed it every token of a choice in order; `flush` it if the choice ends in another way.
+    """Assembles the text of one choice: `feed` every token in order, and `flush` at the end.
 
-    `feed` and `flush` return the pieces to deliver now; stop strings see content only.
-    An entry is whatever the caller keeps per
-    token, such as its log probabilities. Each token that adds a byte to the delivered text has
-    its entry taken once; holding text back changes neither which ones nor their order.
+    `feed` and `flush` return the pieces to deliver now. Stop strings are searched in content
+    only. If a token ends the choice (`has_ended`), no `flush` is needed.
+
+    An entry is the caller's data for a token, such as the token's log probabilities.
+    `take_entries` returns each entry once. The entry of a token that adds no byte to the
+    delivered text is dropped. Held-back text delays entries, but changes neither the number nor
+    the order of the entries.
     """
 
     def __init__(
@@ -40,15 +45,20 @@ class TextAssembler(Generic[Entry]):
         sampling: Sampling,
         splitting: Splitting = PLAIN,
     ) -> None:
-        self.splitter = splitting.splitter  # None: all text is content
+        # None if all text is content.
+        self.splitter = splitting.splitter
         self._markers = splitting.markers
-        self.has_ended = False  # a token ended the choice, and nothing may follow it
-        self.stop: str | int | None = None  # the stop string or token; None: the model's own end
+        # True once a token has ended the choice; no further token may be fed.
+        self.has_ended = False
+        # The stop string or stop token that ended the choice. None if the model's own end token
+        # ended the choice.
+        self.stop: str | int | None = None
         self._detokenizer = detokenizer
         self._stops = stops
         self._sampling = sampling
         self._waiting: deque[_Waiting[Entry]] = deque()
-        self.entries: tuple[Entry, ...] = ()  # those that `take_entries` gives out next
+        # The entries that the next `take_entries` returns.
+        self.entries: tuple[Entry, ...] = ()
         self._num_delivered = 0  # characters
         self._num_tokens = 0
         self._ends = frozenset((*sampling.end_token_ids, *sampling.stop_token_ids))
@@ -64,7 +74,7 @@ class TextAssembler(Generic[Entry]):
             start, end = self._detokenizer.span
             if start < end:
                 self._waiting.append(_Waiting(start, end, entry))
-        # Without stop strings and entries nothing has to know how much text was delivered.
+        # The amount of delivered text matters only to stop strings and entries.
         is_plain = self._is_plain and entry is None
         if self.splitter is None:
             if is_plain:
@@ -77,7 +87,10 @@ class TextAssembler(Generic[Entry]):
         return pieces if is_plain else self._all_stopped(pieces)
 
     def flush(self) -> tuple[ChannelPiece, ...]:
-        """Everything held back. What an unfinished code point adds can complete a stop string."""
+        """At the end of the choice, return all text that was held back.
+
+        The replacement of an unfinished code point can complete a stop string.
+        """
         text = self._detokenizer.flush()
         split = [ChannelPiece(text)] if text else []
         if self.splitter is not None:
@@ -88,7 +101,7 @@ class TextAssembler(Generic[Entry]):
         return pieces if self.has_ended else pieces + self._released()
 
     def take_entries(self) -> tuple[Entry, ...]:
-        """Takes the entries of tokens whose last byte was delivered since the last call."""
+        """Return the entries of tokens whose last byte was delivered since the last call."""
         entries, self.entries = self.entries, ()
         return entries
 
@@ -110,7 +123,9 @@ class TextAssembler(Generic[Entry]):
         return pieces
 
     def _released(self) -> tuple[ChannelPiece, ...]:
-        """Delivers the text that waited for the rest of a stop string which does not come."""
+        """Deliver text that was held back for a stop string, because the stop string stayed
+        incomplete.
+        """
         return self._deliver(self._stops.flush())
 
     def _stopped(self, text: str) -> tuple[ChannelPiece, ...]:
@@ -133,7 +148,9 @@ class TextAssembler(Generic[Entry]):
         return (ChannelPiece(text),)
 
     def _settle(self) -> None:
-        """Counts markers and other channels as delivered too: all but what is held back."""
+        """Count all text that is not held back as delivered, including markers and other
+        channels.
+        """
         assert self.splitter
         if not self.has_ended:
             held = self.splitter.num_held + self._stops.num_held

@@ -1,4 +1,7 @@
-"""Breaks special tokens in what clients write, so that only the chat template can set them."""
+"""Breaks special tokens in text from clients.
+
+So only the chat template can insert special tokens.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -13,11 +16,12 @@ ZERO_WIDTH_SPACE = "\u200b"
 
 
 def break_tokens(chat: Chat, tokens: Sequence[str]) -> Chat:
-    """Put a zero-width space after the first character of each of these tokens in the chat.
+    """Insert a zero-width space into all these tokens in the chat, after a token's first character.
 
-    Every text that a client sends is read: contents, names, calls, tools, template variables.
+    All texts that a client sends are searched: contents, names, calls, tools and template
+    variables.
     """
-    # A token within another one is broken first, and the longer one with it.
+    # Shorter tokens are broken first. This also breaks longer tokens that contain a shorter token.
     broken = [(it, it[0] + ZERO_WIDTH_SPACE + it[1:]) for it in sorted(tokens, key=len)]
 
     def written(text: str) -> str:
@@ -34,7 +38,7 @@ def break_tokens(chat: Chat, tokens: Sequence[str]) -> Chat:
 
 
 def _each(value: Any, written: Callable[[str], str]) -> Any:
-    """Return a copy in which all strings are rewritten, including keys."""
+    """Return a copy in which all strings, including keys, are rewritten."""
     if isinstance(value, str):
         return written(value)
     if isinstance(value, dict):
@@ -45,7 +49,7 @@ def _each(value: Any, written: Callable[[str], str]) -> Any:
 
 
 def _joined_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Join consecutive text parts: a token may be split between two of them."""
+    """Join consecutive text parts, because a special token may be split between two parts."""
     if not isinstance(message.get("content"), list):
         return message
     parts: list[Any] = []

@@ -1,4 +1,4 @@
-"""Ids to characters, one token at a time; owns the unfinished code point, never the text."""
+"""Turns token ids into characters, one token at a time; keeps only an unfinished code point."""
 
 import re
 
@@ -14,10 +14,10 @@ _UNFINISHED = re.compile(
 
 
 class Detokenizer:
-    """Joined, what `feed` and `flush` return is what the tokenizer decodes from all the ids.
+    """Decodes tokens one by one; the joined results equal the result of `Tokenizer.decode`.
 
-    A delta holds whole code points; the bytes of an unfinished one wait in `pending`. `after` is
-    the token that stands before the first one, for text that continues another.
+    Each returned text has whole code points; the bytes of an unfinished code point wait in
+    `pending`. If the text continues another text, `after` is the last token of the other text.
     """
 
     def __init__(
@@ -28,14 +28,17 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._previous = None if after in self._skipped else after
         self.pending = b""
-        self.num_chars = 0  # given out so far
-        self.span = (0, 0)  # characters that hold bytes of the last token: [start, end)
+        # The number of characters returned so far.
+        self.num_chars = 0
+        # The range [start, end) of the characters that contain bytes of the last token.
+        self.span = (0, 0)
 
     def feed(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
         if token_id in self._skipped:
             data = b""
-        elif self._bytes is not None:  # a token's bytes do not depend on the one before it
+        # In a vocabulary with bytes by id, the bytes do not depend on the preceding token.
+        elif self._bytes is not None:
             data = self._bytes[token_id]
         else:
             data = self._tokenizer.spell(token_id, self._previous)
@@ -43,7 +46,8 @@ class Detokenizer:
         if not data:
             self.span = (self.num_chars, self.num_chars)
             return ""
-        if data.isascii() and not self.pending:  # most tokens are
+        # This is the fast path for most tokens.
+        if data.isascii() and not self.pending:
             start = self.num_chars
             self.num_chars = end = start + len(data)
             self.span = (start, end)
@@ -55,7 +59,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns the rest at the end: U+FFFD for an unfinished code point."""
+        """At the end of the text, return U+FFFD if a code point is unfinished."""
         text, self.pending = self.pending.decode(errors="replace"), b""
         self.num_chars += len(text)
         return text
@@ -68,5 +72,8 @@ def _whole_characters(data: bytes) -> tuple[str, bytes]:
 
 
 def _breaks(pending: bytes, data: bytes) -> bool:
-    """Whether `data` leaves the code point in `pending` unfinished, so that U+FFFD comes first."""
+    """Return whether `data` makes the code point in `pending` invalid.
+
+    If so, U+FFFD precedes the text of `data`.
+    """
     return bool(pending) and len((pending + data[:1]).decode(errors="replace")) > 1

@@ -1,4 +1,7 @@
-"""Text to ids for prompts of any length: in one call, or in windows where they give the same."""
+"""Encodes prompts of any length, either in one call or in windows.
+
+Windows are used only if windows and a single call give the same tokens.
+"""
 
 from array import array
 from functools import cached_property
@@ -15,7 +18,7 @@ _PROBE_SIZES = Sizes(window=200, overlap=100)
 
 
 class WholeText:
-    """A text that one call encodes; the same interface as WindowedText."""
+    """Encodes a text in one call; has the same interface as WindowedText."""
 
     def __init__(
         self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, limit: int | None
@@ -34,7 +37,7 @@ class WholeText:
 
 
 class Encoder:
-    """Begins encodings; thread-safe."""
+    """Starts encodings; thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, sizes: Sizes = _SIZES) -> None:
         self._tokenizer = tokenizer
@@ -42,9 +45,9 @@ class Encoder:
 
     @cached_property
     def can_stream(self) -> bool:
-        """Whether windows give the ids of one call on all probes; the first long text finds out.
+        """Whether windows and a single call give the same ids for all test texts.
 
-        Takes about half a second: call it in a worker thread.
+        The first access takes about half a second: use a worker thread.
         """
         tokenizer = self._tokenizer
         probes = islice(hard_texts(0, tokenizer.added_tokens), NUM_PROBES)
@@ -53,7 +56,10 @@ class Encoder:
     def begin(
         self, text: str, add_special_tokens: bool, limit: int | None = None
     ) -> WholeText | WindowedText:
-        """An encoding to `advance` until it returns False; its ids are then in `token_ids`."""
+        """Start an encoding.
+
+        The caller must call `advance` until False is returned, and then read `token_ids`.
+        """
         if len(text) <= self._sizes.window or not self.can_stream:
             return WholeText(self._tokenizer, text, add_special_tokens, limit)
         outer = self._tokenizer.outer_ids if add_special_tokens else NO_OUTER

@@ -1,7 +1,7 @@
-"""Harmony, as gpt-oss writes: messages with headers, which say who speaks, where, and to whom.
+"""Parses Harmony, the format of gpt-oss: each message has a header with its role and channel.
 
-Before the answer there may be messages in the channel of analysis. A call is a message to a
-function; what the user reads stands in the channel named final.
+Messages in the channel "analysis" are reasoning, and can precede the answer. A message whose
+recipient is a function is a tool call. Messages in the channel "final" are for the user.
 """
 
 import json
@@ -17,12 +17,13 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
 class HarmonySplitter:
-    """Analysis is reasoning, a recipient makes a tool call."""
+    """Splits Harmony: the analysis channel is reasoning, and a recipient starts a tool call."""
 
     MARKERS = (CHANNEL, _MESSAGE, _START, _END, "<|call|>", "<|return|>", _CONSTRAIN)
 
     def __init__(self) -> None:
-        self._header: str | None = None  # while in one
+        # The text of the current header so far; None outside of headers.
+        self._header: str | None = None
         self._channel = CONTENT
         self._call = -1
 
@@ -73,10 +74,11 @@ class HarmonySplitter:
 def answer_rules(
     names: Sequence[str], final: str | None, may_reason: bool, token_id: TokenId
 ) -> list[str] | None:
-    """Rules for an answer from behind `<|start|>assistant` on; None if a marker is no token.
+    """Return the grammar rules of an answer after `<|start|>assistant`.
 
-    It calls one of the functions with these names, @arguments0 being those of the first, or has a
-    last message by the rule `final`, if there is one.
+    The answer calls one of the named functions; @arguments0 stands for the first function's
+    arguments. If `final` is given, the answer can instead be a final message that matches the rule
+    `final`. Returns None if a marker is not a token of the model.
     """
     needed = CHANNEL, _MESSAGE, _START, _END, *((_CONSTRAIN,) if names else ())
     if any(token_id(text) is None for text in needed):
@@ -84,10 +86,10 @@ def answer_rules(
     channel, message, start, end, constrain = (
         marker(text, token_id) for text in (CHANNEL, _MESSAGE, _START, _END, _CONSTRAIN)
     )
-    ways = (["calls"] if names else []) + (["final"] if final else [])
-    lines = [f"start: {'before* ' if may_reason else ''}({' | '.join(ways)})"]
+    options = (["calls"] if names else []) + (["final"] if final else [])
+    lines = [f"start: {'before* ' if may_reason else ''}({' | '.join(options)})"]
     if may_reason:
-        # words about what will be called stand in the channel of calls, to nobody
+        # Text that announces a call is a commentary message without a recipient.
         channels = '("analysis" | "commentary")' if names and final else '"analysis"'
         lines.append(f'before: {channel} {channels} {message} TEXT? {end} {start} "assistant"')
     if names:

@@ -1,6 +1,7 @@
-"""Filling in the middle: the marks by which models tell what stands before and behind a gap.
+"""Finds a tokenizer's marks, the special tokens of fill-in-the-middle prompts.
 
-prefix-mark TEXT BEFORE suffix-mark TEXT BEHIND middle-mark -> what belongs between them
+A prompt is: prefix-mark TEXT-BEFORE suffix-mark TEXT-AFTER middle-mark. The model then writes the
+text between TEXT-BEFORE and TEXT-AFTER.
 """
 
 from array import array
@@ -10,26 +11,32 @@ from typing import NamedTuple
 TokenId = Callable[[str], int | None]
 
 _FAMILIES = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # models: Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # models: StarCoder, Granite
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # models: DeepSeek
 )
 _FILES = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 _PADDING = ("<|fim_pad|>", "<fim_pad>")
 
 
 class InfillMarks(NamedTuple):
-    """Token ids. `file` stands before each file of a project, `project` before its name."""
+    """Token ids of the marks. `file` precedes each file of a project, `project` the project's
+    name.
+    """
 
     prefix: int
     suffix: int
     middle: int
     project: int | None
     file: int | None
-    ends: tuple[int, ...]  # with which a model ends what it fills in, beside its end tokens
+    # Tokens that end the filled-in text, in addition to the model's end tokens.
+    ends: tuple[int, ...]
 
     def files(self, files: Sequence[tuple[str, str]]) -> Iterator[tuple[int | None, str]]:
-        """The texts before the gap's own file, each with the mark before it, if any."""
+        """Yield (mark, text) pairs for the other files of a project, before the file with the gap.
+
+        A mark is None if the tokenizer has no such mark.
+        """
         if not files:
             return
         if self.file is not None and self.project is not None:
@@ -40,12 +47,12 @@ class InfillMarks(NamedTuple):
             yield self.file, "current\n"
 
     def joined(self, before: Iterable[int], behind: Iterable[int]) -> "array[int]":
-        """The prompt of both sides of a gap."""
+        """Return the token ids of a prompt with the text before and after the gap."""
         return array("i", [self.prefix, *before, self.suffix, *behind, self.middle])
 
 
 def infill_marks(token_id: TokenId) -> InfillMarks | None:
-    """The marks that a tokenizer has; None if it has none."""
+    """Return the tokenizer's marks, or None if the tokenizer has no marks."""
     for names in _FAMILIES:
         prefix, suffix, middle = map(token_id, names)
         if prefix is not None and suffix is not None and middle is not None:

@@ -1,7 +1,8 @@
-"""Reads a JSON Schema into the keywords and values that a grammar can enforce, and no others.
+"""Reads a JSON Schema, and keeps only the keywords and values that a grammar can enforce.
 
-Every keyword and every value is judged here, by one table. What cannot be enforced is left out of
-the result and becomes a finding with its path; the caller refuses the schema or names the finding.
+The table _KEYWORDS decides about every keyword and value. A keyword or value that cannot be
+enforced is left out of the result and recorded as a finding with its path. The caller then
+refuses the schema or reports the finding.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from headrace.text.number_patterns import MAX_DIGITS
 from headrace.text.schema_references import SchemaTargets
 
 Node = dict[str, Any] | bool
-"""A schema that has only keywords of KEYWORDS, with valid values; numbers are Decimals."""
+"""A schema that has only keywords of _KEYWORDS, with valid values; numbers are Decimals."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -27,14 +28,17 @@ _INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
 }
 _NUMBER_FORMATS = ("float", "double", "decimal", "float32", "float64", "number", "integer")
 _LARGEST = Decimal("1.7976931348623157E+308")
-"""JSON parsers that read doubles know no larger number: a bound beyond it excludes nothing."""
+"""The largest double. Most JSON parsers read doubles, so a larger bound excludes nothing."""
 _TOO_LARGE = Decimal(10**MAX_DIGITS)
-"""No pattern has the digits of the numbers that a bound beyond this one would leave."""
+"""A larger bound cannot be enforced, because a pattern cannot write out so many digits."""
 
 MAX_COUNT = 1 << 17
-"""Answers have fewer characters and items: a larger maximum excludes nothing."""
+"""Answers have fewer characters and items than this number, so a larger maximum excludes
+nothing.
+"""
 
-_MAX_EXPONENT = 99_999  # far beyond any float, and small enough for Decimal's arithmetic
+# This exponent is far beyond any float, and small enough for Decimal's arithmetic.
+_MAX_EXPONENT = 99_999
 _MAX_SHOWN = 60
 _IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "if", "then", "else", "not", "dependentSchemas")
 
@@ -57,11 +61,14 @@ _ASKS_NOTHING: Mapping[str, Callable[[dict[str, Any], Any], bool]] = {
     "$recursiveRef": lambda schema, value: False,
     "$dynamicRef": lambda schema, value: False,
 }
-"""Keywords that no grammar enforces, and when they change nothing."""
+"""Keywords that no grammar enforces; each function returns whether the keyword has no effect."""
 
 
 class SchemaFinding(NamedTuple):
-    """A keyword or value that is left out, and why; one that is not refused is an annotation."""
+    """A keyword or value that was left out, with the reason.
+
+    `is_refused` is false for a mere annotation, such as an unknown format.
+    """
 
     path: str
     message: str
@@ -69,20 +76,22 @@ class SchemaFinding(NamedTuple):
 
 
 class ReadSchema(NamedTuple):
-    """A schema that was read. `$ref` has the name of a definition."""
+    """The result of reading a schema. Each `$ref` is now the name of an entry of `definitions`."""
 
     root: Node
     definitions: dict[str, Node]
-    paths: dict[int, str]  # by the id of a node
+    paths: dict[int, str]  # path of each node, by the node's id()
     findings: list[SchemaFinding]
 
 
 PatternFault = Callable[[str], str]
-"""Why a pattern cannot be enforced, as the end of a sentence; "" if it can."""
+"""Returns why a pattern cannot be enforced, as the end of a sentence; "" for an enforceable
+pattern.
+"""
 
 
 def read(schema: Any, path: str, pattern_fault: PatternFault) -> ReadSchema:
-    """Read the schema at `path` of a body; definitions without a reference to them are skipped."""
+    """Read the schema at `path` of a request body; skip definitions that nothing refers to."""
     reader = _SchemaReader(schema, path, pattern_fault)
     root = reader.node(schema, path)
     reader.read_definitions()
@@ -90,7 +99,7 @@ def read(schema: Any, path: str, pattern_fault: PatternFault) -> ReadSchema:
 
 
 class _SchemaReader:
-    """Owns the findings and the definitions of one schema."""
+    """Reads one schema, and collects its findings and definitions."""
 
     def __init__(self, schema: Any, path: str, pattern_fault: PatternFault) -> None:
         self.pattern_fault = cache(pattern_fault)
@@ -109,7 +118,8 @@ class _SchemaReader:
             return True
         node: dict[str, Any] = {}
         self.paths[id(node)] = path
-        # `propertyNames` comes first, since it decides where `additionalProperties` is read.
+        # Read `propertyNames` first, because this keyword decides where `additionalProperties` is
+        # read.
         for name, value in sorted(given.items(), key=lambda item: item[0] != "propertyNames"):
             place = f"{path}.{name}"
             if name in _KEYWORDS:
@@ -123,7 +133,7 @@ class _SchemaReader:
         return node
 
     def _check_counts(self, node: dict[str, Any], path: str) -> None:
-        """Leave out a `minProperties` that a grammar could only meet by writing a key twice."""
+        """Remove a `minProperties` that a grammar could only meet by writing a key twice."""
         least, num_sure = node.get("minProperties", 0), len(node.get("required", ()))
         if least <= num_sure:
             node.pop("minProperties", None)
@@ -139,11 +149,13 @@ class _SchemaReader:
             self.definitions[name] = self.node(given, path)
 
     def refer(self, at: "_Keyword") -> str | None:
-        """Return the name of the definition that a reference leads to; None if there is none."""
+        """Return the name of the definition that a reference leads to, or None if the target is
+        missing.
+        """
         found = self.targets.find(at.value, at.given)
         if found is None:
             where = (
-                "a place that this schema does not have"
+                "a part that this schema does not have"
                 if at.value[:1] == "#"
                 else "another document"
             )
@@ -152,7 +164,7 @@ class _SchemaReader:
         return self.define(*found)
 
     def define(self, target: Any, path: str) -> str:
-        """Return the name of the definition with this schema, which is read once."""
+        """Return the name of the definition for this schema; each schema is read only once."""
         name = self._names.get(id(target))
         if name is None:
             name = self._names[id(target)] = f"d{len(self._names)}"
@@ -209,13 +221,21 @@ def _const(at: _Keyword) -> None:
 
 def _schemas(at: _Keyword) -> None:
     if not isinstance(at.value, list) or (not at.value and at.name != "prefixItems"):
-        at.wrong("an array of schemas" if at.name == "prefixItems" else "an array with a schema")
+        at.wrong(
+            "an array of schemas"
+            if at.name == "prefixItems"
+            else "an array with at least one schema"
+        )
         return
     at.put([at.reader.node(it, f"{at.path}[{i}]") for i, it in enumerate(at.value)])
 
 
 def _items(at: _Keyword) -> None:
-    """Read the array form of earlier drafts as `prefixItems`, and `additionalItems` as the rest."""
+    """Read `items`.
+
+    In earlier drafts the value of `items` can be an array. The array becomes `prefixItems`, and
+    `additionalItems` becomes `items`.
+    """
     if not isinstance(at.value, list):
         at.put(at.reader.node(at.value, at.path))
         return
@@ -261,7 +281,7 @@ def _count(at: _Keyword) -> None:
 def _number(at: _Keyword) -> None:
     value = exact(at.value)
     if isinstance(at.value, bool) and at.name.startswith("exclusive"):
-        # In draft 4 and OpenAPI 3.0 true excludes the bound beside it.
+        # In draft 4 and OpenAPI 3.0, `exclusiveMinimum: true` excludes the bound in `minimum`.
         value = exact(at.given.get(at.name.removeprefix("exclusive").lower()))
         if not at.value or not isinstance(value, Decimal):
             return
@@ -270,7 +290,7 @@ def _number(at: _Keyword) -> None:
     elif at.name == "multipleOf" and value <= 0:
         at.wrong("a number above 0")
     elif abs(value) >= _TOO_LARGE and (at.name == "multipleOf" or _is_low(at.name) == (value > 0)):
-        at.reader.unenforced(at.path, at.name, f" from 1e{MAX_DIGITS} on")
+        at.reader.unenforced(at.path, at.name, f" beyond 1e{MAX_DIGITS}")
     elif at.name == "multipleOf" or abs(value) < _LARGEST:
         _tighten(at.node, at.name, value)
 
@@ -280,13 +300,13 @@ def _is_low(name: str) -> bool:
 
 
 def _tighten(node: dict[str, Any], name: str, value: Decimal) -> None:
-    """Set a bound; if the format and the schema both have one, the narrower bound stays."""
+    """Set a bound; if the node already has this bound, the narrower bound stays."""
     choose = max if _is_low(name) else min
     node[name] = choose(node.get(name, value), value)
 
 
 def _merge(node: dict[str, Any]) -> None:
-    """Move types and bounds from `allOf` into the node itself, where they can be kept exactly."""
+    """Move an entry of `allOf` into the node if the entry contains only types and bounds."""
     kept = []
     for inner in node.get("allOf", ()):
         if not isinstance(inner, dict) or not inner.keys() <= {"type", *NUMERIC[:-1]}:
@@ -342,7 +362,7 @@ def _ref(at: _Keyword) -> None:
 
 
 def _property_names(at: _Keyword) -> None:
-    """Enforce `propertyNames` as patterns or as a list, if nothing else restricts the names."""
+    """Replace `propertyNames` by a list or a pattern, if nothing else restricts the names."""
     value = at.value
     if isinstance(value, dict) and isinstance(value.get("$ref"), str):
         target = at.reader.targets.find(value["$ref"], at.given)
@@ -352,7 +372,7 @@ def _property_names(at: _Keyword) -> None:
     if value is True or (named.get("type", "string") == "string" and asked <= {"type"}):
         return
     if {"properties", "patternProperties"} & at.given.keys():
-        at.reader.unenforced(at.path, at.name, " beside properties")
+        at.reader.unenforced(at.path, at.name, " together with properties")
         return
     names = named.get("enum", [named["const"]] if "const" in named else None)
     if isinstance(names, list) and asked <= {"type", "enum", "const"}:
@@ -366,7 +386,10 @@ def _property_names(at: _Keyword) -> None:
 
 
 def _other_values(at: _Keyword) -> Node:
-    """Refer to `additionalProperties`: many names share it, and copies would multiply by level."""
+    """Return a reference to the schema of `additionalProperties`.
+
+    With a copy for each name, the schema could grow exponentially with its depth.
+    """
     below, path = at.given.get("additionalProperties", True), at.path.removesuffix(at.name)
     if not isinstance(below, dict):
         return at.reader.node(below, f"{path}additionalProperties")
@@ -389,12 +412,17 @@ def _pattern_of_names(named: dict[str, Any], asked: set[str]) -> str | None:
 
 
 def _additional_properties(at: _Keyword) -> None:
-    if at.node.get("additionalProperties") is not False:  # by the names of properties
+    # `propertyNames` may have set `additionalProperties` to False already.
+    if at.node.get("additionalProperties") is not False:
         at.put(at.reader.node(at.value, at.path))
 
 
 def _close(node: dict[str, Any], given: dict[str, Any], name: str, value: Any) -> bool:
-    """Without schemas in place, nothing but `properties` and `items` evaluates anything."""
+    """Enforce a keyword `unevaluated…` that is false; return False if this is impossible.
+
+    If no keyword such as `anyOf` applies another schema to the same value, the keyword means the
+    same as `additionalProperties` or `items` with the value false.
+    """
     if value is not False or any(it in given for it in _IN_PLACE):
         return False
     if name == "unevaluatedProperties":
@@ -426,14 +454,14 @@ _KEYWORDS: Mapping[str, Callable[[_Keyword], None]] = {
 
 
 def exact_number(text: str) -> Decimal:
-    """A number of a JSON text with all its digits; larger exponents become _MAX_EXPONENT."""
+    """Parse a JSON number with all its digits; exponents are limited to _MAX_EXPONENT."""
     digits, _, exponent = text.lower().partition("e")
     nearest = max(-_MAX_EXPONENT, min(float(exponent or 0), _MAX_EXPONENT))
     return Decimal(f"{digits}e{nearest:.0f}")
 
 
 def exact(value: Any) -> Any:
-    """Return the value with its numbers as Decimals; a float becomes its shortest text."""
+    """Return the value with all numbers as Decimals; a float gets the digits of its repr."""
     if isinstance(value, float):
         return Decimal(repr(value)) if value - value == 0 else None
     if isinstance(value, int) and not isinstance(value, bool):

@@ -38,9 +38,10 @@ Token = tuple[str, str]
 
 
 def lark_pattern(grammar: str) -> str:
-    """Return a regular expression for the same texts as a Lark grammar.
+    """Return a regular expression that matches the same texts as a Lark grammar.
 
-    Return "" if its rules are recursive or contain something unsupported, such as `%ignore`.
+    Return "" if the grammar's rules are recursive or contain something unsupported, such as
+    `%ignore`.
     """
     try:
         return _Rules(grammar).pattern()
@@ -49,7 +50,7 @@ def lark_pattern(grammar: str) -> str:
 
 
 class _NotTranslated(Exception):
-    """No regular expression has the same texts, or this module does not support the syntax."""
+    """Raised for a grammar that is recursive or uses unsupported syntax."""
 
 
 class _Rules:
@@ -58,22 +59,23 @@ class _Rules:
     def __init__(self, grammar: str) -> None:
         self._imported = set[str]()
         self._bodies: dict[str, list[Token]] = {}
-        self._open = set[str]()  # rules that are being translated; a name among them is recursive
+        # Rules that are being translated; a reference to such a rule would be recursive.
+        self._open = set[str]()
         self._done: dict[str, str] = {}
         if len(grammar) > _MAX_PATTERN:
             raise _NotTranslated
         self._split(list(self._tokens(grammar)))
 
     def pattern(self) -> str:
-        return self._of("start")
+        return self._pattern_of("start")
 
     def _tokens(self, grammar: str) -> Iterator[Token]:
-        place = 0
-        while place < len(grammar):
-            found = _TOKEN.match(grammar, place)
+        index = 0
+        while index < len(grammar):
+            found = _TOKEN.match(grammar, index)
             if found is None:
                 raise _NotTranslated
-            place = found.end()
+            index = found.end()
             if imported := found["imported"]:
                 self._imported.add(imported)
             elif found.lastgroup != "space":
@@ -95,7 +97,7 @@ class _Rules:
             else:
                 body.append((kind, text))
 
-    def _of(self, name: str) -> str:
+    def _pattern_of(self, name: str) -> str:
         """Return the pattern of a rule or of an imported terminal."""
         if name not in self._bodies:
             if name not in self._imported or name not in _COMMON:
@@ -113,7 +115,7 @@ class _Rules:
         return self._done[name]
 
     def _choice(self, rest: list[Token]) -> str:
-        """Return the pattern up to a closing bracket; `rest` has the tokens in reverse."""
+        """Return the pattern of all tokens up to a closing bracket; `rest` is in reverse order."""
         options, length = [""], 0
         while rest and rest[-1][1] not in (")", "]"):
             if rest[-1] == ("mark", "|"):
@@ -135,7 +137,7 @@ class _Rules:
         elif kind == "regex":
             found = "(?:" + text[1:-1].replace(r"\/", "/") + ")"
         elif kind == "name":
-            found = self._of(text)
+            found = self._pattern_of(text)
         elif text in ("(", "["):
             found = self._choice(rest)
             if not rest or rest.pop()[1] != {"(": ")", "[": "]"}[text]:

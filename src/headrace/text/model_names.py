@@ -1,4 +1,7 @@
-"""Names and aliases by which clients ask for models; by default a name comes from the path."""
+"""Finds models by the names and aliases in requests.
+
+By default, a model's name is derived from its path.
+"""
 
 import os
 from collections import defaultdict
@@ -14,12 +17,12 @@ from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import ConfigError, RequestError
 
 LATEST = ":latest"
-"""Clients of Ollama may write this after any name."""
-_SHOWN = 100  # characters of an unknown name
+"""Clients of Ollama can append this suffix to any name."""
+_SHOWN = 100  # characters of an unknown name in an error
 
 
 class Named(Protocol):
-    """A model that clients find by its names or, though it is not listed, by its path."""
+    """A model that can be requested by a name or a path; model lists show only the names."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -29,7 +32,7 @@ class Named(Protocol):
 
 
 def names_of(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names that clients may use, never a path; the model's files are not read."""
+    """Return the model's names for clients, which are never paths. Reads no model files."""
     return config.served_model_name or (root_of(config),)
 
 
@@ -39,12 +42,12 @@ def adapters_of(config: ModelConfig) -> dict[str, str]:
 
 
 def root_of(config: ModelConfig) -> str:
-    """Return the name of the model's folder or file, without `.gguf`; for a hub's model its id."""
-    return _parts(config)[-1]
+    """Return the model's hub id, or the name of the model's folder or file without `.gguf`."""
+    return _path_parts(config)[-1]
 
 
 def paths_of(config: ModelConfig) -> frozenset[str]:
-    """Return the spellings of a local model's path, which earlier versions used as its names."""
+    """Return the spellings of a local model's path, which earlier versions used as model names."""
     given = config.model
     if place_of(given) is None:
         return frozenset()
@@ -53,17 +56,17 @@ def paths_of(config: ModelConfig) -> frozenset[str]:
 
 
 def called(model: Named, asked: str | None) -> str:
-    """The model's name in an answer: the one in the request, but never a path."""
+    """Return `asked` if it is a name of the model, else the model's first name; never a path."""
     return asked if asked in model.names else model.names[0]
 
 
 class Aliases:
-    """Further names of models and adapters: settings of the form NAME=MODEL."""
+    """Additional names of models and adapters, from settings in the format NAME=MODEL."""
 
     def __init__(self, pairs: Iterable[str] = ()) -> None:
         split = [pair.partition("=") for pair in pairs]
         self.fixed = {name: model for name, _, model in split if "*" not in name}
-        # Of fnmatch's special characters, aliases use only *.
+        # In an alias only * is special, so the other special characters of fnmatch are escaped.
         self._patterns = [
             (name.replace("[", "[[]").replace("?", "[?]"), model)
             for name, _, model in split
@@ -71,7 +74,7 @@ class Aliases:
         ]
 
     def model(self, name: str) -> str | None:
-        """Return the model of the alias `name`: the exact alias, or else the first that matches."""
+        """Return the model of an alias: an exact match, or else the first pattern that matches."""
         for spelling in (name, name.removesuffix(LATEST)):
             if spelling in self.fixed:
                 return self.fixed[spelling]
@@ -82,7 +85,7 @@ ByName = TypeVar("ByName", bound=Named)
 
 
 class Models(Generic[ByName]):
-    """The served models, by the names that clients ask for."""
+    """Finds the served models by the names in requests."""
 
     def __init__(self, models: tuple[ByName, ...], aliases: Aliases | None = None) -> None:
         self._models = models
@@ -97,9 +100,9 @@ class Models(Generic[ByName]):
         return self._models[0]
 
     def find(self, name: str) -> ByName | None:
-        """Return the model with this name, or else with this path, if there is one.
+        """Return the model with this name, or else the model with this path, or else None.
 
-        Clients of Ollama may write `:latest` after any name.
+        Clients of Ollama can append `:latest` to any name.
         """
         for model in self._models:
             if name in model.names:
@@ -112,8 +115,7 @@ class Models(Generic[ByName]):
     def resolve(self, name: str) -> str:
         """Return the name of the model or adapter that a client means by `name`.
 
-        An alias gives the name that it stands for. A path, or a name that nobody has, stays as it
-        is.
+        An alias is replaced by its model's name. A path or an unknown name is returned unchanged.
         """
         if (model := self.find(name)) is not None:
             short = name.removesuffix(LATEST)
@@ -122,23 +124,24 @@ class Models(Generic[ByName]):
         return name if meant is None or self.find(meant) is None else meant
 
     def answering(self, name: str) -> ByName | None:
-        """Return the model that answers to a name, a path or an alias, if there is one."""
+        """Return the model for a name, a path or an alias, or None."""
         return self.find(self.resolve(name))
 
     @property
     def aliases(self) -> dict[str, str]:
-        """The aliases without *, each with the name that it stands for."""
+        """The aliases without *, each with its model's name."""
         fixed = {name: self.resolve(name) for name in self._aliases.fixed}
         return {name: meant for name, meant in fixed.items() if meant != name}
 
     def get(self, name: str | None) -> ByName:
-        """The model that answers to `name`; without a name, the first one."""
+        """Return the model for a name, path or alias; without a name, the first model."""
         return self.exact(None if name is None else self.resolve(name))
 
     def exact(self, name: str | None) -> ByName:
-        """Return the model of a name that `resolve` gave; RequestError if it was removed since.
+        """Return the model for a name that `resolve` returned.
 
-        No alias may take the place of that model.
+        Raises RequestError if the model was removed meanwhile. Aliases are ignored, so that another
+        model cannot replace a removed model.
         """
         if name is None:
             return self.first
@@ -147,32 +150,32 @@ class Models(Generic[ByName]):
         raise self.unknown(name)
 
     def unknown(self, name: str) -> RequestError:
-        """The error for a name that no model has."""
+        """Return the error for a name that no model has."""
         names = [name for model in self._models for name in model.names]
         served = ", ".join((*names, *self.aliases))
         return RequestError(
             "model_not_found",
-            f"No model {name[:_SHOWN]!r} is served here; there is: {served}.",
+            f"Model {name[:_SHOWN]!r} was not found. This server has: {served}.",
             "model",
         ).noting(asked=name[:_SHOWN], served=served)
 
 
 def settled_aliases(pairs: Iterable[str], configs: Iterable[ModelConfig]) -> tuple[str, ...]:
-    """Return the aliases, each with the name of its model, which may be given as a path or hub id.
+    """Return the aliases, with each model's path or hub id replaced by the model's name.
 
-    ConfigError if a model is not served, or if one alias stands for two.
+    Raises ConfigError if a model is not served, or if the same alias is given for two models.
     """
     names: dict[str, str] = {}
-    places: dict[str, str] = {}
+    by_path: dict[str, str] = {}
     for config in configs:
         names |= {name: name for name in (*names_of(config), *adapters_of(config))}
-        places |= dict.fromkeys((config.model, *paths_of(config)), names_of(config)[0])
+        by_path |= dict.fromkeys((config.model, *paths_of(config)), names_of(config)[0])
     settled: dict[str, str] = {}
     for alias, _, given in (pair.partition("=") for pair in pairs):
-        model = names.get(given) or places.get(given)
+        model = names.get(given) or by_path.get(given)
         if model is None:
             raise ConfigError(
-                f"--alias {alias}={given}: no model or adapter is named {given!r}; there is: "
+                f"--alias {alias}={given}: no model or adapter is named {given!r}; served names: "
                 f"{', '.join(names)}."
             )
         if settled.setdefault(alias, model) != model:
@@ -182,22 +185,24 @@ def settled_aliases(pairs: Iterable[str], configs: Iterable[ModelConfig]) -> tup
     return tuple(f"{alias}={model}" for alias, model in settled.items())
 
 
-def told_apart(configs: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
-    """Return the settings of the models, each with a name.
+def with_unique_names(configs: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
+    """Return the settings of the models, each with a unique name.
 
-    If several models would get the same name, each name begins with as many parent folders as are
-    needed to make them different. Models with the same path keep the same name.
+    If several models would get the same name, the names of parent folders are prepended until the
+    model names differ. Models with the same path keep the same name.
     """
-    places = {n: _parts(config) for n, config in enumerate(configs) if not config.served_model_name}
+    paths = {
+        n: _path_parts(config) for n, config in enumerate(configs) if not config.served_model_name
+    }
     taken = {name for config in configs for name in config.served_model_name}
-    lengths = dict.fromkeys(places, 1)
+    lengths = dict.fromkeys(paths, 1)
     while True:
-        names = {n: "/".join(place[-lengths[n] :]) for n, place in places.items()}
+        names = {n: "/".join(path[-lengths[n] :]) for n, path in paths.items()}
         sharing: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)
-        for n, place in places.items():
-            sharing[names[n]].add(place)
+        for n, path in paths.items():
+            sharing[names[n]].add(path)
         shared = taken | {name for name, all_of_it in sharing.items() if len(all_of_it) > 1}
-        short = [n for n in names if names[n] in shared and lengths[n] < len(places[n])]
+        short = [n for n in names if names[n] in shared and lengths[n] < len(paths[n])]
         if not short:
             break
         for n in short:
@@ -208,8 +213,8 @@ def told_apart(configs: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
     )
 
 
-def _parts(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the folders above the model, and last the model's own name."""
+def _path_parts(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the folders above the model, followed by the model's own name."""
     place = place_of(config.model)
     if place is None:
         return (config.model,)

@@ -1,6 +1,13 @@
-"""Regular expressions for the decimal texts of numbers within exact bounds, of any size.
+"""Builds regular expressions for decimal numbers within exact bounds of any size.
 
-The grammar library compares in floats, so bounds beyond 2^53 would come out as other numbers.
+The grammar library compares floats, so the library would change bounds beyond 2^53.
+
+A range of integers is split by the number of digits. Two bounds of the same length have a common
+head, which is copied. After the head there are three cases. If the next digit is the lower bound's
+digit, the rest must be large enough. If the next digit is the higher bound's digit, the rest must
+be small enough. If the next digit is between these two digits, any rest is allowed.
+
+Fractions work in the same way, digit by digit after the point.
 """
 
 from collections.abc import Iterable
@@ -8,7 +15,10 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import NamedTuple
 
 MAX_DIGITS = 100
-"""Digits of a bound before its point, and after it: a pattern grows with their square."""
+"""The maximum number of digits of a bound, on each side of the decimal point.
+
+Patterns grow quadratically with this number.
+"""
 
 _MAX_MULTIPLES = 1000
 _EXACT = Context(prec=4 * MAX_DIGITS)
@@ -18,7 +28,7 @@ _ANY_FRACTION = r"(\.[0-9]+)?"
 
 
 class NumberBounds(NamedTuple):
-    """The numbers from `low` to `high`; None: no bound on that side."""
+    """The numbers from `low` to `high`; None means that a side has no bound."""
 
     low: Decimal | None = None
     high: Decimal | None = None
@@ -34,14 +44,14 @@ class NumberBounds(NamedTuple):
 
     @property
     def mirrored(self) -> "NumberBounds":
-        """The bounds of the same numbers times -1."""
+        """The bounds of the same numbers multiplied by -1."""
         low = None if self.high is None else self.high.copy_negate()
         high = None if self.low is None else self.low.copy_negate()
         return NumberBounds(low, high, self.is_high_excluded, self.is_low_excluded)
 
 
 def integer_range(bounds: NumberBounds) -> tuple[int | None, int | None]:
-    """The smallest and the largest integer within the bounds, as far as there are any."""
+    """Return the smallest and the largest integer within the bounds; None means no bound."""
     low = high = None
     if bounds.low is not None:
         low = _whole(bounds.low, ROUND_CEILING)
@@ -53,7 +63,7 @@ def integer_range(bounds: NumberBounds) -> tuple[int | None, int | None]:
 
 
 def integer_pattern(bounds: NumberBounds) -> str | None:
-    """A pattern of the integers within the bounds; None if there are none."""
+    """Return a pattern for the integers within the bounds; None if there is no such integer."""
     low, high = integer_range(bounds)
     parts: list[str] = []
     if low is None or low < 0:
@@ -65,7 +75,9 @@ def integer_pattern(bounds: NumberBounds) -> str | None:
 
 
 def number_pattern(bounds: NumberBounds) -> str | None:
-    """A pattern of the decimal fractions within the bounds; None if there are none."""
+    """Return a pattern for the decimal fractions within the bounds; None if there is no such
+    fraction.
+    """
     bounds = _capped(bounds)
     parts: list[str] = []
     if bounds.low is None or bounds.low < 0:
@@ -82,7 +94,7 @@ def number_pattern(bounds: NumberBounds) -> str | None:
 
 
 def multiples(bounds: NumberBounds, step: Decimal, is_integer: bool) -> list[Decimal] | None:
-    """Return the multiples of a positive step within the bounds; None if there are too many."""
+    """Return the multiples of a positive step within the bounds; None if there may be too many."""
     low, high = bounds.low, bounds.high
     if low is None or high is None or max(map(_size, (low, high, step))) > MAX_DIGITS:
         return None
@@ -120,7 +132,7 @@ def _whole(value: Decimal, rounding: str) -> int:
 
 
 def _capped(bounds: NumberBounds) -> NumberBounds:
-    """Return bounds that are not wider and have few enough digits."""
+    """Shorten bounds with too many digits; the result is not wider than the given bounds."""
     low, high, is_low_excluded, is_high_excluded = bounds
     if low is not None and _size(low) > MAX_DIGITS:
         low, is_low_excluded = _rounded(low, ROUND_CEILING), True
@@ -136,7 +148,7 @@ def _rounded(value: Decimal, rounding: str) -> Decimal:
 
 
 def _naturals(low: int, high: int | None) -> list[str]:
-    """Patterns of the integers from `low`, which is not negative, to `high`."""
+    """Return patterns for the integers from `low` to `high`; `low` is not negative."""
     first, least = len(str(low)), str(low)
     if high is None:
         top = "9" * first
@@ -157,7 +169,7 @@ def _naturals(low: int, high: int | None) -> list[str]:
 
 
 def _same_length(low: str, high: str) -> list[str]:
-    """Patterns of the texts of digits from `low` to `high`, which are as long."""
+    """Return patterns for the digit strings from `low` to `high`; both have the same length."""
     same = next((i for i in range(len(low)) if low[i] != high[i]), len(low))
     if same == len(low):
         return [low]
@@ -170,7 +182,11 @@ def _same_length(low: str, high: str) -> list[str]:
 
 
 def _tails(digits: str, end: str) -> Iterable[str]:
-    """Patterns of the texts as long from `digits` up to all nines, or down to all zeros."""
+    """Yield patterns for the digit strings from `digits` up to 99…, or from `digits` down to 00….
+
+    All strings have the length of `digits`. The direction is up if `end` is "9", and down if `end`
+    is "0".
+    """
     yield digits
     for i, digit in enumerate(digits):
         if digit != end:
@@ -182,7 +198,7 @@ def _beyond(digit: str, end: str) -> str:
 
 
 def _positives(bounds: NumberBounds) -> list[str]:
-    """Patterns of the fractions within bounds of which the lower one is there, and not negative."""
+    """Return patterns for the fractions within bounds; the lower bound exists and is at least 0."""
     assert bounds.low is not None
     low, low_fraction = _split(bounds.low)
     start = [f"{low}{it}" for it in _fractions_from(low_fraction, bounds.is_low_excluded)]
@@ -201,14 +217,14 @@ def _positives(bounds: NumberBounds) -> list[str]:
 
 
 def _split(value: Decimal) -> tuple[int, str]:
-    """The integer and the digits behind the point, without zeros at the end."""
+    """Return the integer part, and the digits after the point without trailing zeros."""
     text = f"{value:f}"
     whole, _, fraction = text.partition(".")
     return int(whole), fraction.rstrip("0")
 
 
 def _fractions_from(digits: str, is_excluded: bool) -> Iterable[str]:
-    """Patterns of the fractions, with their point, of at least .`digits`."""
+    """Yield patterns for all fractions of at least .`digits`; the point is part of the pattern."""
     if not digits:
         yield r"\.[0-9]*[1-9][0-9]*" if is_excluded else _ANY_FRACTION
         return
@@ -219,7 +235,7 @@ def _fractions_from(digits: str, is_excluded: bool) -> Iterable[str]:
 
 
 def _fractions_to(digits: str, is_excluded: bool) -> Iterable[str]:
-    """Patterns of the fractions, with their point if there are any, of at most .`digits`."""
+    """Yield patterns for all fractions of at most .`digits`; the point is part of the pattern."""
     if not digits:
         yield from () if is_excluded else (r"(\.0+)?",)
         return
@@ -228,7 +244,8 @@ def _fractions_to(digits: str, is_excluded: bool) -> Iterable[str]:
         yield rf"\.{digits}0*"
     for i, digit in enumerate(digits):
         if i:
-            yield rf"\.{digits[:i]}"  # no zeros end the digits, so this is less
+            # The digits have no trailing zeros, so a shorter head is a smaller number.
+            yield rf"\.{digits[:i]}"
         if digit != "0":
             yield rf"\.{digits[:i]}{_beyond(digit, '0')}[0-9]*"
 

@@ -1,7 +1,8 @@
-"""An answer taken apart into channels: content, reasoning, tool calls; pure, text in, pieces out.
+"""Splits the text of an answer into the channels content, reasoning and tool calls.
 
-A marker counts by its token where the model has one for it, so that text which merely reads like
-a marker stays text; where it has none, by its text. White space beside a marker belongs to it.
+A marker is a text such as <think> between two channels. If the model has a token for a marker,
+only this token counts, so that plain text with the same characters remains text. Otherwise the
+marker is found by its characters. White space next to a marker belongs to the marker.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,23 +16,25 @@ from headrace_common.request import Channels
 
 
 class Splitter(Protocol):
-    """Takes the text of an answer in any pieces, and its markers one by one."""
+    """Splits an answer; receives the answer's text in pieces of any size, but whole marker
+    tokens.
+    """
 
     def feed(self, text: str) -> list[ChannelPiece]: ...
 
     def mark(self, marker: str) -> list[ChannelPiece]:
-        """A marker that came as a token."""
+        """Handle a marker that the model generated as a token."""
 
     def flush(self) -> list[ChannelPiece]:
-        """Returns the text that was held back, once the answer has ended."""
+        """At the end of the answer, return the text that was held back."""
 
     @property
     def num_held(self) -> int:
-        """Characters that were fed and not yet placed."""
+        """The number of characters that were fed but not returned yet."""
 
     @property
     def num_calls(self) -> int:
-        """Tool calls so far."""
+        """The number of tool calls so far."""
 
     @property
     def is_reasoning(self) -> bool:
@@ -39,7 +42,9 @@ class Splitter(Protocol):
 
 
 class Splitting(NamedTuple):
-    """How the text of one choice is split; `markers` are those that are tokens, by id."""
+    """How the text of a choice is split. `markers` maps token ids to the markers that are
+    tokens.
+    """
 
     splitter: Splitter | None = None
     markers: Mapping[int, str] = {}
@@ -49,7 +54,7 @@ PLAIN = Splitting()
 
 
 class TagSplitter:
-    """Reasoning and tool calls between tags."""
+    """Splits answers with reasoning and tool calls between tags."""
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class TagSplitter:
         is_text: IsText = lambda name, parameter: False,
         starts_in: str = CONTENT,
     ) -> None:
-        """`tags` enclose reasoning; `tokens` are the markers that the model has tokens for."""
+        """`tags` enclose reasoning; `tokens` are the markers for which the model has tokens."""
         self._reasoning = tags
         self._tools = tools
         self._tokens = frozenset(tokens)
@@ -69,15 +74,19 @@ class TagSplitter:
         self._is_after_marker = starts_in == REASONING
         self._has_content = False
         self._body: CallBody | None = None
-        self._raw = ""  # all that the body was given: what it owes if it finds no call
-        self._call = -1  # the last call
-        self._num_calls_before = -1  # when the body began
-        # Text without these characters cannot begin a marker in this channel.
+        # The text of the current body, the part with tool calls. The text becomes content if the
+        # body has no call.
+        self._raw = ""
+        # The index of the last call; -1 before the first call.
+        self._call = -1
+        # The value of `_call` when the body began.
+        self._num_calls_before = -1
+        # In content or in reasoning, text without these characters cannot begin a marker.
         self._content_openers = self._first_characters(tools.starts if tools else ())
         self._reasoning_openers = self._first_characters(tags[1:] if tags else ())
 
     def _first_characters(self, markers: Iterable[str]) -> frozenset[str]:
-        """Return the first characters of those markers that count by their text."""
+        """Return the first characters of the markers that are not tokens."""
         return frozenset(marker[0] for marker in markers if marker not in self._tokens)
 
     @property
@@ -90,8 +99,9 @@ class TagSplitter:
         return self._call + 1
 
     def feed(self, text: str) -> list[ChannelPiece]:
-        # Most text of an answer is far from any marker, and is placed as it comes. White space at
-        # its end could belong to a marker that follows.
+        # Most text of an answer contains no marker and passes unchanged. White space at the end
+        # of a text may belong to the next marker, so a text that ends with white space takes the
+        # slow path.
         if (
             (self._has_content or self.is_reasoning)
             and not (self._held or self._is_after_marker or self._body is not None)
@@ -115,65 +125,76 @@ class TagSplitter:
             pieces += self.feed(own)
         else:
             pieces += self._release()
-            self._put(marker, pieces)
+            self._emit(marker, pieces)
         return pieces
 
     def flush(self) -> list[ChannelPiece]:
         pieces: list[ChannelPiece] = []
         while self._body is not None:
-            self._give(self._body.flush(), pieces)
+            self._emit_calls(self._body.flush(), pieces)
             pieces += self.feed(self._close_body(pieces))
         held, self._held = self._held, ""
         if not (self._is_after_marker and held.isspace()):
-            self._put(held, pieces)
+            self._emit(held, pieces)
         return pieces
 
     def _advance(self, text: str, pieces: list[ChannelPiece]) -> str:
-        """Places the beginning of the text, and returns the rest."""
+        """Process the start of the text; return the rest, which must still be processed.
+
+        There are four cases. Inside a body of tool calls, all text goes to the body's parser
+        until the parser reports the end. At the start of an answer, some characters (such as a
+        brace) open a body without a marker. The first marker in the text ends the channel before
+        the marker. Text without a marker is content or reasoning, but a tail that may begin a
+        marker is held back.
+        """
         if self._body is not None:
             self._raw += text
-            self._give(self._body.feed(text), pieces)
+            self._emit_calls(self._body.feed(text), pieces)
             if self._body.rest is None:
                 return ""
             return self._close_body(pieces)
         text, self._held = self._held + text, ""
-        if self._leads(text):
+        if self._opens_body(text):
             self._open_body(text[: len(text) - len(text.lstrip())])
             return text.lstrip()
         all_markers = self._markers(text)
         markers = [marker for marker in all_markers if marker not in self._tokens]
-        place, marker = _first_of(markers, text)
+        index, marker = _first_of(markers, text)
         if marker:
-            self._held = text[:place]
+            self._held = text[:index]
             own = self._take_marker(marker, pieces)
-            return own + text[place + len(marker) :]
-        kept = _kept(markers, text) if all_markers else 0
+            return own + text[index + len(marker) :]
+        num_kept = _num_held_back(markers, text) if all_markers else 0
         if self._is_after_marker and not text.strip():
-            kept = len(text)
-        self._put(text[: len(text) - kept], pieces)
-        self._held = text[len(text) - kept :]
+            num_kept = len(text)
+        self._emit(text[: len(text) - num_kept], pieces)
+        self._held = text[len(text) - num_kept :]
         return ""
 
     def _markers(self, text: str) -> tuple[str, ...]:
-        """The markers that count in this text, which is not placed yet."""
+        """Return the markers that count for this text in the current channel."""
         if self.is_reasoning:
             return self._reasoning[1:] if self._reasoning else ()
         found: tuple[str, ...] = ()
-        if self._reasoning and not self._has_content:  # only an answer's beginning is reasoning
+        # Reasoning can only be at the start of an answer.
+        if self._reasoning and not self._has_content:
             start, ahead = self._reasoning[0], text.lstrip()
             found = (start,) if ahead.startswith(start) or start.startswith(ahead) else ()
         return found + (self._tools.starts if self._tools else ())
 
-    def _leads(self, text: str) -> bool:
+    def _opens_body(self, text: str) -> bool:
         leads = self._tools.leads if self._tools else ""
         first = text.lstrip()[:1]
         is_start = not (self.is_reasoning or self._has_content)
         return bool(first) and first in leads and is_start
 
     def _take_marker(self, marker: str, pieces: list[ChannelPiece]) -> str:
-        """Returns the marker if it belongs to the body that it opens."""
+        """Handle a marker.
+
+        Returns the marker if the marker opens a body and is part of the body, otherwise "".
+        """
         text, space = self._held.rstrip(), self._held[len(self._held.rstrip()) :]
-        self._put(text, pieces)
+        self._emit(text, pieces)
         self._held = ""
         if self._tools and marker in self._tools.starts and not self.is_reasoning:
             own = marker if marker in self._tools.kept else ""
@@ -189,7 +210,11 @@ class TagSplitter:
         self._num_calls_before = self._call
 
     def _close_body(self, pieces: list[ChannelPiece]) -> str:
-        """Returns the text that the body did not take; without a call, its beginning is content."""
+        """End the body, and return the text that must still be processed.
+
+        After a body with calls, this is the text after the body. After a body without calls, the
+        start of the body's text is content, and the rest of the body's text is processed again.
+        """
         assert self._body
         rest, self._body = self._body.rest or "", None
         raw, self._raw = self._raw, ""
@@ -197,10 +222,10 @@ class TagSplitter:
             self._is_after_marker = True
             return rest
         start = max(len(raw) - len(rest), len(raw) - len(raw.lstrip()) + 1)
-        self._put(raw[:start], pieces)
+        self._emit(raw[:start], pieces)
         return raw[start:]
 
-    def _give(self, found: list[CallDelta], pieces: list[ChannelPiece]) -> None:
+    def _emit_calls(self, found: list[CallDelta], pieces: list[ChannelPiece]) -> None:
         for name, arguments in found:
             self._call += bool(name)
             pieces.append(ChannelPiece(arguments, TOOL, self._call, name))
@@ -208,10 +233,10 @@ class TagSplitter:
     def _release(self) -> list[ChannelPiece]:
         pieces: list[ChannelPiece] = []
         held, self._held = self._held, ""
-        self._put(held, pieces)
+        self._emit(held, pieces)
         return pieces
 
-    def _put(self, text: str, pieces: list[ChannelPiece]) -> None:
+    def _emit(self, text: str, pieces: list[ChannelPiece]) -> None:
         if self._is_after_marker:
             text = text.lstrip()
         if text:
@@ -221,20 +246,20 @@ class TagSplitter:
 
 
 def _first_of(markers: list[str], text: str) -> tuple[int, str]:
-    """Where the first marker begins, and which it is."""
-    found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
+    """Return the position of the first marker and the marker, or (-1, "") if there is no marker."""
+    found = [(index, marker) for marker in markers if (index := text.find(marker)) >= 0]
     return min(found, default=(-1, ""))
 
 
-def _kept(markers: list[str], text: str) -> int:
-    """Characters at the end that may belong to a marker: its beginning, white space before it."""
+def _num_held_back(markers: list[str], text: str) -> int:
+    """Return the length of the tail to hold back: white space and the start of a marker."""
     longest = max((_overlap(marker, text) for marker in markers), default=0)
     before = text[: len(text) - longest]
     return longest + len(before) - len(before.rstrip())
 
 
 def _overlap(marker: str, text: str) -> int:
-    """How much of the beginning of `marker` the text ends with."""
+    """Return the length of the longest prefix of `marker` that is a suffix of the text."""
     return next(
         (n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0
     )
@@ -248,7 +273,7 @@ HARMONY = "harmony"
 
 
 def reasoning_format(template: str) -> str:
-    """The format that a chat template speaks of; "" if none."""
+    """Return the reasoning format that a chat template uses; "" if no format is recognized."""
     if CHANNEL in template:
         return HARMONY
     return next((name for name, tags in REASONING_TAGS.items() if tags[1] in template), "")
@@ -257,7 +282,10 @@ def reasoning_format(template: str) -> str:
 def make_splitting(
     channels: Channels, tail: str, token_id: Callable[[str], int | None]
 ) -> Splitting:
-    """The splitting of an answer to a prompt that ends in `tail`, which may open reasoning."""
+    """Return the splitting for answers to a prompt.
+
+    `tail` is the end of the prompt, which can open reasoning.
+    """
     if channels.reasoning == HARMONY:
         return Splitting(HarmonySplitter(), _ids_of(HarmonySplitter.MARKERS, token_id))
     tags = REASONING_TAGS.get(channels.reasoning)

@@ -1,8 +1,8 @@
-"""Renders conversations, including those that the template refuses or shows only in part.
+"""Renders conversations, even if the template refuses them or would skip messages.
 
-Some templates have no system role, insist that user and assistant alternate, or skip a message
-that they do not expect. Such a conversation is rewritten so that nothing is lost. A later turn does
-not change how the earlier ones are rewritten, so the prefix cache keeps working.
+Some templates have no system role, insist that user and assistant alternate, or skip unexpected
+messages. For these templates, a conversation is rewritten so that nothing is lost. Later messages
+do not change how earlier messages are rewritten, so the prefix cache stays valid.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.text.merging import merge_contents, merge_turns
 from headrace.text.template import ChatTemplate, TemplateRefused
-from headrace.text.tool_formats.generic import has_calls, in_words
+from headrace.text.tool_formats.generic import calls_as_text, has_calls
 from headrace_common.request import Chat
 
 Message = dict[str, Any]
@@ -23,7 +23,10 @@ _EMPTY = {"role": "user", "content": ""}
 
 
 class Rendered(NamedTuple):
-    """A prompt, and the changes made to the messages for it, in words for a header."""
+    """A prompt.
+
+    `changes` describes the changes to the messages, as short texts for a response header.
+    """
 
     text: str
     changes: tuple[str, ...] = ()
@@ -35,37 +38,39 @@ class _Rewritten(NamedTuple):
 
 
 def render(template: ChatTemplate, chat: Chat) -> Rendered:
-    """Render the messages as they are, or in the first rewritten form that the template accepts.
+    """Render the messages unchanged, or in the first rewritten version that the template accepts.
 
-    RequestError `template_failed` quotes the first refusal if the template accepts no form.
+    Raises RequestError `template_failed` with the first refusal if all versions are refused.
     """
     refusal: TemplateRefused | None = None
-    for form in _forms(template, chat):
+    for version in _versions(template, chat):
         try:
-            text = template.render(msgspec.structs.replace(chat, messages=tuple(form.messages)))
-            return Rendered(text, form.changes)
+            text = template.render(msgspec.structs.replace(chat, messages=tuple(version.messages)))
+            return Rendered(text, version.changes)
         except TemplateRefused as error:
             refusal = refusal or error
-    assert refusal is not None, "there is at least one form"
+    assert refusal is not None, "there is at least one version"
     raise refusal
 
 
-def _forms(template: ChatTemplate, chat: Chat) -> Iterator[_Rewritten]:
-    """Yield the messages as they are, and then rewritten step by step."""
-    form = _Rewritten(list(chat.messages))
+def _versions(template: ChatTemplate, chat: Chat) -> Iterator[_Rewritten]:
+    """Yield the messages unchanged, then rewritten step by step."""
+    version = _Rewritten(list(chat.messages))
     if not _loses_system(template, chat.messages):
-        yield form
-    for step in (_with_joined, _with_calls_in_words, _with_user_first, _with_user_last):
+        yield version
+    for step in (_with_joined, _with_calls_as_text, _with_user_first, _with_user_last):
         if step is _with_user_last and not chat.add_generation_prompt:
-            continue  # the last message is to be continued, or is the prompt's end
-        rewritten = step(template, form)
-        if rewritten.messages != form.messages:
+            # No message may be added: the answer continues the last message, or the prompt ends
+            # with the last message.
+            continue
+        rewritten = step(template, version)
+        if rewritten.messages != version.messages:
             yield rewritten
-        form = rewritten
+        version = rewritten
 
 
 def _loses_system(template: ChatTemplate, messages: Sequence[Message]) -> bool:
-    """Return whether the template would skip a system message, without refusing it."""
+    """Return whether the template would silently skip a system message."""
     places = [i for i, message in enumerate(messages) if _is_system(message)]
     if not places:
         return False
@@ -73,10 +78,13 @@ def _loses_system(template: ChatTemplate, messages: Sequence[Message]) -> bool:
     return loses_first or (places[-1] > 0 and template.shows_later_system is False)
 
 
-def _with_joined(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
-    """Turn system messages without a place into user messages; join consecutive equal roles."""
-    heads = list(takewhile(_is_system, form.messages))
-    rest = form.messages[len(heads) :]
+def _with_joined(template: ChatTemplate, version: _Rewritten) -> _Rewritten:
+    """Turn system messages that the template skips into user messages.
+
+    Also join consecutive messages of the same role.
+    """
+    heads = list(takewhile(_is_system, version.messages))
+    rest = version.messages[len(heads) :]
     placed: list[Message] = []
     has_moved = False
     if content := merge_contents(head.get("content") or "" for head in heads):
@@ -86,32 +94,34 @@ def _with_joined(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
         moves = _is_system(message) and not template.shows_later_system
         has_moved |= moves
         placed.append(message | {"role": "user"} if moves else message)
-    has_runs = any(a["role"] == b["role"] != "tool" for a, b in pairwise(form.messages))
+    has_runs = any(a["role"] == b["role"] != "tool" for a, b in pairwise(version.messages))
     changes = ("system into user",) * has_moved + ("same role",) * has_runs
-    return _Rewritten(merge_turns(placed), form.changes + changes)
+    return _Rewritten(merge_turns(placed), version.changes + changes)
 
 
-def _with_calls_in_words(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
-    """Write tool calls as text, and their results as messages of the user."""
-    if not has_calls(form.messages):
-        return form
-    return _Rewritten(merge_turns(in_words(form.messages)), (*form.changes, "tools into text"))
+def _with_calls_as_text(template: ChatTemplate, version: _Rewritten) -> _Rewritten:
+    """Write tool calls as text, and tool results as user messages."""
+    if not has_calls(version.messages):
+        return version
+    return _Rewritten(
+        merge_turns(calls_as_text(version.messages)), (*version.changes, "tools into text")
+    )
 
 
-def _with_user_first(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
-    """Put an empty message of the user before an assistant's that begins the conversation."""
-    place = int(_is_system(form.messages[0]))
-    if form.messages[place:][:1] and form.messages[place]["role"] == "assistant":
-        messages = [*form.messages[:place], _EMPTY, *form.messages[place:]]
-        return _Rewritten(messages, (*form.changes, "empty user first"))
-    return form
+def _with_user_first(template: ChatTemplate, version: _Rewritten) -> _Rewritten:
+    """Insert an empty user message before an assistant message that begins the conversation."""
+    place = int(_is_system(version.messages[0]))
+    if version.messages[place:][:1] and version.messages[place]["role"] == "assistant":
+        messages = [*version.messages[:place], _EMPTY, *version.messages[place:]]
+        return _Rewritten(messages, (*version.changes, "empty user first"))
+    return version
 
 
-def _with_user_last(template: ChatTemplate, form: _Rewritten) -> _Rewritten:
-    """Put an empty message of the user after an assistant's that ends the conversation."""
-    if form.messages[-1]["role"] != "assistant":
-        return form
-    return _Rewritten([*form.messages, _EMPTY], (*form.changes, "empty user last"))
+def _with_user_last(template: ChatTemplate, version: _Rewritten) -> _Rewritten:
+    """Append an empty user message to an assistant message that ends the conversation."""
+    if version.messages[-1]["role"] != "assistant":
+        return version
+    return _Rewritten([*version.messages, _EMPTY], (*version.changes, "empty user last"))
 
 
 def _is_system(message: Message) -> bool:

@@ -1,9 +1,13 @@
-"""The Jinja environment that chat templates run in; limits their time and size.
+"""Provides the Jinja environment for chat templates, with limits on time and size.
 
-Time: every iteration of a loop and every call of a macro checks the clock. Size: the source, the
-output, and the results of operators, filters and methods that multiply text (text/sandbox_sizes.py)
-are limited. Nothing is evaluated while a template is compiled. A single call cannot be interrupted
-and may cost the caller its process, so only worker processes render templates for clients.
+Time: each loop iteration and each macro call checks the clock.
+
+Size: there are limits for the source, for the output, and for the results of operators, filters
+and methods that multiply text (see sandbox_sizes.py).
+
+Nothing is evaluated while a template is compiled. A single call of a filter or method cannot be
+interrupted, so the process may have to be killed. So only worker processes render templates for
+clients.
 """
 
 import json
@@ -36,12 +40,16 @@ from headrace.text.sandbox_sizes import (
 
 MAX_SECONDS = 5.0
 MAX_SOURCE = 256 << 10
-"""Characters of a template's source; the longest known template has a tenth of that."""
-_SCOPES = ("_loop_vars", "_block_vars")  # that Jinja adds to the arguments of every call
+"""The maximum number of characters of a template's source.
+
+The longest templates of published models have a tenth of this length.
+"""
+# Jinja adds these names to the arguments of every call.
+_SCOPES = ("_loop_vars", "_block_vars")
 
 
 class _Generator(CodeGenerator):
-    """Writes the code of a template without evaluating any of its expressions."""
+    """Generates the code of a template without evaluating the template's expressions."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -49,13 +57,13 @@ class _Generator(CodeGenerator):
         return super()._output_child_to_const(node, frame, finalize)
 
     def buffer(self, frame: Frame) -> None:
-        """Collect the body of a macro, a block or `{% set %}` in a list that checks its size."""
+        """Collect the output of a macro, a block or `{% set %}` in a list with a size limit."""
         frame.buffer = self.temporary_identifier()
         self.writeline(f"{frame.buffer} = environment.bounded_pieces()")
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Set up as model publishers expect it: trimmed blocks, plain JSON, a few functions."""
+    """A sandbox with the options and helper functions that model publishers expect."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
     code_generator_class = _Generator
@@ -69,37 +77,44 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             optimized=False,
             finalize=bounded_output,
         )
-        del self.globals["lipsum"]  # writes any amount of filler in one call
-        del self.filters["urlize"]  # can write a long text around each word
+        # `lipsum` writes any amount of filler text in one call.
+        del self.globals["lipsum"]
+        # `urlize` can write a long text around each word.
+        del self.filters["urlize"]
         self.filters |= FILTERS | {"tojson": _to_json}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self._clock = threading.local()
 
     def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        """The whole output; Overrun beyond the limits, or whatever the template raises."""
+        """Render a template. Raises Overrun if a limit is exceeded; other errors are raised
+        unchanged.
+        """
         pieces = BoundedPieces()
         with self._deadline():
             pieces.extend(template.generate(variables))
         return "".join(pieces)
 
     def tick(self) -> str:
-        """Called by the loops and macros of every template."""
+        """Raise Overrun if the deadline has passed; return "".
+
+        All loops and macros of a template call this method.
+        """
         if time.thread_time() > getattr(self._clock, "deadline", float("inf")):
             raise Overrun(f"took more than {MAX_SECONDS:g} seconds")
         return ""
 
     def concat_bounded(self, *parts: Any) -> str:
-        """The operator `~`."""
+        """Join texts for the operator `~`."""
         return joined(parts)
 
     def call(self, context: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
-        """Make a call for a template; raise Overrun if its result would be too large."""
+        """Make a call for a template; raise Overrun if the result would be too large."""
         own = {name: value for name, value in named.items() if name not in _SCOPES}
         return super().call(context, obj, *check_method(obj, arguments, own), **named)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """`format` and `format_map` of a text, with bounded widths."""
+        """Wrap `str.format` and `str.format_map` with a check of the widths."""
         return bounded_format(value, super().wrap_str_format(value))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -125,7 +140,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks an assistant's words for training; its body is rendered as is."""
+    """Supports `{% generation %}`, which marks assistant text for training; only renders the
+    body.
+    """
 
     tags = {"generation"}
 
@@ -135,7 +152,7 @@ class _GenerationTag(Extension):
 
 
 class _Bounds(NodeTransformer):
-    """Calls `tick` in each body that can run often, and `concat_bounded` for each `~`."""
+    """Inserts a call of `tick` into each loop and macro, and replaces `~` by `concat_bounded`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -145,7 +162,9 @@ class _Bounds(NodeTransformer):
     visit_Macro = visit_CallBlock = visit_For
 
     def visit_EvalContextModifier(self, node: nodes.EvalContextModifier) -> nodes.Node:
-        """`{% autoescape %}`: its option is evaluated by the compiler, so it must be a constant."""
+        """Refuse `{% autoescape %}` with a variable option, because the compiler would evaluate
+        the option.
+        """
         if not all(isinstance(option.value, nodes.Const) for option in node.options):
             raise jinja2.TemplateSyntaxError("autoescape takes true or false", node.lineno)
         return node
@@ -160,7 +179,7 @@ class _Bounds(NodeTransformer):
 
 
 def _own_call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
-    """A call that no variable of the template can shadow."""
+    """Return a call of an environment's method; template variables cannot shadow this method."""
     return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
 
 

@@ -1,8 +1,8 @@
-"""Computes how large the results of a template's operators, filters and methods would be.
+"""Bounds the size of a result before an operator, filter or method of a chat template runs.
 
-Each check runs before the call, so a text of a gigabyte is never made. The sizes are upper bounds
-in characters. `size_of` walks a value to bound its text. The walk has a limit, because a few lists
-that contain each other can print without end.
+So a template never creates a text of a gigabyte. All sizes are upper bounds in characters.
+`size_of` walks through a value to bound the length of the value's text. The walk has a limit,
+because lists that contain each other can have an endless text.
 """
 
 import re
@@ -16,13 +16,13 @@ from jinja2 import filters, pass_environment, pass_eval_context
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
-MAX_SIZE = 32 << 20  # characters of output, or of one value
+MAX_SIZE = 32 << 20  # characters of the output or of one value
 _MAX_INT_BITS = 1 << 16
-_MAX_DIGITS = 4000  # to which a number is rounded or printed
+_MAX_DIGITS = 4000  # digits of a number that is rounded or printed
 _MAX_INDENT = 100
-_MAX_VALUES = 500_000  # within a value that is printed, or in a list
-_ENTRY = MAX_SIZE // _MAX_VALUES  # characters that count as one entry of a list
-_NAME = 40  # characters of a float, or of the name of an object
+_MAX_VALUES = 500_000  # entries of a list, or inner values of a printed value
+_ENTRY = MAX_SIZE // _MAX_VALUES  # characters per entry of a list
+_NAME = 40  # characters of a float, or of an object's name
 _SPACES = "".join(sign for sign in map(chr, range(0x3001)) if sign.isspace())
 _LINE_BREAKS = "".join(sign for sign in _SPACES if len(f"{sign}a".splitlines()) == 2)
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d+)?(?:\.(\*|\d+)?)?")
@@ -32,17 +32,17 @@ _NUMBERS = re.compile(r"\d+")
 
 
 class Overrun(Exception):
-    """The template took too much; the message says what."""
+    """Raised when a template exceeds a limit; the message names the limit."""
 
 
 def check_size(size: int) -> None:
-    """Overrun if a result of so many characters is too large."""
+    """Raise Overrun if a result with this many characters is too large."""
     if size > MAX_SIZE:
         raise Overrun(f"wrote more than {MAX_SIZE >> 20} Mi characters")
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Overrun if the result of `left operator right` is too large."""
+    """Raise Overrun if the result of `left operator right` is too large."""
     if operator == "*":
         check_size(_repeated(left, right))
     elif operator in ("//", "%") and isinstance(left, int):
@@ -62,7 +62,8 @@ def check_method(
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if isinstance(owner, int) and name == "to_bytes":
         check_size(_whole(arguments[0] if arguments else named.get("length")))
-    if owner is Markup and name == "escape":  # a class method, which takes any value
+    # `Markup.escape` is a class method that takes any value.
+    if owner is Markup and name == "escape":
         check_size(6 * sum(map(size_of, (*arguments, *named.values()))))
     if not isinstance(owner, str | bytes):
         return arguments
@@ -89,7 +90,7 @@ def check_method(
 
 
 def bounded_format(method: Any, formatted: Callable[..., str] | None) -> Callable[..., str] | None:
-    """`formatted`, the sandbox's own str.format of `method`, behind a check of its widths."""
+    """Wrap the sandbox's own `str.format` with a check of the widths in the format string."""
     if formatted is None:
         return None
     text: str = method.__self__
@@ -106,7 +107,7 @@ def bounded_format(method: Any, formatted: Callable[..., str] | None) -> Callabl
 
 
 def check_json(value: Any, indent: Any, separators: Any) -> None:
-    """Overrun if JSON of this value is too large."""
+    """Raise Overrun if the JSON of this value is too large."""
     width = len(indent) if isinstance(indent, str) else _whole(indent)
     if width > _MAX_INDENT:
         raise Overrun(f"indented by more than {_MAX_INDENT} characters")
@@ -115,21 +116,21 @@ def check_json(value: Any, indent: Any, separators: Any) -> None:
 
 
 def bounded_output(value: Any) -> Any:
-    """Return a value that the template prints; raise Overrun if its text is too large."""
+    """Return a value that the template prints; raise Overrun if the value's text is too large."""
     if not isinstance(value, str):
         check_size(size_of(value))
     return value
 
 
 def joined(parts: Iterable[Any]) -> str:
-    """Return the texts of all parts as one; raise Overrun before it is too large."""
+    """Return the joined texts of all parts; raise Overrun before the result is too large."""
     texts = BoundedPieces()
     texts.extend(str(bounded_output(part)) for part in parts)
     return "".join(texts)
 
 
 class BoundedPieces(list[str]):
-    """Pieces of text; raises Overrun once they are too long together."""
+    """A list of texts that raises Overrun when their total length exceeds the limit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +147,10 @@ class BoundedPieces(list[str]):
 
 
 def listed(values: Any) -> Any:
-    """Return the values, in a list if they are an iterator; raise Overrun beyond _MAX_VALUES."""
+    """Return the values, with an iterator turned into a list.
+
+    Raises Overrun if there are more than _MAX_VALUES values.
+    """
     found = values if isinstance(values, Sized) else list(islice(values, _MAX_VALUES + 1))
     if len(found) > _MAX_VALUES:
         raise Overrun(f"made a list of more than {_MAX_VALUES:,} entries")
@@ -214,7 +218,7 @@ def _slice(value: Any, slices: int, fill_with: Any = None) -> Any:
 
 @pass_environment
 def _sum(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
-    """Add as the operator `+` does, which also joins lists."""
+    """Add values with the operator `+`, which also joins lists; check each sum."""
     get = filters.make_attrgetter(environment, attribute) if attribute is not None else None
     for item in iterable:
         value = get(item) if get else item
@@ -230,10 +234,11 @@ def _round(value: float, precision: int = 0, method: Any = "common") -> float:
 
 
 def _bounded_text(name: str, growth: int) -> Callable[..., Any]:
-    """Wrap a filter of Jinja that makes at most `growth` characters of each character."""
+    """Wrap a Jinja filter that turns each character into at most `growth` characters."""
     filter_ = filters.FILTERS[name]
 
-    @wraps(filter_)  # with its mark if it takes a context
+    # `wraps` also copies the attribute that tells Jinja to pass a context to the filter.
+    @wraps(filter_)
     def bounded(*arguments: Any, **named: Any) -> Any:
         check_size(growth * sum(map(size_of, (*arguments, *named.values()))))
         return filter_(*arguments, **named)
@@ -242,14 +247,15 @@ def _bounded_text(name: str, growth: int) -> Callable[..., Any]:
 
 
 def _bounded_list(name: str) -> Callable[..., Any]:
-    """Wrap a filter of Jinja that makes a list of its values."""
+    """Wrap a Jinja filter that makes a list, and limit the number of values."""
     filter_ = filters.FILTERS[name]
-    place = 1 if hasattr(filter_, "jinja_pass_arg") else 0  # after the context
+    # If the filter takes a context, the values are its second argument.
+    index = 1 if hasattr(filter_, "jinja_pass_arg") else 0
 
     @wraps(filter_)
     def bounded(*arguments: Any, **named: Any) -> Any:
         given = list(arguments)
-        given[place] = listed(given[place])
+        given[index] = listed(given[index])
         return filter_(*given, **named)
 
     return bounded
@@ -260,7 +266,8 @@ _GROWING = {
     **dict.fromkeys(("capitalize", "lower", "upper"), 3),
     **dict.fromkeys(("e", "escape", "forceescape", "xmlattr"), 6),
     **dict.fromkeys(("urlencode", "pprint"), 12),
-    **dict.fromkeys(("title", "wordcount"), _ENTRY),  # they make a list of the words
+    # These filters make a list of the text's words.
+    **dict.fromkeys(("title", "wordcount"), _ENTRY),
 }
 _GROWING_METHODS = {
     **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper", "hex"), 3),
@@ -281,7 +288,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "sum": _sum,
     "wordwrap": _wordwrap,
 }
-"""Jinja's own filters that multiply text, each behind a check."""
+"""Jinja's own filters that multiply text, each with a size check before the filter runs."""
 
 
 def _length(value: Any) -> int:
@@ -291,12 +298,12 @@ def _length(value: Any) -> int:
 
 
 def _num_parts(text: str | bytes, signs: str) -> int:
-    """Return the most parts into which any of these characters can split a text."""
+    """Return the maximum number of parts into which these characters can split a text."""
     return sum(map(text.count, signs)) + 1 if isinstance(text, str) else len(text)
 
 
 def _num_split(text: Any, sep: Any = None, maxsplit: Any = -1) -> int:
-    """Return the most parts that `split` makes of a text, called with these arguments."""
+    """Return the maximum number of parts that `split` returns for these arguments."""
     num_parts = _num_parts(text, _SPACES) if sep is None else text.count(sep) + 1
     limit = _whole(maxsplit)
     return num_parts if limit < 0 else min(num_parts, limit + 1)
@@ -329,7 +336,7 @@ def _check_bits(num_bits: int) -> None:
 
 
 def _replaced(text: str | bytes, old: Any, new: Any) -> int:
-    """Size of `text` once each `old` is `new`; wrong types are left to the call."""
+    """Return the size of a text after replacing `old` by `new`; 0 if the types do not match."""
     if not isinstance(old, type(text)) or not isinstance(new, type(text)):
         return 0
     number = text.count(old)  # type: ignore[arg-type]  # both are text, or both are bytes
@@ -347,15 +354,17 @@ def _printed_by_percent(layout: str | bytes, values: Any) -> int:
 
 
 def _printed(values: tuple[Any, ...], is_quoted: object) -> int:
-    """Return the most characters that each field of a layout takes, texts in quotes or as is."""
+    """Return the maximum length of one printed field; `is_quoted` says whether fields can show a
+    repr.
+    """
     return size_of(values) if is_quoted else sum(map(size_of, values))
 
 
 def size_of(value: Any, between: int = 2, indent: int = 0) -> int:
-    """Return the most characters of a value's text; more than MAX_SIZE if the walk was given up.
+    """Return the maximum length of a value's text; above MAX_SIZE if the walk was cut short.
 
-    `between` is the size of the separators beside each value inside, and `indent` that of one level
-    of indentation.
+    `between` is the size of the separators next to each inner value, and `indent` the size of one
+    level of indentation.
     """
     if isinstance(value, str):
         return len(value)
@@ -382,7 +391,7 @@ def size_of(value: Any, between: int = 2, indent: int = 0) -> int:
 
 
 def _quoted_size(text: str | bytes) -> int:
-    """Return the most characters of a text in quotes, with its escapes, in Python or JSON."""
+    """Return the maximum length of a text that Python or JSON writes in quotes with escapes."""
     if isinstance(text, bytes):
         return 4 * len(text)
     if not text.isascii():
@@ -391,7 +400,7 @@ def _quoted_size(text: str | bytes) -> int:
 
 
 def _inside(value: Any) -> list[Any]:
-    """Return the values that the text of `value` shows."""
+    """Return the inner values that the text of `value` shows."""
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset | MappingView):

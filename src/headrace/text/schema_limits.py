@@ -1,4 +1,4 @@
-"""Finds the parts of a schema that no finite answer can satisfy; pure."""
+"""Finds the subschemas that no finite answer can satisfy."""
 
 from decimal import Decimal
 from fractions import Fraction
@@ -32,7 +32,10 @@ def type_of(value: Any) -> str:
 
 
 def _is_small(value: Decimal) -> bool:
-    """Whether the number can be written out; a larger one is whole, and a float to most readers."""
+    """Return whether the number can be written out in full.
+
+    A larger number is always whole, but most programs read large numbers as floats.
+    """
     return value.adjusted() < 1000
 
 
@@ -42,7 +45,7 @@ def _is_multiple(value: Decimal, step: Decimal) -> bool:
 
 
 def holds(node: dict[str, Any], value: Any) -> bool:
-    """Return whether a value has the type of a node and is within its bounds."""
+    """Return whether a value has the type of a node and is within the node's bounds."""
     types, own = node.get("type", TYPES), type_of(value)
     if own not in types and not (own == "integer" and "number" in types):
         return False
@@ -56,9 +59,11 @@ def holds(node: dict[str, Any], value: Any) -> bool:
 
 
 def unsatisfied(schema: ReadSchema) -> str | None:
-    """Return the path of the first part that every answer needs and no answer can satisfy.
+    """Return the path of a subschema that every answer must satisfy but no finite answer can
+    satisfy.
 
-    Parts that no answer needs are closed: an answer that began one could not end.
+    Returns None if there is no such subschema. In this case, unsatisfiable subschemas that answers
+    can avoid are removed, because an answer inside such a subschema could never end.
     """
     known = _open_definitions(schema)
     if _is_open(schema.root, known):
@@ -69,10 +74,12 @@ def unsatisfied(schema: ReadSchema) -> str | None:
 
 
 def _open_definitions(schema: ReadSchema) -> set[str]:
-    """Return the definitions that some finite answer satisfies.
+    """Return the definitions that some finite answer satisfies. These definitions are called open.
 
-    Definitions refer to each other, so those that refer to one that turns out to be open are looked
-    at again, and no others: a chain of thousands would take as many rounds over all of them.
+    Whether a definition is open depends on the other definitions that are already found to be open.
+    When a definition turns out to be open, only the definitions that refer to this definition are
+    checked again. If all definitions were checked each time, a chain of references would take one
+    round per link.
     """
     users: dict[str, list[str]] = {}
     for name, node in schema.definitions.items():
@@ -112,7 +119,7 @@ def _innermost(schema: ReadSchema, node: Node, known: set[str]) -> str:
 
 
 def _needed(node: dict[str, Any]) -> list[Node]:
-    """Return the schemas below a node that an answer must satisfy, each of them."""
+    """Return the subschemas of a node that every answer for the node must satisfy."""
     found = list(node.get("allOf", ()))
     if node.get("type") in (None, ["object"]):
         names = node.get("required", ())
@@ -177,13 +184,16 @@ def _has_names(node: dict[str, Any], known: set[str]) -> bool:
     if len(required) > node.get("maxProperties", len(required)):
         return False
     listed, others = node.get("properties", {}), node.get("additionalProperties", True)
-    if node.get("patternProperties"):  # whose names are not compared here
+    # The patterns are not compared with the names, so any name may match a pattern.
+    if node.get("patternProperties"):
         others = True
     return all(_is_open(listed.get(name, others), known) for name in required)
 
 
 def _close_parts(node: Node, known: set[str]) -> None:
-    """Remove parts that no finite answer can satisfy, or put `false` in their place."""
+    """Remove subschemas that no finite answer can satisfy, or replace these subschemas by
+    `false`.
+    """
     if isinstance(node, bool):
         return
     for name in ("properties", "patternProperties"):
@@ -202,7 +212,7 @@ def _close_parts(node: Node, known: set[str]) -> None:
 
 
 def children(node: Node) -> list[Node]:
-    """The schemas right below a node, those that it refers to left out."""
+    """Return the schemas directly below a node, without the targets of references."""
     if isinstance(node, bool):
         return []
     found: list[Node] = []

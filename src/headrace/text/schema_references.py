@@ -1,13 +1,13 @@
-"""Finds what the references within a JSON Schema lead to."""
+"""Resolves the references within a JSON Schema."""
 
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 _OPAQUE = ("const", "enum", "default", "examples", "example")
-"""Keywords whose values are no schemas, though they may look like some."""
+"""Keywords whose values are not schemas, even if the values look like schemas."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values map names to schemas; a name may be spelled like a keyword."""
+"""Keywords whose values map names to schemas; a name can be spelled like a keyword."""
 
 
 class SchemaTargets:
@@ -24,7 +24,9 @@ class SchemaTargets:
     def _enter(
         self, value: Any, path: str, base: str, is_map: bool
     ) -> Iterator[tuple[Any, str, str, bool]]:
-        """Note the names and the base of a schema; yield what is below it."""
+        """Register the names and the base address of a schema; yield the values below the
+        schema.
+        """
         if isinstance(value, dict):
             if isinstance(value.get("$id"), str):
                 base = _joined(base, value["$id"])
@@ -58,7 +60,8 @@ class SchemaTargets:
 def _joined(base: str, reference: str) -> str:
     try:
         return urljoin(base, reference)
-    except ValueError:  # an address that is none
+    # The reference is not a valid address.
+    except ValueError:
         return reference
 
 

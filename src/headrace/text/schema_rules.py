@@ -1,7 +1,8 @@
-"""Writes a schema that was read as grammars for llguidance, its numbers exact.
+"""Writes a schema as grammars for the library llguidance, with exact numbers.
 
-The library takes JSON Schemas, but holds their numbers as doubles. Where a number needs more than
-that, the way to it from the root is written as Lark rules, and all else stays JSON Schema.
+llguidance accepts JSON Schemas, but stores their numbers as doubles. If a number needs more
+precision, the path from the root to the number is written as Lark rules. Everything else stays
+JSON Schema. A node on such a path is called exact.
 """
 
 import json
@@ -22,14 +23,18 @@ from headrace.text.number_patterns import (
 from headrace.text.schema_limits import bounds_of, children, holds
 
 SPACE = r"( |\n {0,12})?"
-"""White space between the parts of a JSON text: enough to indent it, but limited."""
+"""A pattern for white space in a JSON text: enough for indentation, but limited."""
 
 MAX_GRAMMAR = 256 << 10
-"""Characters: it is stored with the stream, and sent to the engine."""
+"""The maximum number of characters of a grammar, since grammars are stored and sent to the
+engine.
+"""
 
-_SAFE = 1 << 53  # doubles hold all integers up to it
+# Doubles hold all integers up to this number.
+_SAFE = 1 << 53
 _LAST_PLACE = Decimal("1e-22")
-_MAX_PLACES = 22  # 10 to the 22nd is the last power that a double holds
+# 10 to the power of 22 is the last power of ten that a double holds exactly.
+_MAX_PLACES = 22
 _LARGEST_COEFFICIENT = (1 << 32) - 1
 _STRING = r'"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
 _EMPTY = '""'
@@ -43,10 +48,10 @@ Grammars = list[dict[str, Any]]
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the library keeps a value, in a const or a bound, as it is.
+    """Return whether llguidance keeps the value of a const or a bound unchanged.
 
-    It computes a number from the integer of its digits and a power of ten, and is only exact where
-    doubles hold both.
+    llguidance computes a number from an integer with the number's digits and a power of ten. The
+    result is only exact if doubles hold both the integer and the power.
     """
     if isinstance(value, list | dict):
         return all(map(is_plain, value.values() if isinstance(value, dict) else value))
@@ -66,7 +71,9 @@ def _num_places(value: Decimal) -> int:
 
 
 def is_plain_step(step: Decimal) -> bool:
-    """Whether the library finds the multiples of this number, by the way in which it reads it."""
+    """Return whether llguidance finds all multiples of this step; imitates llguidance's
+    arithmetic.
+    """
     value, exponent = float(step), 0
     while value <= _LARGEST_COEFFICIENT and value % 1:
         value, exponent = value * 10, exponent + 1
@@ -75,7 +82,7 @@ def is_plain_step(step: Decimal) -> bool:
 
 
 def exact_values(node: Node) -> list[str]:
-    """The keywords of this node itself whose values the library would not keep."""
+    """Return the keywords of this node whose values llguidance would not keep exactly."""
     if isinstance(node, bool):
         return []
     found = [name for name in NUMERIC[:-1] if name in node and not is_plain(node[name])]
@@ -87,12 +94,19 @@ def exact_values(node: Node) -> list[str]:
 
 
 def _is_safe_step(node: dict[str, Any], step: Decimal) -> bool:
-    """Return whether no multiple is lost: between two bounds the library seeks them in floats."""
+    """Return whether llguidance accepts all multiples of the step.
+
+    If the node has two bounds, llguidance computes in floats and can lose a multiple.
+    """
     return is_whole(step) or None in bounds_of(node)[:2]
 
 
 def settle(schema: ReadSchema) -> list[SchemaFinding]:
-    """Leave out the exact values that no rules can be written for, or narrow them to doubles."""
+    """Remove the exact values that rules cannot express, or narrow these values to doubles.
+
+    Rules must cover the whole path from the root to an exact value. If rules cannot express a node
+    on the path, everything below the node stays JSON Schema, which cannot hold exact values.
+    """
     rules = RuleWriter(schema, "")
     blocked: set[int] = set()
     for node in _all_nodes(schema):
@@ -106,7 +120,7 @@ def settle(schema: ReadSchema) -> list[SchemaFinding]:
 
 
 def _joined_steps(schema: ReadSchema) -> list[SchemaFinding]:
-    """Leave out steps whose common multiple the library may need and cannot hold in 32 bits."""
+    """Remove all `multipleOf` if llguidance may need a common multiple that exceeds 32 bits."""
     nodes = _all_nodes(schema)
     steps = {it["multipleOf"] for it in nodes if "multipleOf" in it}
     fine = Decimal(1).scaleb(min((it.as_tuple().exponent for it in steps), default=0))
@@ -125,7 +139,7 @@ def _joined_steps(schema: ReadSchema) -> list[SchemaFinding]:
 
 
 def _block(schema: ReadSchema, node: Node, blocked: set[int]) -> None:
-    """Mark everything below a node, including what its references lead to."""
+    """Add to `blocked`: a node, everything below the node, and all targets of references."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -152,7 +166,9 @@ def _settled(schema: ReadSchema, node: dict[str, Any], name: str) -> Iterable[Sc
 
 
 def _narrowed(value: Decimal, is_low: bool) -> Decimal | None:
-    """The nearest number within the bound that the library keeps; None for very large ones."""
+    """Narrow a bound to the nearest number that llguidance keeps; None if there is no such
+    number.
+    """
     if abs(value) > _SAFE:
         is_inside = (value < 0) == is_low
         return Decimal(_SAFE).copy_sign(value) if is_inside else None
@@ -171,7 +187,7 @@ def _all_nodes(schema: ReadSchema) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """The value with numbers that JSON encoders know."""
+    """Return the value with numbers that JSON encoders support."""
     if isinstance(value, Decimal):
         return int(value) if is_whole(value) and abs(value) <= _SAFE else float(value)
     if isinstance(value, dict):
@@ -180,7 +196,7 @@ def plain(value: Any) -> Any:
 
 
 def as_json_schema(schema: ReadSchema, node: Node) -> dict[str, Any]:
-    """A node as a JSON Schema of its own, with the definitions that it needs."""
+    """Return a node as a complete JSON Schema, with all definitions that the node needs."""
     needed: dict[str, Any] = {}
     waiting: list[str] = []
 
@@ -206,7 +222,8 @@ def as_json_schema(schema: ReadSchema, node: Node) -> dict[str, Any]:
         return found
 
     own = written(node)
-    while waiting:  # no recursion: a chain of definitions may be thousands long
+    # Use a loop instead of recursion, because a chain of definitions can have thousands of links.
+    while waiting:
         name = waiting.pop()
         needed[name] = written(schema.definitions[name])
     if isinstance(own, bool):
@@ -220,7 +237,9 @@ def json_grammar(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def grammars_of(schema: ReadSchema, name: str) -> Grammars:
-    """The grammars of a schema that is settled; others refer to the first one by `name`."""
+    """Return the grammars of a settled schema (see `settle`); the first grammar is called
+    `name`.
+    """
     rules = RuleWriter(schema, name)
     if not rules.needs_rules(schema.root):
         return [json_grammar(name, as_json_schema(schema, schema.root))]
@@ -228,20 +247,23 @@ def grammars_of(schema: ReadSchema, name: str) -> Grammars:
 
 
 class RuleWriter:
-    """Writes Lark rules from the root of a schema down to its exact numbers."""
+    """Writes Lark rules for the paths from the root of a schema to the exact numbers."""
 
     def __init__(self, schema: ReadSchema, name: str) -> None:
         self._schema, self._name = schema, name
         self._lines: list[str] = []
         self._parts: Grammars = []
-        self._num_written = 0  # characters of the parts
+        self._num_written = 0  # characters of the grammars in `_parts`
         self._definitions: set[str] = set()
-        self._waiting: list[str] = []  # definitions whose rules have yet to be written
+        # Definitions whose rules have not been written yet.
+        self._waiting: list[str] = []
         self._rules: dict[int, str] = {}
         self.exact_nodes = self._find_exact()
 
     def _find_exact(self) -> set[int]:
-        """Ids of the nodes that have an exact number, or a way to one."""
+        """Return the ids of the nodes with an exact number, and of all nodes that lead to such a
+        node.
+        """
         nodes = _all_nodes(self._schema)
         above: dict[int, list[int]] = {}
         for node in nodes:
@@ -271,7 +293,8 @@ class RuleWriter:
         asked = node.keys() - {"type"}
         if "const" in asked or "enum" in asked:
             values = node.get("enum", [node.get("const")])
-            if all(isinstance(it, Decimal) for it in values):  # which nothing else concerns
+            # `holds` applies the bounds, and the other keywords do not apply to numbers.
+            if all(isinstance(it, Decimal) for it in values):
                 return not asked & {"anyOf", "oneOf", "allOf", "$ref"}
             return asked <= {"const", "enum", *NUMERIC, "minLength", "maxLength"}
         types = node.get("type", TYPES)
@@ -293,7 +316,10 @@ class RuleWriter:
         return [{"name": self._name, "lark_grammar": "\n".join(lines)}, *self._parts]
 
     def _rule(self, node: Node) -> str:
-        """Return the name or the text by which a rule refers to a node, which is written once."""
+        """Return the text that stands for a node in other rules, such as a rule's name.
+
+        Each node is written only once.
+        """
         rule = self._rules.get(id(node))
         if rule is None:
             rule = self._rules[id(node)] = self._written(node)
@@ -339,7 +365,10 @@ class RuleWriter:
         return found
 
     def _numbers(self, node: dict[str, Any]) -> str | None:
-        """A rule of a node's numbers; None if its multiples cannot be listed."""
+        """Return a rule for a node's numbers.
+
+        Returns None if no number fits, or if too many multiples fit.
+        """
         is_integer = "number" not in node.get("type", TYPES)
         bounds = bounds_of(node)
         if "multipleOf" in node:
@@ -349,10 +378,10 @@ class RuleWriter:
         return None if pattern is None else f"/{pattern}/"
 
     def _one_of(self, values: Sequence[Any]) -> str:
-        """A rule of these values.
+        """Return a rule for a list of values.
 
-        All that are no arrays or objects become one pattern: the library refuses a rule with
-        thousands of alternatives, but takes a pattern with as many.
+        All values except arrays and objects become one pattern. llguidance refuses a rule with
+        thousands of alternatives, but accepts a pattern with thousands of alternatives.
         """
         texts = [_text(it) for it in values if not isinstance(it, list | dict)]
         rules = [self._value(it) for it in values if isinstance(it, list | dict)]
@@ -414,10 +443,18 @@ class RuleWriter:
         *,
         is_array: bool = False,
     ) -> str:
-        """Entries in their order, those that are not needed optional, and more of one kind.
+        """Return a rule for entries in a fixed order (some are optional), followed by additional
+        entries.
 
-        In an array nothing follows an entry that is left out. The rules go from the end to the
-        start; each has a form behind another entry and one for the first place.
+        `more` is the rule of an additional entry. `times` is the minimum and the maximum number
+        of additional entries.
+
+        An entry has a comma in front only if another entry precedes it. So the rules are built
+        from the last entry to the first entry, in two variants. `first` matches the remaining
+        entries if no entry was written yet. `behind` matches the remaining entries after another
+        entry, and so begins with a comma.
+
+        In an array, no entry may follow an entry that was left out.
         """
         comma = 'ws "," ws'
         low, high = times
@@ -447,8 +484,9 @@ class RuleWriter:
 
     def _part(self, node: Node) -> str:
         name = f"{self._name}_{len(self._parts)}"
-        # Each part has the definitions that it needs. Beyond the limit no more are written: the
-        # grammar is refused for its length anyway, and together they may take gigabytes.
+        # Each part repeats all definitions that the part needs, so the parts could take gigabytes
+        # together. Beyond the limit no part is added, because the grammar will be refused for its
+        # length.
         if self._num_written <= MAX_GRAMMAR:
             part = json_grammar(name, as_json_schema(self._schema, node))
             self._num_written += len(json.dumps(part))
@@ -464,7 +502,7 @@ class RuleWriter:
 
 
 def _text(value: Any) -> str:
-    """A value that is no array or object as JSON."""
+    """Return the JSON of a value that is neither an array nor an object."""
     return text_of(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False)
 
 

@@ -1,29 +1,33 @@
-"""Stop strings, matched character by character in generated text; knows no tokens.
+"""Finds stop strings in generated text, character by character, without regard to tokens.
 
-Before a choice has its minimum of tokens, its text is not fed here: a stop string must lie
-wholly in what comes after.
+The text of a choice's first `min_tokens` tokens is not fed. So a stop string only counts if all of
+its characters come after these tokens.
 """
 
 from functools import lru_cache
 
 
 class StopMatcher:
-    """The first stop string completed wins; of those completed together, the longest.
+    """Finds the first completed stop string.
 
-    What `feed` and `flush` release never holds any part of the winner, unless `include` is set:
-    then it ends with it. A tail that could begin a stop string is held back.
+    If a character completes several stop strings, the longest stop string counts.
+
+    `feed` and `flush` return no part of the found stop string unless `include` is set. With
+    `include`, the returned text ends with the stop string. Text that may begin a stop string is
+    held back.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
         self._stops = tuple(dict.fromkeys(stops))
         self.has_stops = bool(self._stops)
         self._include = include
-        self._matched = [0] * len(self._stops)  # how much of each the text ends with
+        # For each stop string, the length of the longest prefix that the text ends with.
+        self._matched = [0] * len(self._stops)
         self._beginnings = frozenset(stop[0] for stop in self._stops)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string that ended it, if one did."""
+        """Return the text that may be shown now, and the completed stop string or None."""
         if not self.has_stops:
             return text, None
         text, start = self._held + text, len(self._held)
@@ -37,7 +41,10 @@ class StopMatcher:
         return text[:safe], None
 
     def flush(self) -> str:
-        """Returns the text that was held back: none follows it directly."""
+        """Return the text that was held back.
+
+        Call this method when no text follows directly.
+        """
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
@@ -58,8 +65,15 @@ class StopMatcher:
         return completed
 
 
+NO_STOPS = StopMatcher(())
+"""Lets all text through. NO_STOPS has no state, so all choices without stop strings share it."""
+
+
 def _longer(stop: str, length: int, character: str) -> int:
-    """How much of `stop` a text ends with, after `character`, if it was `length` before it."""
+    """Return the length of the longest prefix of `stop` that the text ends with.
+
+    `length` is this length before `character` was added to the text.
+    """
     while length and stop[length] != character:
         length = _borders(stop)[length]
     return length + (stop[length] == character)
@@ -67,9 +81,10 @@ def _longer(stop: str, length: int, character: str) -> int:
 
 @lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
-    """For each length, the longest shorter beginning of `stop` that its first `length` end with.
+    """For each n, return the length of the longest proper prefix of `stop[:n]` that is also a
+    suffix.
 
-    The failure function of Knuth, Morris and Pratt.
+    This is the failure function of Knuth, Morris and Pratt.
     """
     borders = [0, 0]
     for end in range(1, len(stop)):

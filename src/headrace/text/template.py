@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the text that is tokenized; never tokenizes."""
+"""Renders a model's chat template: turns messages into text, but does not tokenize the text."""
 
 import os
 import secrets
@@ -16,9 +16,10 @@ from headrace_common.checkpoints.small_file import read_small
 from headrace_common.errors import OVERRAN, ModelError, RequestError
 from headrace_common.request import Chat
 
-_MAX_WORDS = 1000
-_MAX_REASON = 300  # characters of what is wrong with a template
-_WORDS = "The sluice is open."  # a sign of the system's text in a prompt
+_MAX_MESSAGE = 1000
+_MAX_REASON = 300  # characters of a template's syntax error
+# A system message with this text tests whether a template shows system messages.
+_PROBE_TEXT = "The sluice is open."
 _USER = {"role": "user", "content": "Hi"}
 _ASSISTANT = {"role": "assistant", "content": "Hello"}
 
@@ -26,7 +27,7 @@ Message = dict[str, Any]
 
 
 class TemplateRefused(RequestError):
-    """The template raised an error: it may take the same conversation in another form."""
+    """Raised if the template refuses the messages; it may accept rewritten messages."""
 
 
 class _Named(msgspec.Struct):
@@ -35,22 +36,24 @@ class _Named(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """The part of a tokenizer's config that matters here."""
+    """The part of a tokenizer's config that this module uses."""
 
     chat_template: str | list[_Named] | None = None
 
 
 class ChatTemplate:
-    """Thread-safe. `sources` has the template as "default", or others by name beside it.
+    """A model's chat template; thread-safe.
 
-    `special_tokens` (`bos_token`, `eos_token` …) are variables of the template. Rendering may
-    take seconds if the template is hostile: call it in a worker thread.
+    `sources` contains the template under the name "default", or several named templates.
+    `special_tokens` (`bos_token`, `eos_token` …) are variables of the template. A hostile template
+    can take seconds to render: use a worker thread.
     """
 
     def __init__(
         self, sources: Mapping[str, str], special_tokens: Mapping[str, str], file: str = ""
     ) -> None:
-        self._file = file  # that the sources are from, for errors
+        # The name of the file that contains the template, for errors.
+        self._file = file
         self._environment = TemplateEnvironment()
         self.source = sources.get("default") or next(iter(sources.values()))
         self._special_tokens = dict(special_tokens)
@@ -62,9 +65,10 @@ class ChatTemplate:
     def load(
         cls, folder: Path, special_tokens: Mapping[str, str], given: str | None = None
     ) -> "ChatTemplate | None":
-        """Load the template of the model's folder; None if it has none.
+        """Load the template in the model's folder; return None if the folder has no template.
 
-        A template that is `given`, as the path of a file or as text, takes precedence.
+        If `given` is set, load this template instead. `given` is the path of a template file, or
+        the text of a template.
         """
         if not given:
             sources = _sources(folder)
@@ -73,11 +77,11 @@ class ChatTemplate:
             file = Path(given)
             return cls({"default": _read(file)}, special_tokens, file.name)
         if "\n" not in given and "{" not in given:
-            raise ModelError(f"No chat template at {given}; give the path of a file.")
+            raise ModelError(f"There is no chat template at {given}; give the path of a file.")
         return cls({"default": given}, special_tokens, "--chat-template")
 
     def render(self, chat: Chat) -> str:
-        """The prompt's text; RequestError `template_failed` with the template's own words."""
+        """Return the prompt's text. Raises RequestError `template_failed` if the template fails."""
         messages = [for_template(message) for message in chat.messages]
         if not chat.continue_final_message:
             return self._run(chat, messages)
@@ -94,17 +98,21 @@ class ChatTemplate:
 
     @cached_property
     def shows_system(self) -> bool | None:
-        """Whether a first system message appears in the prompt; None if the template refuses it."""
-        return self._shows({"role": "system", "content": _WORDS}, _USER)
+        """Whether the prompt shows an initial system message; None if the template refuses the
+        message.
+        """
+        return self._shows({"role": "system", "content": _PROBE_TEXT}, _USER)
 
     @cached_property
     def shows_later_system(self) -> bool | None:
-        """Whether a later system message appears in the prompt; None if the template refuses it."""
-        return self._shows(_USER, _ASSISTANT, {"role": "system", "content": _WORDS}, _USER)
+        """Whether the prompt shows a later system message; None if the template refuses the
+        message.
+        """
+        return self._shows(_USER, _ASSISTANT, {"role": "system", "content": _PROBE_TEXT}, _USER)
 
     def _shows(self, *messages: Message) -> bool | None:
         try:
-            return _WORDS in self.render(Chat(messages))
+            return _PROBE_TEXT in self.render(Chat(messages))
         except RequestError:
             return None
 
@@ -124,20 +132,23 @@ class ChatTemplate:
             text.encode()
             return text
         except UnicodeEncodeError:
-            raise _failed("The chat template renders half a surrogate pair.") from None
+            raise _error(
+                "The chat template wrote half of a surrogate pair, which is not text."
+            ) from None
         except Overrun as error:
-            raise _failed(f"{OVERRAN}: it {error}.") from None
+            raise _error(f"{OVERRAN}: it {error}.") from None
         except jinja2.TemplateError as error:
             words = error.message or "The chat template refused the messages."
-            raise _failed(words, TemplateRefused) from error
+            raise _error(words, TemplateRefused) from error
         except (MemoryError, OverflowError, RecursionError) as error:
-            raise _failed(f"{OVERRAN}: it nests or grows without end.") from error
-        except Exception as error:  # a template runs on whatever the messages hold
+            raise _error(f"{OVERRAN}: it nests or grows without end.") from error
+        # A template may raise anything, depending on the messages.
+        except Exception as error:
             words = "The chat template cannot render these messages."
-            raise _failed(words, TemplateRefused) from error
+            raise _error(words, TemplateRefused) from error
 
     def _compile(self, source: str) -> jinja2.Template:
-        """Compile a template; ModelError says in one sentence what is wrong with it."""
+        """Compile a template. Raises ModelError with one sentence about the error."""
         try:
             return self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -147,11 +158,11 @@ class ChatTemplate:
         except (MemoryError, RecursionError, OverflowError, SyntaxError):
             why = "it nests too deeply"
         except ValueError:
-            why = "it has a number of too many digits"
+            why = "it has a number with too many digits"
         where = f" in {self._file}" if self._file else ""
         raise ModelError(
             f"The chat template{where} is not valid: {why}; correct it, or "
-            "give another with --chat-template.",
+            "give another template with --chat-template.",
             "tokenizer_invalid",
         )
 
@@ -160,14 +171,17 @@ def _shortened(words: str) -> str:
     return " ".join(words[:_MAX_REASON].split())
 
 
-def _failed(message: str, kind: type[RequestError] = RequestError) -> RequestError:
-    """A template's own words may be long, and no text at all."""
-    words = message[:_MAX_WORDS].encode(errors="replace").decode()
+def _error(message: str, kind: type[RequestError] = RequestError) -> RequestError:
+    """Return the error for a template's message, which may be very long or not valid Unicode."""
+    words = message[:_MAX_MESSAGE].encode(errors="replace").decode()
     return kind("template_failed", words, "messages")
 
 
 def for_template(message: Message) -> Message:
-    """A copy: developer is system to a template, arguments of tool calls are parsed."""
+    """Return a copy of a message for the template.
+
+    The role developer becomes system, and the arguments of calls are parsed.
+    """
     message = dict(message)
     if message.get("role") == "developer":
         message["role"] = "system"
@@ -182,7 +196,8 @@ def _with_parsed_arguments(call: Any) -> Any:
         return call
     try:
         arguments = msgspec.json.decode(function["arguments"])
-    except (ValueError, RecursionError):  # a model wrote it; the template shows it as it is
+    # A model may have written invalid JSON; the template gets these arguments unchanged.
+    except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
 
@@ -209,7 +224,7 @@ def _sources(folder: Path) -> dict[str, str]:
 
 
 def _file_of(folder: Path) -> str:
-    """The file that holds the template, in words."""
+    """Return a description of the file that contains the template, for errors."""
     if (of_gguf := next(folder.glob("*.gguf"), None)) is not None:
         return of_gguf.name
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
@@ -219,10 +234,10 @@ def _file_of(folder: Path) -> str:
 
 
 def _config_sources(folder: Path) -> dict[str, str]:
-    """`chat_template` in a config: one text, or a list of {name, template}."""
+    """Read `chat_template` from the configs: a text, or a list of named templates."""
     sources: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = _stated(folder / name).chat_template if (folder / name).exists() else None
+        found = _read_config(folder / name).chat_template if (folder / name).exists() else None
         if isinstance(found, str):
             sources["default"] = found
         elif found:
@@ -230,12 +245,12 @@ def _config_sources(folder: Path) -> dict[str, str]:
     return sources
 
 
-def _stated(file: Path) -> _Config:
+def _read_config(file: Path) -> _Config:
     try:
         return msgspec.json.decode(_read(file), type=_Config)
     except msgspec.ValidationError as error:
         raise ModelError(
-            f"The chat_template in {file.name} is neither a text nor a list of named ones.",
+            f"The chat_template in {file.name} must be a text or a list of named templates.",
             "tokenizer_invalid",
         ) from error
     except (ValueError, RecursionError) as error:

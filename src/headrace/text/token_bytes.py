@@ -1,7 +1,7 @@
-"""The bytes that a token adds to a text; learned from the tokenizer's own decoder, never encodes.
+"""Finds the bytes that each token adds to a text, with the tokenizer's own decoder.
 
-A token's bytes may depend on the token before it (word marks, joined word pieces, a space that
-is dropped at a text's start), never on anything further back, nor on what follows.
+The bytes can depend on the preceding token, but not on earlier or later tokens. Examples are word
+marks, joined word pieces, and a space that is dropped at the start of a text.
 """
 
 import re
@@ -19,14 +19,17 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes(Protocol):
     @property
     def by_id(self) -> Mapping[int, bytes] | None:
-        """The bytes of each token by its id; None if they depend on the token before it."""
+        """The bytes of each token, by token id; None if the bytes depend on the preceding token."""
 
     def spell(self, token_id: int, after: int | None) -> bytes:
-        """Bytes that `token_id` adds after the token `after`; None: it begins the text."""
+        """Return the bytes that a token adds after the token `after`.
+
+        `after` is None at the start of a text.
+        """
 
 
 class ByteLevelTokenBytes:
-    """Vocabularies written in 256 printable characters, each standing for a byte."""
+    """Handles vocabularies in which each of 256 printable characters represents a byte."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self.by_id = _BytesById(inner)
@@ -36,7 +39,7 @@ class ByteLevelTokenBytes:
 
 
 class _BytesById(dict[int, bytes]):
-    """The bytes of the tokens that were looked up so far; ids without a token are not kept."""
+    """Caches the bytes of tokens by id; ids without a token are not cached."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         super().__init__()
@@ -49,17 +52,18 @@ class _BytesById(dict[int, bytes]):
             return b""
         try:
             data = bytes([self._byte_of[character] for character in token])
-        except KeyError:  # an added token, written as itself
+        # An added token contains other characters and represents itself.
+        except KeyError:
             data = token.encode()
         self[token_id] = data
         return data
 
 
 class ProbedTokenBytes:
-    """Any other vocabulary: what the decoder says of two tokens, less what it says of the first.
+    """Handles all other vocabularies: decodes two tokens, and removes the text of the first token.
 
-    Tokens such as `<0xE2>` are single bytes if the decoder has a byte fallback. They are never
-    probed: alone they are no text yet.
+    If the decoder has a byte fallback, a token such as `<0xE2>` stands for a single byte. The byte
+    is read from the token's name, because a single byte may not be valid text.
     """
 
     by_id: Mapping[int, bytes] | None = None
@@ -92,14 +96,15 @@ class ProbedTokenBytes:
 
 
 def token_bytes_for(inner: tokenizers.Tokenizer, decoder: dict[str, Any] | None) -> TokenBytes:
-    """The token bytes of a tokenizer with this `decoder` section in its tokenizer.json."""
+    """Return the token bytes for a tokenizer with this `decoder` section in its tokenizer.json."""
     parts = list(_parts(decoder))
     kinds = {part["type"] for part in parts}
     if any("Regex" in part.get("pattern", ()) for part in parts):
-        # Matching holds the interpreter's lock, and a hostile expression never ends.
+        # Matching a regular expression holds the interpreter's lock, and a hostile expression never
+        # ends.
         raise ModelError(
-            "The tokenizer's decoder replaces text by a regular expression, which is not "
-            "supported; use one whose decoder replaces plain strings.",
+            "The tokenizer's decoder finds text to replace with a regular expression, which is not "
+            "supported; use a tokenizer whose decoder replaces plain strings.",
             "tokenizer_invalid",
         )
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
@@ -107,13 +112,14 @@ def token_bytes_for(inner: tokenizers.Tokenizer, decoder: dict[str, Any] | None)
     if "ByteLevel" in kinds:
         others = ", ".join(sorted(kinds - {"ByteLevel"}))
         raise ModelError(
-            f"The tokenizer's decoder combines ByteLevel with {others}.", "tokenizer_invalid"
+            f"The tokenizer's decoder combines ByteLevel with {others}, which is not supported.",
+            "tokenizer_invalid",
         )
     return ProbedTokenBytes(inner, "ByteFallback" in kinds)
 
 
 def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield a decoder, or those that it is a sequence of."""
+    """Yield a decoder, or the decoders in a sequence."""
     if decoder is None:
         return
     if decoder["type"] != "Sequence":
@@ -123,7 +129,11 @@ def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Printable Latin-1 stands for itself; the other 68 bytes got the code points from 256 on."""
+    """Return the byte that each character represents.
+
+    Printable Latin-1 characters represent their own bytes. The other 68 bytes are represented by
+    the code points from 256 on.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {

@@ -1,4 +1,4 @@
-"""Characters to ids and back, by a model's tokenizer.json; never reads a chat template."""
+"""Encodes and decodes text with a model's tokenizer.json; knows no chat templates."""
 
 import json
 import re
@@ -19,13 +19,13 @@ from headrace_common.errors import ModelError
 from headrace_common.system.panics import STEERING
 
 MAX_VOCABULARY = 1 << 21
-"""All token ids must be smaller. The largest known vocabulary has about 900,000 tokens."""
-_MAX_TOKEN = 1 << 14  # characters of one token's written form
+"""All token ids must be smaller than this number. The largest vocabularies have about 900,000."""
+_MAX_TOKEN = 1 << 14  # characters of a token in tokenizer.json
 _MAX_SHOWN = 50
 
 _MARK = "▁"
 _MARK_INSIDE = re.compile(f"[^{_MARK}]{_MARK}")
-_MAX_SPELLED = 128 << 20  # bytes of all tokens, each spelled twice
+_MAX_SPELLED = 128 << 20  # bytes of all tokens, with each token spelled twice
 
 
 class _Added(msgspec.Struct):
@@ -34,16 +34,17 @@ class _Added(msgspec.Struct):
 
 
 class _Sections(msgspec.Struct):
-    """The parts of a tokenizer.json that matter here."""
+    """The sections of a tokenizer.json that this module uses."""
 
     decoder: dict[str, Any] | None = None
     added_tokens: list[_Added] | None = None
 
 
 class Tokenizer:
-    """Thread-safe. `data` is the text of a tokenizer.json, `config` of a tokenizer_config.json.
+    """Encodes text and decodes token ids; thread-safe.
 
-    `lowers_case`: text is put in small letters before anything else.
+    `data` is the content of a tokenizer.json, and `config` the parsed tokenizer_config.json. With
+    `lowers_case`, text is converted to lower case first.
     """
 
     def __init__(
@@ -75,32 +76,35 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, lowers_case: bool = False) -> "Tokenizer":
-        """The tokenizer of a model's folder; ModelError `tokenizer_invalid` if there is none.
+        """Load the tokenizer in a model's folder. Raises ModelError `tokenizer_invalid` on failure.
 
-        Takes seconds where an older kind must be converted first, which happens once.
+        The first call takes seconds if an older kind of tokenizer must be converted.
         """
         name = "tokenizer_config.json"
         try:
             file = folder / name
-            config = dict(json.loads(read_small(file))) if file.exists() else {}  # no list
+            # `dict` raises an error for a list.
+            config = dict(json.loads(read_small(file))) if file.exists() else {}
             name = "tokenizer.json"
             return cls(read_small(tokenizer_file(folder), MAX_FILE), config, lowers_case)
         except ModelError:
             raise
         except STEERING:
             raise
-        except BaseException as error:  # the library panics, or raises a bare Exception
+        # The library `tokenizers` panics, or raises a bare Exception.
+        except BaseException as error:
             raise ModelError(
                 f"The model's {name} cannot be read; download it again.",
                 "tokenizer_invalid",
             ) from (error if isinstance(error, Exception) else None)
 
     def check_spelling(self) -> None:
-        """Spell each token at the start of a text and after another token.
+        """Compute the bytes of each token at the start of a text and after another token.
 
-        Answers are spelled where a library must not crash or hang, so a process that can be killed
-        does this first. ModelError if the library fails at a token, or if the tokens spell more
-        text than a vocabulary can have.
+        The gateway computes these bytes for the tokens of answers, where the library must not
+        crash or hang. So a process that can be killed calls this method first. Raises ModelError
+        if the library fails at a token, or if the tokens spell more text than a vocabulary can
+        have.
         """
         token_ids = sorted(self._inner.get_vocab().values())
         anchor = self._anchor if self._anchor is not None else next(iter(token_ids), None)
@@ -110,7 +114,8 @@ class Tokenizer:
                 num_bytes += len(self.spell(token_id, None)) + len(self.spell(token_id, anchor))
             except STEERING:
                 raise
-            except BaseException as error:  # the library panics, or raises a bare Exception
+            # The library `tokenizers` panics, or raises a bare Exception.
+            except BaseException as error:
                 raise ModelError(
                     f"The tokenizer's decoder fails at token {token_id}; download the model again.",
                     "tokenizer_invalid",
@@ -126,21 +131,21 @@ class Tokenizer:
         return array("i", self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def cut(self, token_ids: "array[int]", limit: int, with_special_tokens: bool) -> "array[int]":
-        """The first `limit` ids of a text; the special tokens behind it stay."""
+        """Truncate the token ids of a text to `limit`, but keep the special tokens at the end."""
         if len(token_ids) <= limit:
             return token_ids
         behind = self.outer_ids[1] if with_special_tokens else array("i")
         return token_ids[: max(0, limit - len(behind))] + behind
 
     def encode_pair(self, first: str, second: str) -> "tuple[array[int], int]":
-        """Ids of two texts as one, with outer special tokens, and where the second one begins."""
+        """Encode two texts with special tokens; return the ids and where the second text starts."""
         pair = self._inner.encode(first, second)
         sequences = pair.sequence_ids
         start = sequences.index(1) if 1 in sequences else len(sequences)
         return array("i", pair.ids), start
 
     def encode_spans(self, text: str) -> tokenizers.Encoding:
-        """Ids with their offsets and words, without outer special tokens."""
+        """Encode a text without outer special tokens, with the offsets and the word of each id."""
         return self._inner.encode(text, add_special_tokens=False)
 
     @cached_property
@@ -153,9 +158,12 @@ class Tokenizer:
         return full[:num_before], full[num_before + len(bare) :]
 
     def is_cut_by_mark(self, before: int, token_id: int) -> bool:
-        """Whether a word may be encoded in two parts between these two tokens.
+        """Return whether the texts on both sides of the border between two tokens can be encoded
+        separately.
 
-        True at a space mark after another character, if the vocabulary never joins such a pair.
+        This is true if `token_id` begins with the space mark ▁ and `before` does not end with the
+        mark. In addition, no token of the vocabulary may contain the mark after another
+        character.
         """
         if not self._marks_cut:
             return False
@@ -169,10 +177,10 @@ class Tokenizer:
         return not any(_MARK_INSIDE.search(token) for token in vocabulary)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
-        """All ids as one text; what a Detokenizer returns for them, joined.
+        """Decode all ids to one text, which equals the joined results of a Detokenizer.
 
-        The library's own decode, but for broken runs of single-byte tokens: it gives up all of
-        such a run, which no stream could foresee.
+        The library's own decoder differs only for invalid sequences of single-byte tokens. The
+        library drops the whole sequence; a stream cannot foresee this.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         kept = [token_id for token_id in token_ids if token_id not in skipped]
@@ -183,11 +191,11 @@ class Tokenizer:
         return b"".join(spelled).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's exact bytes, as they stand in the middle of a text."""
+        """Return the token's exact bytes in the middle of a text."""
         return self.spell(token_id, self._anchor)
 
     def token_text(self, token_id: int) -> str:
-        """The same as characters, with U+FFFD for partial ones."""
+        """Return the token's text in the middle of a text, with U+FFFD for partial characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     @property
@@ -199,28 +207,28 @@ class Tokenizer:
         return self.special_tokens.get("eos_token")
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its written form."""
+        """Return the id of a token by its content in tokenizer.json."""
         found: int | None = self._inner.token_to_id(token)
         return found
 
 
 def _check_tokens(ids: dict[str, int]) -> None:
-    """ModelError for a token that would make a table of ids, or a text, absurdly large."""
+    """Raise ModelError for an absurdly large token id or an absurdly long token."""
     for token, token_id in ids.items():
         if 0 <= token_id < MAX_VOCABULARY and len(token) <= _MAX_TOKEN:
             continue
-        what, most = f"has the id {token_id:,}", f"ids up to {MAX_VOCABULARY - 1:,}"
+        what, most = f"has the id {token_id:,}", f"only ids from 0 to {MAX_VOCABULARY - 1:,}"
         if len(token) > _MAX_TOKEN:
-            what, most = f"has {len(token):,} characters", f"up to {_MAX_TOKEN:,}"
+            what, most = f"has {len(token):,} characters", f"at most {_MAX_TOKEN:,}"
         raise ModelError(
-            f"The token {token[:_MAX_SHOWN]!r} in the model's tokenizer.json {what}, and {most} "
-            "are accepted; download it again.",
+            f"The token {token[:_MAX_SHOWN]!r} in the model's tokenizer.json {what}; {most} "
+            "are accepted. Download the model again.",
             "tokenizer_invalid",
         )
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Named special tokens (`bos_token`, `unk_token` …); a config writes each as text or object."""
+    """Return the special tokens by name; in a config, a special token is a text or an object."""
     found = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value

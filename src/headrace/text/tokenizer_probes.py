@@ -1,4 +1,4 @@
-"""Random texts that are hard to tokenize in parts; never judges them."""
+"""Generates random texts that are hard to tokenize in parts."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,10 @@ Piece = Callable[[random.Random], str]
 
 
 def hard_texts(seed: int, added_tokens: Sequence[str]) -> Iterator[str]:
-    """Without end: mixtures of a few to a few dozen hard pieces, tokens of the vocabulary too."""
+    """Yield an endless series of texts.
+
+    Each text is a mixture of at most 90 hard pieces, including added tokens.
+    """
     dice = random.Random(seed)
     pieces = (*_PIECES, _added(added_tokens)) if added_tokens else _PIECES
     while True:
@@ -36,7 +39,7 @@ def _blanks(dice: random.Random) -> str:
 
 
 def _run(dice: random.Random) -> str:
-    """Short ones mostly, up to 1,500."""
+    """Return one repeated character: usually a short text, at most 1,500 characters."""
     return dice.choice(_RUNS) * min(1500, int(1.5 ** (18 * dice.random() ** 2)))
 
 
@@ -66,7 +69,7 @@ _PIECES: tuple[Piece, ...] = (
 
 
 def _added(tokens: Sequence[str]) -> Piece:
-    """Whole or broken, with blanks, letters or nothing beside it."""
+    """Return a function that makes a whole or broken token, with blanks or letters next to it."""
 
     def piece(dice: random.Random) -> str:
         token = dice.choice(tokens)

@@ -1,13 +1,15 @@
-"""Ids of a long text from overlapping windows, equal to those of one call; bounded memory.
+"""Encodes a long text in overlapping windows, with bounded memory and the ids of a single call.
 
-    left   |----------------------------|
-    right                        |----------------------------|
-                                 overlap
-                                    ^ cut: left's tokens before it, right's from it on
+left   |----------------------------|
+right                        |----------------------------|
+                             overlap
+                                ^ cut: the left window's tokens before the cut, then the right
+                                  window's tokens
 
-Near a window's border its tokens are not the text's: words are cut, spaces prefixed, characters
-left uncomposed. Where both windows agree the borders are out of reach, and a word that begins
-there begins there in the whole text too.
+Near the border of a window, the window's tokens differ from the tokens of the whole text: words
+are cut, spaces are prefixed, and characters are not composed. Where both windows have the same
+tokens, the borders have no influence. A word that begins at such a place in a window also begins
+at this place in the whole text.
 """
 
 from array import array
@@ -27,11 +29,12 @@ class Sizes(msgspec.Struct, frozen=True):
 
     window: int = 64 << 10
     overlap: int = 4 << 10
-    min_run: int = 6  # tokens that both windows must agree on around a cut
+    # The minimum number of consecutive tokens that are equal in both windows around a cut.
+    min_run: int = 6
 
 
 class Window(NamedTuple):
-    """The tokens of text[start:end]; spans are (start, end) in the whole text."""
+    """The tokens of text[start:end]; each span is (start, end) in the whole text."""
 
     start: int
     end: int
@@ -44,17 +47,19 @@ class Window(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Left's tokens up to index `left`, then right's from index `right` on."""
+    """A cut: the left window's tokens before index `left`, then the right window's from `right`
+    on.
+    """
 
     left: int
     right: int
 
 
 class WindowedText:
-    """One text on its way to ids. Each `advance` encodes one window, so texts can take turns.
+    """Encodes one text; each `advance` encodes one window, so that several texts can take turns.
 
-    `outer` are the special tokens before and after it. Beyond `limit` tokens it stops: `is_over`
-    is set and the rest is not read.
+    `outer` contains the special tokens before and after the text. Encoding stops after more than
+    `limit` tokens: `is_over` is set, and the rest of the text is not read.
     """
 
     def __init__(
@@ -71,12 +76,13 @@ class WindowedText:
         self._before, self._after = outer
         self._limit = limit
         self._left: Window | None = None
-        self._first = 0  # left's tokens before it are taken
+        # The tokens of `_left` before this index have been taken.
+        self._first = 0
         self.token_ids = self._before[:]
         self.is_over = False
 
     def advance(self) -> bool:
-        """Encode one more window; False when there is no more to do."""
+        """Encode one more window; return False when the text is done or `is_over` is set."""
         if self._left is None:
             self._left = self._encode(0, self._sizes.window)
         else:
@@ -96,7 +102,7 @@ class WindowedText:
         self._left, self._first = right, cut.right
 
     def _widen(self, left: Window) -> None:
-        """Extends the left window to four times its length: it ends in a bad place."""
+        """Make the left window four times as long, because no cut was found in the overlap."""
         wide = self._encode(left.start, 4 * (left.end - left.start))
         known = self._first + self._sizes.min_run if self._first else 0
         if wide.ids[:known] == left.ids[:known] and wide.spans[:known] == left.spans[:known]:
@@ -116,7 +122,7 @@ class WindowedText:
         self.is_over = self._limit is not None and len(self.token_ids) > self._limit
 
     def _cut(self, left: Window, right: Window) -> Cut | None:
-        """The place nearest to the middle of the overlap where the windows may be joined."""
+        """Return the possible cut nearest to the middle of the overlap, or None."""
         middle = (right.start + left.end) // 2
         places = [
             (abs(left.spans[cut.left][0] - middle), cut, run[-1])
@@ -137,7 +143,11 @@ class WindowedText:
 
 
 def agreeing_runs(left: Window, right: Window, min_run: int) -> list[list[Cut]]:
-    """Stretches of at least `min_run` tokens equal in id and span; never their first token."""
+    """Return the runs of tokens that are equal in both windows, by id and span.
+
+    A run has at least `min_run` tokens. The first token is left out of the result, because a cut
+    before this token would follow a token that differs.
+    """
     num_right = bisect_left(right.spans, (left.end, 0))
     overlap = zip(right.ids[:num_right], right.spans, strict=False)
     place = {token: index for index, token in enumerate(overlap)}
@@ -155,10 +165,11 @@ def agreeing_runs(left: Window, right: Window, min_run: int) -> list[list[Cut]]:
 
 
 def _has_two_classes(text: str) -> bool:
-    """Whether the text is more than one run of blanks, digits, letters or other characters.
+    """Return whether the text has characters of more than one class.
 
-    Such a run may be read as a whole, however long (blanks before a token that eats them, digits
-    grouped from the right): what lies behind it must not matter for the place before it.
+    The classes are white space, digits, letters and everything else. A tokenizer may read a long
+    run of one class as a whole: blanks that the next token absorbs, or digits that are grouped
+    from the right. So the equal tokens after a cut must reach beyond the run.
     """
     first = _class_of(text[:1])
     return any(_class_of(character) != first for character in text)

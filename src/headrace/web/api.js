@@ -1,11 +1,12 @@
-// Requests to the server, with the key that the person gave, and server-sent events.
+// Sends requests to the server with the key that the person gave, and reads server-sent events.
 
 import { breathe } from "./dom.js";
 import { settings } from "./settings.js";
 
 let usesAdminKey = false;
 
-// From now on the admin's key is sent, if there is one. The chat has its own: streams are those of a key.
+// Sends the admin key from now on, if there is one. The chat always sends its own key, because a stream belongs to
+// the key that created it.
 export const useAdminKey = () => (usesAdminKey = true);
 
 export function headers(more = {}) {
@@ -13,18 +14,20 @@ export function headers(more = {}) {
   return key ? { Authorization: `Bearer ${key}`, ...more } : more;
 }
 
-// The server may lie below a path, and this file lies in a folder of it.
+// The server may be below a path. This file is in a folder directly below that path.
 const root = new URL("..", import.meta.url);
 
-// fetch, since an EventSource cannot send a key.
+// Uses fetch, since an EventSource cannot send a key.
 export function ask(path, options = {}) {
   return fetch(new URL(path.slice(1), root), { cache: "no-store", ...options, headers: headers(options.headers) });
 }
 
-// Whether the server has an admin key at all: one that has none forbids what another asks a key for.
+// Returns whether the server has an admin key. A server without one answers 403; a server with one answers 401 to
+// a request without a key.
 export const isAdminKeyTaken = async () => (await fetch(new URL("manage/state", root), { cache: "no-store" })).status === 401;
 
-const SLICE_MS = 10; // of the events that have come at once
+// Longest time to handle events that arrived together before the page may react to input.
+const SLICE_MS = 10;
 
 export async function errorOf(response) {
   try {
@@ -35,7 +38,7 @@ export async function errorOf(response) {
   }
 }
 
-// Every event of a body as {id, event, data}; `alive` is called for each sign of life.
+// Yields every event of a body as {id, event, data}; calls `alive` each time that data arrives.
 export async function* events(response, alive = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// The batches of this key: how far they are, to be stopped, and their results to be taken.
+// The batches of this key: shows their progress, stops them, and downloads their results.
 
 import { ask, errorOf } from "./api.js";
 import { button, el } from "./dom.js";
@@ -10,14 +10,14 @@ const ENDED = ["completed", "failed", "expired", "cancelled", "ended"];
 
 const rest = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
-// The answer as JSON, or an error that says why there is none.
+// Returns the answer as JSON, or throws an error that says why there is none.
 async function asked(path, options) {
   const response = await ask(path, options);
   if (!response.ok) throw new Error((await errorOf(response)).message);
   return response.json();
 }
 
-// One form for both APIs.
+// Returns the rows of both APIs in one format.
 function ofFile(batch) {
   const { total, completed, failed } = batch.request_counts;
   const files = [batch.output_file_id, batch.error_file_id].filter(Boolean);
@@ -44,14 +44,14 @@ const faultOf = (fault) => (fault ? `Line ${fault.line}: ${fault.message}` : "")
 function row(batch) {
   const progress = el("progress", { max: batch.total || 1, value: batch.done, "aria-label": `Progress of ${batch.name}` });
   const isOver = ENDED.includes(batch.state);
-  // The style sheet may lay out the rows as cards; these roles keep them a table for screen readers.
+  // On a phone, a row takes two lines. These roles keep the rows a table for screen readers.
   const cell = (name, more, ...inner) => el("td", { role: "cell", class: name, ...more }, ...inner);
   return el("tr", { role: "row", "data-id": batch.id },
-    cell("what", { title: batch.id }, batch.name),
-    cell("state", {}, batch.fault ? `${batch.state}. ${batch.fault}` : batch.state.replace("_", " ")),
+    cell("what", { title: batch.id }, batch.name, batch.fault ? el("div", { class: "trouble" }, batch.fault) : null),
+    cell("state", {}, batch.state.replace("_", " ")),
     cell("done", {}, el("div", { class: "progress" }, progress, el("span", {}, `${batch.done} of ${batch.total}`))),
     cell("failed", {}, String(batch.failed)),
-    cell("begun", {}, new Date(batch.begun).toLocaleString()),
+    cell("begun", {}, new Date(batch.begun).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })),
     cell("acts", {},
       isOver || batch.state.startsWith("cancel") ? null : button("Stop", () => act(() => asked(batch.cancel, { method: "POST" })), { "aria-label": `Stop ${batch.name}` }),
       batch.results.length ? button("Download", () => act(() => download(batch)), { "aria-label": `Download the results of ${batch.name}` }) : null));
@@ -67,7 +67,7 @@ async function act(work) {
   }
 }
 
-// By fetch, since a link cannot send a key.
+// Downloads by fetch, since a link cannot send a key.
 async function download(batch) {
   const parts = [];
   for (const path of batch.results) {
@@ -80,7 +80,7 @@ async function download(batch) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-// The url of the first line is that of all.
+// Takes the url of the first line for all lines, since a batch has one endpoint.
 async function send(file) {
   const first = (await file.slice(0, 1 << 20).text()).split("\n").find((line) => line.trim()) ?? "";
   let endpoint;
@@ -89,7 +89,7 @@ async function send(file) {
   } catch {
     endpoint = null;
   }
-  if (typeof endpoint !== "string") throw new Error("The first line of this file is no request: it has no url.");
+  if (typeof endpoint !== "string") throw new Error("The first line of this file is not a request: it has no url.");
   const form = new FormData();
   form.append("purpose", "batch");
   form.append("file", file);
@@ -101,10 +101,11 @@ async function send(file) {
 async function look() {
   const [files, messages] = await Promise.all(["/v1/batches", "/v1/messages/batches"].map((path) => asked(`${path}?limit=${MAX_ROWS}`)));
   const batches = [...files.data.map(ofFile), ...messages.data.map(ofMessages)].sort((a, b) => b.begun - a.begun);
-  $("batches").hidden = !batches.length;
+  $("batches").parentElement.hidden = !batches.length;
   $("none").hidden = batches.length > 0;
   const key = JSON.stringify(batches);
-  if (key === shown) return; // what is focused stays so
+  // Redrawing would take the focus away from a button.
+  if (key === shown) return;
   shown = key;
   $("batches").tBodies[0].replaceChildren(...batches.map(row));
 }

@@ -1,19 +1,20 @@
-// Calls of tools and their results, each a card that can be folded.
+// Shows the calls of tools and their results, each as a card that can be folded.
 
 import { el } from "./dom.js";
 import { entriesOf, valueOf } from "./structured.js";
 import { TextView } from "./text.js";
 
 export class Card {
-  // `kind`: call or result.
+  // `kind` is call or result.
   constructor(kind, name) {
-    this.shown = null; // the text of the tree
+    // The text that the tree shows.
+    this.shown = null;
     this.title = el("strong", {}, name);
     this.inner = el("div", { class: "inner" });
     this.node = el("details", { class: `card ${kind}`, open: true }, el("summary", {}, el("span", { class: "soft" }, kind === "call" ? "Tool call" : "Result of"), this.title), this.inner);
   }
 
-  // Text that is whole and JSON is shown as a tree.
+  // Shows complete text that is JSON as a tree.
   show(name, text, isWhole, deadline) {
     if (this.title.textContent !== name) this.title.textContent = name;
     const value = isWhole ? valueOf(text) : undefined;

@@ -1,8 +1,17 @@
-// Draws on canvases, in the colours of the page.
+// Draws charts on canvases, in the colours of the page.
 
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
+// The colours of the page when the last chart was begun. Each look at them makes the browser compute all styles.
+const colors = {};
+const color = (name) => colors[name];
+
+// A custom property would be returned as it is written, so a property that uses it is read.
+function lookAt(name) {
+  document.documentElement.style.caretColor = `var(--${name})`;
+  return getComputedStyle(document.documentElement).caretColor;
+}
 
 function prepare(canvas) {
+  for (const name of ["text", "soft", "line", "main", "prompt", "bad"]) colors[name] = lookAt(name);
   const scale = devicePixelRatio || 1;
   const { clientWidth: width, clientHeight: height } = canvas;
   canvas.width = width * scale;
@@ -28,7 +37,8 @@ function line(pen, x1, y1, x2, y2, name) {
   pen.stroke();
 }
 
-// Where a scale ends: with the longest, unless a few are far beyond all others, which are cut then.
+// Returns the end of a scale: the longest value. If a few values are far beyond all others, the scale ends below
+// them, and they are cut.
 function endOf(values) {
   const sorted = [...values].sort((a, b) => a - b);
   const high = sorted[Math.floor(0.98 * (sorted.length - 1))] ?? 0;
@@ -36,14 +46,15 @@ function endOf(values) {
   return Math.max(10, longest > 2 * high && sorted.length > 1 ? 1.3 * high : 1.1 * longest);
 }
 
-// Steps with prompts are longer than others, and no exception, unless there are hardly any.
+// Returns the end of the scale of steps. Steps with prompts are longer than others, so each kind counts by itself,
+// unless it has hardly any steps.
 function endOfSteps(steps) {
   const kinds = [true, false].map((isPrompt) => steps.filter((step) => isPrompt === step.prompt_tokens > 0));
   const common = kinds.filter(({ length }) => length > 3);
   return Math.max(...(common.length ? common : [steps]).map((some) => endOf(some.map((step) => step.actual_ms))));
 }
 
-// What goes beyond the scale, at its upper end.
+// Marks a value beyond the scale, at its upper end.
 function cut(pen, x, top, wide) {
   pen.fillStyle = color("bad");
   pen.beginPath();
@@ -83,31 +94,42 @@ export function drawSteps(canvas, steps, target) {
   if (mostTokens > 1) text(pen, `${mostTokens} tok`, left - 6, height - 4, "right");
 }
 
-// Bars over the last hour, from points that may have holes: of one name, or from one to another on a
-// scale of powers, since waits differ by so much. Returns the highest value, if any.
-export function drawHour(canvas, { every_s: every, points }, [name, upTo], inWords) {
+const MIN_SPAN_S = 60;
+const MIN_BAR = 4; // pixels
+
+const ago = (seconds) => (seconds < 120 ? `${seconds} s ago` : seconds < 3570 ? `${Math.round(seconds / 60)} min ago` : "1 h ago");
+
+// Draws bars over the last hour, from points that may have gaps in between. The axis starts at the oldest point, so
+// that the few points of a new server fill the width.
+//
+// With one name, a bar shows that value from zero. With two names, a bar goes from one value to the other on a
+// logarithmic scale, since waits differ by so much. A bar that stands for several points shows their highest values.
+export function drawHour(canvas, { every_s: every, points }, [name, upTo], most) {
   const [pen, width, height] = prepare(canvas);
   const base = height - 17;
-  const top = 16;
+  const top = 4;
+  const span = Math.max(MIN_SPAN_S, ...points.map((point) => point.ago_s));
   line(pen, 0, base, width, base, "line");
-  text(pen, "1 h ago", 0, height - 4);
+  text(pen, ago(span), 0, height - 4);
   text(pen, "now", width, height - 4, "right");
-  const values = points.map((point) => point[upTo ?? name]).filter((value) => value !== null);
-  if (!values.length) return null;
-  const most = Math.max(...values);
+  const num = Math.max(1, Math.min(Math.ceil(span / every), Math.floor(width / MIN_BAR)));
+  const bars = new Map();
+  for (const point of points.filter((one) => one[name] !== null)) {
+    const k = Math.min(num - 1, Math.floor(((span - point.ago_s) * num) / span));
+    const highest = (which) => Math.max(bars.get(k)?.[which] ?? 0, point[which]);
+    bars.set(k, { [name]: highest(name), ...(upTo && { [upTo]: highest(upTo) }) });
+  }
   const share = (value) => (upTo ? Math.log(Math.max(value, 1)) / Math.log(Math.max(most, 10)) : value / (most || 1));
   const y = (value) => base - share(value) * (base - top);
-  const wide = Math.max(1, (width * every) / 3600);
-  for (const point of points.filter((one) => one[name] !== null)) {
-    const at = width * (1 - point.ago_s / 3600);
+  const wide = width / num;
+  for (const [k, bar] of bars) {
+    const at = k * wide;
     pen.fillStyle = color(upTo ? "line" : "main");
-    pen.fillRect(at, y(point[upTo ?? name]), wide, (upTo ? y(point[name]) : base) - y(point[upTo ?? name]));
+    pen.fillRect(at, y(bar[upTo ?? name]), wide - 1, (upTo ? y(bar[name]) : base) - y(bar[upTo ?? name]));
     if (!upTo) continue;
     pen.fillStyle = color("main");
-    pen.fillRect(at, y(point[name]) - 1, wide, 2);
+    pen.fillRect(at, y(bar[name]) - 1, wide - 1, 2);
   }
-  text(pen, inWords(most), 0, 11);
-  return most;
 }
 
 export function drawGaps(canvas, gaps, target) {
@@ -119,7 +141,8 @@ export function drawGaps(canvas, gaps, target) {
   const counts = new Array(num).fill(0);
   for (const gap of gaps) if (gap <= most) counts[Math.min(num - 1, Math.floor((gap / most) * num))]++;
   const highest = Math.max(1, longer, ...counts);
-  const wide = width / (num + 1); // the last place is for what is cut
+  // The last bar counts the gaps that are cut.
+  const wide = width / (num + 1);
   [...counts, longer].forEach((count, k) => {
     const high = count && Math.max(2, (count / highest) * (base - 16));
     pen.fillStyle = color(k === num ? "bad" : "main");
@@ -130,7 +153,8 @@ export function drawGaps(canvas, gaps, target) {
   const isNear = target != null && target <= most;
   const x = isNear ? (target / most) * num * wide : 0;
   const end = longer ? `${longer} beyond ${most.toFixed(0)} ms` : `${most.toFixed(0)} ms`;
-  if (width - x > 150) text(pen, end, width, height - 6, "right"); // beside the target's
+  // Leave room for the label of the target.
+  if (width - x > 150) text(pen, end, width, height - 6, "right");
   if (target != null && !isNear) text(pen, `stall target ${target} ms →`, width, 9, "right");
   if (!isNear) return;
   line(pen, x, 8, x, base, "bad");

@@ -1,6 +1,6 @@
-// The chat: which conversation is in view, what is sent, and a follower for each answer due.
+// The chat: shows one conversation, sends messages, and runs a follower for each unfinished answer.
 
-import { areRead, attach, draft as written, isReading, onDraft, setText, showDraft, takeDraft } from "./composer.js";
+import { areRead, attach, draft as written, isReading, onDraft, putBack, setText, showDraft, takeDraft } from "./composer.js";
 import { askForKey } from "./dialogs.js";
 import { el, newId } from "./dom.js";
 import { openDownloads } from "./downloads.js";
@@ -12,36 +12,47 @@ import { ConversationList } from "./list.js";
 import { isLoading, showLoad } from "./loading.js";
 import { openMenu } from "./menu.js";
 import { MessageView } from "./message.js";
-import { drawnBy, isOneOfSeveral, knownOf, learn, loadModels, modelOf, showModels, takesImages } from "./models.js";
-import { lookAtServer } from "./presence.js";
+import { drawnBy, GET, hasNone, isOneOfSeveral, isSilent, knownOf, learn, loadModels, modelOf, showModels, takesImages } from "./models.js";
+import { isAway, lookAtServer } from "./presence.js";
 import { purgeDeleted, remove } from "./removal.js";
 import { renameIn } from "./rename.js";
-import { countSoon } from "./room.js";
+import { countSoon, isTooLong } from "./room.js";
 import { markIn, search } from "./search.js";
-import { choicesOf, defaults, faultOf, NUMBERS, sampling, saveSettings, settings } from "./settings.js";
+import { ADVANCED, choicesOf, defaults, faultOf, sampling, saveSettings, settings } from "./settings.js";
 import { listen, showShortcuts } from "./shortcuts.js";
 import * as store from "./store.js";
 import { toast } from "./toast.js";
 import { exportAll, exportJson, exportMarkdown, importAll } from "./transfer.js";
 import { forgetTyped } from "./typed.js";
-import { showNotice } from "./weight.js";
+import { isTooLong as isRefused, showNotice } from "./weight.js";
 import { welcome } from "./welcome.js";
 
 const $ = (id) => document.getElementById(id);
-const SLICE_MS = 2; // of building in a frame; style and layout take many times as long
-const followers = new Map(); // by message id
-let current = null; // the conversation in view
-let messages = new Map(); // its messages
+// Longest time to build nodes in one frame; style and layout take many times as long.
+const SLICE_MS = 2;
+const MAX_TITLE = 200; // characters
+// By message id.
+const followers = new Map();
+// The conversation in view, and its messages.
+let current = null;
+let messages = new Map();
 let views = new Map();
-let draft = defaults(); // the choices of a conversation that has not begun
-let isOfServer = false; // the notice
-const NOT_KEPT = "This browser keeps nothing more for this page: its disk is full, or its storage closed. What is not kept is not sent.";
-const WRONG_KEY = "The server does not take this key.";
-const due = new Set(); // ids of messages that are to be shown anew
-let isPainting = false; // soon
-let isAtEnd = true; // of the thread: a window that changes its size leaves it so
+// The options of a conversation that has not begun.
+let draft = defaults();
+// Whether the server has refused the key, or needs one.
+let isLocked = false;
+// Whether the notice is about the server, and not about an action.
+let isOfServer = false;
+const NOT_KEPT = "This browser cannot save messages: its disk is full, or its storage is blocked. A message that is not saved is not sent.";
+const WRONG_KEY = "The server does not accept this key.";
+// Ids of messages to draw again.
+const due = new Set();
+// Whether a paint is scheduled.
+let isPainting = false;
+// Whether the thread is scrolled to its end; it stays there when the window changes its size.
+let isAtEnd = true;
 
-// what is in view
+// The conversation in view
 
 function path() {
   const shown = [];
@@ -70,18 +81,27 @@ const acts = {
     showThread();
   },
   edit: (message, text) => send({ ...message, text }, message.parent),
-  // Another version of an answer, which can be continued.
+  // Adds another version of an answer, edited by hand, which can be continued.
   async amend(message, text) {
     const amended = { ...newMessage("assistant", text, message.parent), model: message.model, outcome: "edited" };
     await keepTurn([amended], { leaf: amended.id });
   },
-  // The same answer, from where it ends.
+  // Continues the same answer from its end.
   async goOn(message) {
     const earlier = [...(message.earlier ?? []), message.stream].filter(Boolean);
     const due = { ...message, ...asked(message, message.wanted, { continue_final_message: true }), earlier };
     for (const name of ["outcome", "code", "error", "finish", "stopping", "usage", "timings"]) delete due[name];
     await keepTurn([due], { updated: Date.now() });
     follow(due);
+  },
+  // Takes a message that was too long out of the conversation and puts it back into the field.
+  async putBack(message) {
+    const { parent: leaf, text, files = [], images = [] } = messages.get(message.parent);
+    await store.changeConversation(current.id, { leaf });
+    current.leaf = leaf;
+    showThread();
+    const shown = images.map((url, k) => ({ kind: "image", name: `Picture ${k + 1}`, size: Math.round(url.length * 0.75), url }));
+    putBack(text, [...shown, ...files.map((file) => ({ kind: "text", ...file }))]);
   },
   isLeaf: (message) => message.id === current?.leaf,
   before: (message) => messages.get(message.parent),
@@ -91,7 +111,7 @@ const acts = {
     await answer([given], given.id);
     forgetTyped(message.id);
   },
-  // What an answer was for, if that is text alone.
+  // Returns the fields of the request that led to an answer, if they are text alone.
   fieldsOf(message) {
     const turns = history(messages.get(message.parent));
     const { tools } = sampling(choices());
@@ -109,12 +129,13 @@ function showThread() {
   showChoices();
   isAtEnd = true;
   due.clear();
-  for (const id of [...views.keys()].reverse()) due.add(id); // what is in view comes first
+  // Draw what is in view first.
+  for (const id of [...views.keys()].reverse()) due.add(id);
   paint();
 }
 
 function showTitle() {
-  $("title").textContent = current?.title ?? "New conversation";
+  $("title").textContent = $("title").title = current?.title ?? "New conversation";
   document.title = current ? `${current.title} · Headrace` : "Headrace";
 }
 
@@ -124,10 +145,10 @@ function showChoices() {
   const model = modelOf(choices());
   showModels($("model"), model);
   showWelcome(model);
-  countSoon($("room"), next);
+  count();
 }
 
-// What an empty conversation has instead of messages; what is not known yet comes later.
+// Shows the welcome screen in an empty conversation, first without the properties that are still unknown.
 async function showWelcome(id) {
   if (views.size) return;
   const look = () => (setText("What is in this picture?"), $("given").click());
@@ -144,7 +165,30 @@ function showButtons() {
   const isLive = path().some((message) => message.live);
   $("stop").hidden = !isLive;
   $("send").hidden = isLive;
+  const obstacle = obstacleNow();
+  $("send").disabled = Boolean(obstacle);
+  $("send").title = obstacle || "Send (Enter)";
 }
+
+// Returns why no message can be sent now, or "". A message may be sent while the models are unknown.
+function obstacleNow() {
+  const { text, files } = written();
+  if (isAway()) return "The server cannot be reached.";
+  if (hasNone()) return "The server has no model.";
+  if (isLocked) return "This server needs a key.";
+  if (isSilent(modelOf(choices()))) return "This model cannot write answers.";
+  if (!text.trim() && !files.length && !isReading()) return "The message is empty.";
+  if (isStuck()) return "The message above is too long: put it back and shorten it.";
+  return isTooLong() ? "The message is too long for the model." : "";
+}
+
+// Whether the conversation ends with a message that was too long.
+function isStuck() {
+  const leaf = messages.get(current?.leaf);
+  return Boolean(leaf) && isRefused(leaf);
+}
+
+const count = () => countSoon($("room"), next, showButtons);
 
 const list = new ConversationList($("list"), { open: openFound, rename, items: itemsOf });
 const isLive = (id) => [...followers.values()].some(({ answer }) => answer.conversation === id);
@@ -162,10 +206,16 @@ async function show(id) {
   await followLive();
 }
 
-// answers
+// Answers
 
 $("thread").addEventListener("scroll", ({ target }) => (isAtEnd = target.scrollHeight - target.scrollTop - target.clientHeight < 80));
 new ResizeObserver(() => isAtEnd && ($("thread").scrollTop = $("thread").scrollHeight)).observe($("thread"));
+
+// A tap on a message shows its figures and actions where nothing hovers.
+$("thread").addEventListener("click", ({ target }) => {
+  document.querySelector(".message.tapped")?.classList.remove("tapped");
+  target.closest(".message")?.classList.add("tapped");
+});
 
 const inView = (answer) => answer.conversation === current?.id;
 
@@ -195,13 +245,13 @@ function changed({ answer }) {
   paintSoon();
 }
 
-// At most once a frame; seldom while the page is hidden, when there are none.
+// Paints at most once per frame. A hidden page has no frames, so it paints by a timer, less often.
 function paintSoon() {
   if (!isPainting) (document.hidden ? (act) => setTimeout(act, 200) : requestAnimationFrame)(paint);
   isPainting = true;
 }
 
-// What one frame has no time for, the next ones show.
+// Paints until the frame's time is used up; the next frames continue.
 function paint() {
   isPainting = false;
   const thread = $("thread");
@@ -236,8 +286,14 @@ function newMessage(role, text, parent) {
   return { id: newId(), conversation: current.id, parent: parent ?? null, role, text, reasoning: "", calls: [], created: Date.now() };
 }
 
+// Returns a text as a title: one line, with "…" at its end if it was cut.
+function titleOf(text) {
+  const line = text.trim().replace(/\s+/g, " ");
+  return line.length > MAX_TITLE ? `${line.slice(0, MAX_TITLE - 1).trimEnd()}…` : line;
+}
+
 async function send({ text, images, files }, parent) {
-  const title = (text.trim() || files?.[0]?.name || "Images").slice(0, 60);
+  const title = titleOf(text) || files?.[0]?.name || "Images";
   const isFirst = !current;
   if (isFirst) current = { id: newId(), title, created: Date.now(), choices: draft };
   showDraft(current.id);
@@ -250,13 +306,13 @@ async function send({ text, images, files }, parent) {
   });
 }
 
-// How an answer behind `leaf` is asked for: the bytes and the key of its POST.
+// Returns the fields of an unfinished answer after `leaf`: the bytes and the key of its POST.
 function asked(leaf, model = modelOf(choices()), more = {}) {
   const fields = { messages: history(leaf), stream: true, return_progress: true, timings_per_token: true, ...more };
   return { wanted: model, live: 1, stream: null, cursor: "", key: newId(), body: JSON.stringify({ ...fields, ...sampling({ ...choices(), model }) }) };
 }
 
-// The answer is on the disk, and how it is asked for, before that is sent.
+// Saves the answer and its request to disk before the request is sent.
 async function answer(before, parent, model) {
   const due = { ...newMessage("assistant", "", parent), ...asked(before.at(-1) ?? messages.get(parent), model) };
   due.created += 1;
@@ -265,26 +321,29 @@ async function answer(before, parent, model) {
   $("news").textContent = "Sent.";
 }
 
-// Shows a turn of the conversation in view once it is kept: what is not kept changes nothing.
+// Shows a turn of the conversation in view after it was saved; a turn that cannot be saved changes nothing.
 async function keepTurn(turn, changes) {
   const { id } = current;
   await store.saveTurn({ ...current, ...changes }, turn);
-  if (current?.id !== id) return; // another one has been opened meanwhile
+  // Another conversation has been opened meanwhile.
+  if (current?.id !== id) return;
   Object.assign(current, changes);
   for (const message of turn) messages.set(message.id, message);
   location.hash = id;
   showThread();
 }
 
-// dialogs
+// Dialogs
 
-// The settings: the key, and what new conversations begin with. The options: this conversation's own.
+// Opens the settings, which have the key and the defaults for new conversations, or the options of this
+// conversation.
 function openChoices(isOwn) {
   const form = $("choices").querySelector("form");
   const chosen = isOwn ? choices() : settings();
   $("choices-title").textContent = isOwn ? "Options of this conversation" : "Settings";
-  $("key-field").hidden = $("scope").hidden = isOwn;
-  $("numbers").replaceChildren(...NUMBERS.map((name) => el("label", {}, name[0].toUpperCase() + name.slice(1).replaceAll("_", " "), el("input", { name, type: "number", step: "any", placeholder: "as the model" }))));
+  for (const name of ["key-field", "look", "scope"]) $(name).hidden = isOwn;
+  $("advanced").open = isLocked && !isOwn;
+  $("numbers").replaceChildren(...ADVANCED.map((name) => el("label", {}, name[0].toUpperCase() + name.slice(1).replaceAll("_", " "), el("input", { name, type: "number", step: "any", placeholder: "as the model" }))));
   for (const field of form.elements) if (field.name) field.value = chosen[field.name] ?? "";
   $("fault").textContent = "";
   form.onsubmit = (event) => keepChoices(event, isOwn);
@@ -294,28 +353,32 @@ function openChoices(isOwn) {
 
 async function showDrawn(model) {
   const drawn = await drawnBy(model);
-  for (const field of $("numbers").querySelectorAll("input")) if (drawn[field.name] >= 0) field.placeholder = Number(drawn[field.name].toPrecision(4));
+  for (const field of $("choices").querySelectorAll("input[type=number]")) if (drawn[field.name] >= 0) field.placeholder = Number(drawn[field.name].toPrecision(4));
 }
 
 async function keepChoices(event, isOwn) {
   const given = Object.fromEntries(new FormData(event.target));
   $("fault").textContent = faultOf(given);
-  if ($("fault").textContent) return void event.preventDefault();
+  if ($("fault").textContent) {
+    $("advanced").open = true;
+    return void event.preventDefault();
+  }
   if (isOwn) return choose(given);
   saveSettings(given);
+  applyLook();
   if (!current) draft = defaults();
   showChoices();
   await takeKey(given.key);
 }
 
-// Tries a key, and says what is wrong with it.
+// Tries a key; returns why the server refused it, or "".
 async function takeKey(key) {
   saveSettings({ key });
   followers.forEach((follower) => follower.reconnect());
   return (await refreshModels())?.status === 401 ? WRONG_KEY : "";
 }
 
-// Of this conversation alone.
+// Changes options of this conversation alone.
 async function choose(given) {
   const chosen = choicesOf({ ...choices(), ...given });
   const own = current;
@@ -328,25 +391,29 @@ async function choose(given) {
 async function refreshModels() {
   try {
     const error = await loadModels();
+    isLocked = error?.status === 401;
     const fault = settings().key ? WRONG_KEY : "";
-    const remind = () => notice("This server asks for a key.", true, ["Enter it", () => askForKey(fault, takeKey, remind, true)]);
-    if (error?.status === 401) askForKey(fault, takeKey, remind);
+    const remind = () => notice("This server needs a key.", true, ["Enter a key", () => askForKey(fault, takeKey, remind, true)]);
+    if (isLocked) askForKey(fault, takeKey, remind);
     else if (error && error.code !== "model_loading") notice(error.message, true);
     else if (isOfServer) notice("");
     showChoices();
-    for (const id of views.keys()) due.add(id); // some offer the other models
+    // Some messages offer the other models.
+    for (const id of views.keys()) due.add(id);
     paintSoon();
     return error;
   } catch {
-    return null; // the followers say when the server is away
+    // The followers report that the server is away.
+    return null;
   }
 }
 
-// Whether the server is there, and how far it is while it loads its only model.
+// Checks whether the server can be reached, and how far it is while it loads its only model.
 async function followServer(isUrgent) {
   const before = isLoading();
   const isBack = await lookAtServer(isUrgent);
   showLoad($("loading"));
+  showButtons();
   if (isBack) followers.forEach((follower) => follower.reconnect());
   if (isBack) await refreshModels();
   if (isLoading() !== before) $("news").textContent = isLoading() ? "The server is loading its model." : "The model is loaded.";
@@ -355,15 +422,17 @@ async function followServer(isUrgent) {
   await refreshModels();
 }
 
-// files
+// Files
 
 const texts = (files) => files.filter(({ kind }) => kind === "text").map(({ name, text, size, pages }) => ({ name, text, size, pages }));
 const pictures = (files) => files.filter(({ kind }) => kind === "image").map(({ url }) => url);
 
-// What would be sent now, to be counted: pictures take room, too, but only the model knows how much.
+// Returns the messages as they would be sent now, to count their tokens. Pictures are left out: they take context
+// too, but only the model knows how much.
 function next() {
   const { text, files } = written();
   const isEmpty = !text.trim() && !files.length;
+  if (isStuck()) return { messages: [], files };
   const said = { role: "user", text, calls: [], files: texts(files) };
   const all = [...history(messages.get(current?.leaf)), ...(isEmpty ? [] : asSent(said))];
   const counted = all.map((one) => (Array.isArray(one.content) ? { ...one, content: one.content.at(-1).text } : one));
@@ -378,7 +447,7 @@ async function attachAll(given) {
   $("input").focus();
 }
 
-// the page
+// The page
 
 async function rename(conversation, title) {
   await store.changeConversation(conversation.id, { title });
@@ -387,10 +456,11 @@ async function rename(conversation, title) {
   await show(current.id);
 }
 
-// What one may do with a conversation, but rename it.
+// Returns the items of a conversation's menu, except for renaming.
 function itemsOf(conversation) {
   const letGo = (message) => followers.get(message)?.close();
-  const now = () => store.conversation(conversation.id); // the row may show an older branch
+  // The row may show an older branch.
+  const now = () => store.conversation(conversation.id);
   const removed = async () => {
     await remove(conversation, letGo, show);
     await show(conversation.id === current?.id ? null : current?.id);
@@ -405,7 +475,7 @@ function itemsOf(conversation) {
 
 const renameShown = () => renameIn($("title"), current.title, (title) => rename(current, title));
 
-// Opens what the search has found, at the place.
+// Opens a conversation that the search has found, at the place of the words.
 async function openFound(id) {
   const message = list.found?.get(id)?.message;
   await show(id);
@@ -427,13 +497,15 @@ async function searchNow() {
 
 function submit() {
   if (isReading()) return void areRead().then((isDone) => isDone && submit());
-  const taken = $("send").hidden ? null : takeDraft();
-  if (!taken) return;
+  if ($("send").hidden) return;
+  const obstacle = obstacleNow();
+  if (obstacle) return void ($("news").textContent = obstacle);
+  const taken = takeDraft();
   send({ text: taken.text, images: pictures(taken.files), files: texts(taken.files) }, current?.leaf).then(taken.settle, taken.giveBack);
   notice("");
 }
 
-// `ofServer`: about the key or the models; it goes when they are there.
+// `ofServer` marks a notice about the key or the models, which disappears once these are available.
 function notice(text, ofServer = false, action) {
   isOfServer = ofServer;
   showNotice($("notice"), "fails", text, action);
@@ -458,7 +530,8 @@ function editLast(event) {
 
 $("stop").addEventListener("click", stop);
 addEventListener("keydown", ({ key, target, shiftKey, isComposing }) => {
-  const isTaken = isComposing || shiftKey || target === $("search") || document.querySelector("dialog[open], :popover-open"); // by what it closes
+  // Escape first closes an open dialog, menu or search.
+  const isTaken = isComposing || shiftKey || target === $("search") || document.querySelector("dialog[open], :popover-open");
   if (key !== "Escape" || isTaken) return;
   if (document.body.classList.contains("with-side")) closeSide();
   else if (!$("stop").hidden) stop();
@@ -490,12 +563,16 @@ $("search").addEventListener("keydown", (event) => {
 });
 $("file").addEventListener("change", async ({ target }) => {
   const [file] = target.files;
-  if (file) await importAll(file).then((told) => (notice(""), toast(told)), () => notice("This file holds no conversations."));
+  if (file) await importAll(file).then((told) => (notice(""), toast(told)), () => notice("This file contains no conversations."));
   target.value = "";
   await show(current?.id);
 });
 $("model").addEventListener("focus", refreshModels);
-$("model").addEventListener("change", ({ target: { value } }) => speakTo(value));
+$("model").addEventListener("change", ({ target: { value } }) => {
+  if (value !== GET) return speakTo(value);
+  $("model").value = modelOf(choices());
+  getModel();
+});
 function getModel() {
   openDownloads({ use: speakTo, came: refreshModels });
 }
@@ -504,7 +581,7 @@ async function speakTo(model) {
   await choose({ model });
 }
 listenForFiles(attachAll);
-onDraft(() => countSoon($("room"), next));
+onDraft(() => (showButtons(), count()));
 const openSide = () => document.body.classList.add("with-side");
 $("open-side").addEventListener("click", () => (openSide(), $("close-side").focus()));
 const closeSide = () => {
@@ -527,7 +604,8 @@ document.addEventListener("visibilitychange", () => {
 setInterval(() => {
   followers.forEach(changed);
   const isSilent = [...followers.values()].some((one) => !Object.keys(one.status).length && !one.answer.text);
-  if (isSilent && isOneOfSeveral() && !document.hidden) refreshModels(); // one may be loading
+  // A model may be loading.
+  if (isSilent && isOneOfSeveral() && !document.hidden) refreshModels();
   if (!document.hidden) followServer(isLoading() || [...followers.values()].some((one) => one.status.trouble));
 }, 1000);
 
@@ -541,7 +619,7 @@ store.onChange(async ({ conversation }) => {
   await showList().then(followLive);
 });
 
-// Its name and its choices alone: an answer is coming here.
+// Takes over only the title and options, since this tab is receiving an answer.
 async function takeChanges(own) {
   const { title, choices } = (await store.conversation(own.id)) ?? own;
   Object.assign(own, { title, choices });

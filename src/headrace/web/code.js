@@ -1,4 +1,4 @@
-// A piece of code with its language and a button that copies it.
+// Shows a piece of code with its language and a button that copies it.
 
 import { copyButton, el } from "./dom.js";
 import { highlight } from "./highlight.js";
@@ -14,7 +14,7 @@ export class Code {
     this.node = el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, code));
   }
 
-  // As Pieces does; the last line has no end of its own.
+  // Shows lines as Pieces does; the last line has no line end of its own.
   show(lines, numFinal, deadline) {
     this.lines = lines;
     return this.pieces.show(lines, numFinal, deadline);

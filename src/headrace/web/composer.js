@@ -1,4 +1,4 @@
-// The message being written: one draft per conversation. Its text and its files outlive the page.
+// The message that is being written, one draft per conversation. Its text and files survive a reload of the page.
 
 import { button, el } from "./dom.js";
 import { keepFiles, keptFiles } from "./drafts.js";
@@ -8,19 +8,23 @@ import { forgetTyped, keepTyped, typed } from "./typed.js";
 
 const field = document.getElementById("input");
 const strip = document.getElementById("attached");
-const files = new Map(); // by the name of the draft
-const reading = new Set(); // {draft, label, read}
-const shownFigures = new WeakMap(); // by file
-let shown = ""; // the name of the draft in the field
+// By the name of the draft.
+const files = new Map();
+// Files that are being read, as {draft, label, read}.
+const reading = new Set();
+// By file.
+const shownFigures = new WeakMap();
+// The name of the draft in the field.
+let shown = "";
 let changed = () => {};
 
 const nameOf = (conversation) => `draft-${conversation ?? "new"}`;
 const attached = (name = shown) => files.get(name) ?? [];
 
-// `act` is called after each change of what is shown.
+// `act` is called after each change of the draft in view.
 export const onDraft = (act) => (changed = act);
 
-// Shows the draft of a conversation; of null, that of the one to come.
+// Shows the draft of a conversation, or of a new one if null.
 export async function showDraft(conversation) {
   const name = nameOf(conversation);
   if (shown === name) return;
@@ -33,14 +37,15 @@ export async function showDraft(conversation) {
   showFiles();
 }
 
-// The draft as it is: {text, files}.
+// Returns the current draft as {text, files}.
 export const draft = () => ({ text: field.value, files: attached() });
 
-// The same, which leaves the field; null where there is nothing to send. `settle` is to be called
-// once it is kept elsewhere: until then a lost page still has it. `giveBack`: where it cannot be.
+// Takes the draft out of the field and returns it.
+//
+// Call `settle` once the draft is saved elsewhere; until then it survives a lost page. Call `giveBack` if it
+// cannot be saved.
 export function takeDraft() {
   const [name, taken] = [shown, draft()];
-  if (!taken.text.trim() && !taken.files.length) return null;
   fill("");
   files.set(name, []);
   showFiles();
@@ -55,6 +60,12 @@ export function takeDraft() {
   return { ...taken, settle, giveBack };
 }
 
+// Puts a message that was sent back before the draft in view.
+export function putBack(text, given) {
+  setFiles(shown, [...given, ...attached()]);
+  setText([text, field.value].filter((one) => one.trim()).join("\n\n"));
+}
+
 export function forgetDraft(conversation) {
   const name = nameOf(conversation);
   forgetTyped(name);
@@ -62,7 +73,7 @@ export function forgetDraft(conversation) {
   keepFiles(name, []).catch(() => {});
 }
 
-// `read`: a promise of the file of that name, which may come when another draft is shown.
+// `read` is a promise of the file. It may resolve while another draft is shown.
 export async function attach(label, read) {
   const one = { draft: shown, label, read };
   reading.add(one);
@@ -80,7 +91,7 @@ const readNow = () => [...reading].filter(({ draft }) => draft === shown);
 
 export const isReading = () => readNow().length > 0;
 
-// Whether all files could be read, and the same draft is still shown.
+// Returns whether all files could be read while the same draft is shown.
 export async function areRead() {
   const name = shown;
   const all = await Promise.allSettled(readNow().map(({ read }) => read));
@@ -89,7 +100,8 @@ export async function areRead() {
 
 function setFiles(name, all) {
   files.set(name, all);
-  keepFiles(name, all).catch(() => {}); // no room is left: they are kept on the screen alone
+  // If the browser's storage is full, the files are kept on the screen alone.
+  keepFiles(name, all).catch(() => {});
   if (name === shown) showFiles();
 }
 
@@ -112,7 +124,7 @@ function showFiles() {
   changed();
 }
 
-const about = (name, figures) => el("span", { class: "about" }, el("span", { class: "name" }, name), figures);
+const about = (name, figures) => el("span", { class: "about" }, el("span", { class: "name", title: name }, name), figures);
 const figuresOf = (file) => (file.num ? `${sizeOf(file)}, ${file.num.toLocaleString("en")} tokens` : sizeOf(file));
 
 function chip(file) {
@@ -126,14 +138,14 @@ function chip(file) {
   return el("span", { class: `chip ${file.kind}` }, face, about(file.name, figures), button(icon("close"), remove, { class: "plain", "aria-label": `Remove ${file.name}` }));
 }
 
-// A file's tokens, once they have been counted for a model.
+// Sets the number of a file's tokens, once they have been counted for a model.
 export function setTokens(file, num, model) {
   Object.assign(file, { num, countedBy: model });
   for (const name of files.keys()) if (attached(name).includes(file)) keepFiles(name, attached(name)).catch(() => {});
   if (shownFigures.has(file)) shownFigures.get(file).textContent = figuresOf(file);
 }
 
-// As high as its text; the style sheet has the limit.
+// Makes the field as high as its text, up to the limit of the style sheet.
 function grow() {
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight + field.offsetHeight - field.clientHeight}px`;

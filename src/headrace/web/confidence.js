@@ -1,14 +1,16 @@
-// How sure the model was of each token of an answer: the server scores the text when it is asked to.
+// Shows how sure the model was of each token of an answer. The server scores the text on request.
 
 import { ask, errorOf } from "./api.js";
 import { button, el } from "./dom.js";
 
-const MAX_TOKENS = 4000; // that are shown
-const LEVELS = [0.9, 0.7, 0.4, 0.1]; // least probabilities of the colours, the surest first
+// Number of tokens that are shown.
+const MAX_TOKENS = 4000;
+// The lowest probability of each colour, from the surest on.
+const LEVELS = [0.9, 0.7, 0.4, 0.1];
 
 // A button below an answer that shows its tokens in place of its text.
 export class Confidence {
-  // `fields` returns those of the request that the answer was for, or null if they cannot be scored.
+  // `fields` returns the fields of the request that led to the answer, or null if they cannot be scored.
   constructor(body, message, fields) {
     Object.assign(this, { body, message, fields, shown: null });
   }
@@ -41,14 +43,14 @@ async function post(path, fields) {
   return response.json();
 }
 
-// Each token as {text, share, others}; `fields` are those of the request that the answer is for.
+// Returns each token as {text, share, others}; `fields` are those of the request that led to the answer.
 async function scored(text, { messages, tools, model }) {
   const { prompt } = await post("/apply-template", { messages, ...(tools ? { tools } : {}), model });
   const { choices } = await post("/v1/completions", { prompt: prompt + text, model, echo: true, logprobs: 5, max_tokens: 1, temperature: 0 });
   return tokensOf(text, [...prompt].length, choices[0].logprobs);
 }
 
-// The log has the prompt before the text, and one token behind it.
+// The scores begin with the tokens of the prompt, and end with one token after the text.
 function tokensOf(text, start, { text_offset: offsets, token_logprobs: scores, top_logprobs: tops }) {
   const letters = [...text];
   const found = [];
@@ -69,7 +71,7 @@ function words({ text, share, others }) {
   return `${JSON.stringify(text)} ${percent(share)}${more.length ? ` · instead: ${more.join(", ")}` : ""}`;
 }
 
-// The tokens, coloured; the one that is chosen, by pointer or arrow keys, is spelled out below.
+// Shows the coloured tokens. The token under the pointer, or chosen by arrow keys, is described below.
 function confidenceView(tokens) {
   const shown = tokens.slice(0, MAX_TOKENS);
   const spans = shown.map(({ text, share }, k) => el("span", { class: `sure-${level(share)}`, "data-k": k }, text));

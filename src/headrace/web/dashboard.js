@@ -1,4 +1,4 @@
-// The dashboard: the management stream as figures, a timeline of steps and a histogram of gaps.
+// The dashboard: shows the state stream as figures, a timeline of steps and a histogram of gaps.
 
 import { ask, errorOf, events, isAdminKeyTaken, useAdminKey } from "./api.js";
 import { drawGaps, drawSteps } from "./charts.js";
@@ -6,17 +6,19 @@ import { el } from "./dom.js";
 import { isLoading, lookAtLoad, showLoad } from "./loading.js";
 import { inCells, lookAtRates, rateOf, seenGateways, showTiles } from "./rates.js";
 import { saveSettings } from "./settings.js";
-import { runTrial } from "./trial.js";
+import { planOf, runTrial } from "./trial.js";
 
 const $ = (id) => document.getElementById(id);
 const MAX_STEPS = 300;
 const MAX_ROWS = 50;
 const LOOK_MS = 2000;
-const SILENCE_MS = 30_000; // three heartbeats
-let steps = []; // [number, step], oldest first
+const SILENCE_MS = 30_000; // three heartbeats, in milliseconds
+let steps = []; // pairs of [number, step], oldest first
 let state = null;
-let connection = null; // that the figures come by
-let isTrying = false;
+// The connection that receives the state.
+let connection = null;
+// Stops the load test while it is running.
+let trial = null;
 
 const rest = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
@@ -45,18 +47,18 @@ async function watch() {
     } catch {
       $("news").textContent = "The server cannot be reached; trying again.";
     }
-    $("try").disabled = true;
+    $("try").disabled = !trial;
     await rest(pause);
   }
 }
 
-// Figures, and what can be done here: nothing of it without the key.
+// Shows the figures and the actions, or else only the form for the key.
 function showWhole(isOpen) {
   $("all").hidden = $("try").hidden = !isOpen;
   $("key").hidden = isOpen;
 }
 
-// Until one was given; for good, where the server has none.
+// Waits until the person has given a key. If the server has no admin key, this waits for ever.
 async function askForKey(reason) {
   showWhole(false);
   $("news").textContent = "";
@@ -71,18 +73,19 @@ async function askForKey(reason) {
   });
 }
 
-// What the stream does not tell: rates, and how far a load is.
+// Fetches what the state stream lacks: rates and load progress.
 async function look() {
   for (;; await rest(state ? LOOK_MS : 100)) {
     if (document.hidden || !state || $("all").hidden) continue;
     if (state.state === "loading" || isLoading()) await lookAtLoad();
     showLoad($("loading"));
-    await lookAtRates($("which").value).catch(() => {}); // the stream says that the server is away
+    // If the server is away, `watch` reports it.
+    await lookAtRates($("which").value).catch(() => {});
     showRates();
   }
 }
 
-// A snapshot holds the last steps; older ones are kept here, by their numbers.
+// A snapshot holds the last steps. Older steps are kept here, by their numbers.
 function take(snapshot) {
   const isRestart = state && (snapshot.num_steps < state.num_steps || snapshot.engine.pid !== state.engine.pid);
   if (isRestart) steps = [];
@@ -91,7 +94,7 @@ function take(snapshot) {
   snapshot.steps.forEach((step, k) => first + k > last && steps.push([first + k, step]));
   steps = steps.slice(-MAX_STEPS);
   state = snapshot;
-  $("try").disabled = isTrying || !["ok", "recovering"].includes(state.state);
+  $("try").disabled = !trial && !["ok", "recovering"].includes(state.state);
   if (state.state !== "loading") $("loading").hidden = true;
   show();
   showModels();
@@ -108,7 +111,7 @@ function showRates() {
   showModels();
   const gateways = seenGateways();
   $("gateways").hidden = !gateways.length;
-  fill($("gateways").querySelector("table"), gateways.map((one) => [one.is_this ? `${one.name} (this one)` : one.name, one.state, String(one.streams), ...inCells(one.live)]));
+  fill($("gateways").querySelector("table"), gateways.map((one) => [one.is_this ? `${one.name} (this server)` : one.name, one.state, String(one.streams), ...inCells(one.live)]));
 }
 
 function showModels() {
@@ -123,41 +126,42 @@ function showModels() {
   }
 }
 
-// The engines of each model that has several, or whose engines may be on other machines.
+// Shows the engines of each model that has several, or whose engines may be on other machines.
 function showReplicas() {
   const { models = [state] } = state;
-  const rows = models.flatMap(({ model, replicas = [] }) => replicas.map((one) => [model, String(one.number), one.state, one.node || "this one", `${one.taken} of ${one.places}`, String(one.starts)]));
+  const rows = models.flatMap(({ model, replicas = [] }) => replicas.map((one) => [model, String(one.number), one.state, one.node || "this machine", `${one.taken} of ${one.places}`, String(one.starts)]));
   $("replicas").hidden = !rows.length;
   fill($("replicas").querySelector("table"), rows);
 }
 
-// Those that wait, too, in the order in which they came.
+// Shows running and waiting requests, in the order in which they arrived.
 function showRequests() {
   const { models = [state], requests } = state;
   const sum = (value) => models.reduce((sofar, one) => sofar + (value(one) ?? 0), 0);
   const waiting = sum((one) => one.waiting.requests);
   const tokens = sum((one) => one.waiting.tokens);
-  const places = `${sum((one) => one.running)} of ${sum((one) => one.engine.max_num_seqs)} places are taken`;
+  const running = `${sum((one) => one.running)} of at most ${sum((one) => one.engine.max_num_seqs)} sequences are running`;
   const more = requests.length > MAX_ROWS ? ` The first ${MAX_ROWS} are shown.` : "";
-  $("requests-text").textContent = `${places}${waiting ? `; ${waiting} with ${tokens} prompt tokens wait` : ""}.${more}`;
-  $("requests").hidden = !requests.length;
+  $("requests-text").textContent = `${running}${waiting ? `; ${waiting} with ${tokens} prompt tokens wait` : ""}.${more}`;
+  $("requests").parentElement.hidden = !requests.length;
   fill($("requests"), requests.slice(0, MAX_ROWS).map(asRow));
 }
 
-const STATES = { queued: "waits", prompt: "reads its prompt", decode: "answers", recovering: "is recovered" };
+const STATES = { queued: "waiting", prompt: "reading its prompt", decode: "answering", recovering: "recovering" };
 
 function asRow(request) {
   const { number, model, prompt_tokens: total, prompt_processed: done, tokens, tokens_left: left } = request;
   const bar = el("progress", { max: Math.max(total, 1), value: done, "aria-label": `Prompt of request ${number}` });
   const prompt = el("span", { class: "progress" }, bar, `${done} of ${total} tokens`);
   const answer = `${tokens} tokens${left === null ? "" : `, at most ${left} more`}`;
-  const is = request.state === "queued" && done ? "prompt" : request.state; // its log may not tell
-  return [String(number), model, STATES[is] ?? is, prompt, String(request.prompt_cached), answer, `${Math.round(request.max_gap_ms)} ms`];
+  // The stream's log may not show yet that the prompt has started.
+  const is = request.state === "queued" && done ? "prompt" : request.state;
+  return [String(number), STATES[is] ?? is, prompt, answer, `${Math.round(request.max_gap_ms)} ms`, String(request.prompt_cached), model];
 }
 
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
-// The memory of the model that has the least left: [share, figures].
+// Returns [share, figures] of the model that has the least memory left.
 function memory(models) {
   const shares = models.flatMap(({ blocks, slots }) => Object.entries({ blocks, slots })).filter(([, one]) => one?.total);
   const found = shares.map(([name, { total, free }]) => [(total - free) / total, `${total - free} of ${total} ${name}`]);
@@ -171,10 +175,10 @@ function showFigures() {
   const restarts = sum(({ engine }) => Math.max(engine.starts - 1, 0));
   const figures = {
     State: [state.state, plural(restarts, "engine restart")],
-    Running: [sum((one) => one.running), `of ${plural(sum((one) => one.engine.max_num_seqs), "place")}`],
+    Running: [sum((one) => one.running), `of ${plural(sum((one) => one.engine.max_num_seqs), "sequence")} at most`],
     Waiting: [sum((one) => one.waiting.requests), plural(sum((one) => one.waiting.tokens), "prompt token")],
     "Memory used": memory(models),
-    "Guessed right": [sum(({ guessed }) => guessed?.accepted), `of ${plural(sum(({ guessed }) => guessed?.tokens), "token")} guessed`],
+    "Guesses accepted": [sum(({ guessed }) => guessed?.accepted), `of ${plural(sum(({ guessed }) => guessed?.tokens), "token")} guessed`],
     "Stall targets missed": [sum(({ missed }) => Object.values(missed).reduce((a, b) => a + b, 0)), `in ${plural(sum((one) => one.num_steps), "step")}`],
   };
   $("figures").replaceChildren(...Object.entries(figures).map(([name, [value, note]]) => el("div", {}, el("dt", {}, name), el("dd", { "data-name": name }, String(value)), el("dd", { class: "soft" }, note))));
@@ -191,6 +195,8 @@ function show() {
   $("gaps-title").textContent = `Gaps${ofWhich}`;
   const shown = steps.map(([, step]) => step);
   const gaps = shown.filter((step) => step.decoding).map((step) => step.elapsed_ms).sort((a, b) => a - b);
+  $("steps").hidden = !shown.length;
+  $("gaps").hidden = !gaps.length;
   drawSteps($("steps"), shown, engine.stall_target_ms);
   drawGaps($("gaps"), gaps, engine.stall_target_ms);
   const longest = Math.max(0, ...shown.map((step) => step.actual_ms));
@@ -200,16 +206,37 @@ function show() {
   $("gaps-text").textContent = gaps.length ? `${gaps.length} gaps; half within ${at(0.5)} ms, 99 % within ${at(0.99)} ms, the longest ${at(1)} ms.` : "No gap yet.";
 }
 
-$("try").addEventListener("click", async () => {
-  $("try").disabled = isTrying = true;
+// Returns the name and the context length of the model that the load test uses.
+function tested() {
+  const model = $("which").value || state.model;
+  const { engine } = (state.models ?? []).find((one) => one.model === model) ?? state;
+  return [model, engine?.max_model_len ?? 2048];
+}
+
+function askForTrial() {
+  const { models = [state] } = state;
+  const count = (value) => models.reduce((sum, one) => sum + (value(one) ?? 0), 0);
+  $("plan").textContent = planOf(...tested());
+  $("now").textContent = `Now: ${plural(count((one) => one.running), "sequence")} running, ${plural(count((one) => one.waiting.requests), "request")} waiting.`;
+  $("ask").returnValue = "";
+  $("ask").showModal();
+}
+
+async function tryOut() {
+  trial = new AbortController();
+  $("try").textContent = "Stop the load test";
   $("trial").hidden = false;
   try {
-    await runTrial($("rows"), state?.engine?.max_model_len ?? 2048);
+    await runTrial($("rows"), ...tested(), trial);
   } catch (error) {
     $("news").textContent = error.message;
   }
-  $("try").disabled = isTrying = false;
-});
+  trial = null;
+  $("try").textContent = "Load test…";
+}
+
+$("try").addEventListener("click", () => (trial ? trial.abort() : askForTrial()));
+$("ask").addEventListener("close", () => $("ask").returnValue === "run" && tryOut());
 $("which").addEventListener("change", async () => {
   await lookAtRates($("which").value).catch(() => {});
   showRates();
@@ -217,7 +244,8 @@ $("which").addEventListener("change", async () => {
 const redraw = () => state && (show(), showTiles($("live")));
 addEventListener("resize", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-addEventListener("pagehide", () => connection.abort()); // a page that may be shown again would keep it
+// The browser may show this page again later; until then, its connection would stay open.
+addEventListener("pagehide", () => connection.abort());
 useAdminKey();
 watch();
 look();

@@ -2,10 +2,11 @@
 
 const $ = (id) => document.getElementById(id);
 
-let isPutOff = false; // no key until the page is opened anew
+// True once the person has chosen "Not now", until the page is loaded again.
+let isPutOff = false;
 
-// Shows the screen. `take` tries a key, and says what is wrong with it; `remind` is called where the
-// person has put it off and does not want it now.
+// Shows the screen. `take` tries a key, and returns why it is wrong. `remind` is called if the person has put the
+// question off and has not asked for it now.
 export function askForKey(fault, take, remind, isWanted = false) {
   const field = $("key").querySelector("input");
   $("key-fault").textContent = fault;

@@ -15,14 +15,15 @@ export function button(label, act, attributes = {}) {
   return el("button", { type: "button", on: { click: act }, ...attributes }, label);
 }
 
-// Random, as crypto.randomUUID is, which plain http beyond this machine does not have.
+// Returns a random id. crypto.randomUUID would do, but browsers offer it only for https and localhost.
 export function newId() {
   return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = el("textarea", { class: "unseen" }); // plain http has no clipboard
+  // Browsers offer the clipboard only for https and localhost.
+  const area = el("textarea", { class: "unseen" });
   area.value = text;
   document.body.append(area);
   area.select();
@@ -43,7 +44,7 @@ export function copyButton(label, text) {
   return made;
 }
 
-// Lets the page act on what has happened meanwhile. A timer would wait while the page is hidden.
+// Lets the page react to events. Unlike a timer, a message is not delayed while the page is hidden.
 export function breathe() {
   return new Promise((resolve) => {
     const { port1, port2 } = new MessageChannel();

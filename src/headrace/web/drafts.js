@@ -1,5 +1,5 @@
-// The files of messages that have not been sent, by the names of their drafts. A database of its
-// own: that of the conversations stays as it is.
+// Stores the files of unsent messages, by the names of their drafts. They have a database of their own, so that
+// the one with the conversations need not change.
 
 const opened = new Promise((resolve, reject) => {
   const asked = indexedDB.open("headrace-drafts", 1);

@@ -1,13 +1,13 @@
-// Files that come by paste, by drop or by the button.
+// Takes files that are pasted, dropped or chosen by the button.
 
 const $ = (id) => document.getElementById(id);
 const isOfFiles = ({ dataTransfer }) => dataTransfer?.types.includes("Files");
-// A text that is dragged into a field goes there; all else would take the page's place.
+// Text that is dragged into a field goes there. The browser would open anything else in place of the page.
 const isOurs = (event) => isOfFiles(event) || !event.target.closest?.("input, textarea");
-// Cells of a table come with a picture of themselves; a copied file has its name as text, but no HTML.
+// Copied cells of a table contain a picture of themselves. A copied file has its name as text, but no HTML.
 const isText = (given) => given.types.includes("text/html") && given.getData("text/plain").trim();
 
-// `take` is called with the files of each.
+// `take` is called with the files of each paste, drop or choice.
 export function listenForFiles(take) {
   $("attach").addEventListener("click", () => $("given").click());
   $("given").addEventListener("change", async ({ target }) => {

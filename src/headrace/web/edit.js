@@ -1,4 +1,4 @@
-// A message that is edited in its place. What was typed outlives the page.
+// Edits a message in its place. The typed text survives a reload of the page.
 
 import { button, el } from "./dom.js";
 import { forgetTyped, keepTyped, typed } from "./typed.js";
@@ -7,7 +7,7 @@ const nameOf = (message) => `edit-${message.id}`;
 
 export const isBeingEdited = (message) => typed(nameOf(message)) !== null;
 
-// The form; `take` is given the new text, `close` is called when the person would rather not.
+// Returns the form and its field. `take` is called with the new text, `close` if the person cancels.
 export function editor(message, take, close) {
   const field = el("textarea", { "aria-label": "Edit the message", rows: 1 });
   const name = nameOf(message);
@@ -33,7 +33,7 @@ export function editor(message, take, close) {
   return [form, field];
 }
 
-// As high as its text; the style sheet has the limit.
+// Makes the field as high as its text, up to the limit of the style sheet.
 export function grow(field) {
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight + field.offsetHeight - field.clientHeight}px`;

@@ -1,10 +1,10 @@
-// What an answer took, in one line.
+// Shows in one line what an answer took.
 
 import { duration, el } from "./dom.js";
 
 const brief = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : duration(ms / 1000));
 
-// Each figure as [short words, what they mean].
+// Returns each figure as [short text, explanation].
 function figuresOf({ timings }) {
   const { predicted_n: num, predicted_per_second: rate, queue_ms: queued = 0, prompt_ms: read, prompt_n: prompt, cache_n: cached, max_gap_ms: gap } = timings;
   const all = [[`${num} token${num === 1 ? "" : "s"}`, "Tokens of the answer"]];

@@ -1,4 +1,4 @@
-// Files for a message: {kind, name, size} with the url of an image, or the text of anything else.
+// Files for a message: {kind, name, size} with the url of an image, or the text of any other file.
 
 import { el } from "./dom.js";
 import { icon } from "./icons.js";
@@ -6,14 +6,16 @@ import { readImage } from "./images.js";
 
 const MAX_TEXT_BYTES = 4_000_000;
 const MAX_PDF_BYTES = 50_000_000;
-const CONTROL = /[\0-\x08\x0e-\x1a\x1c-\x1f]/; // of no text in any encoding
+// Control characters that no text has, in any encoding.
+const CONTROL = /[\0-\x08\x0e-\x1a\x1c-\x1f]/;
 
-// Throws with words for the person where it cannot be read. `sees`: whether the model takes images.
+// Reads a file; throws an error with a text for the person if that fails. `sees` says whether the model takes
+// images.
 export async function readFile(file, model, sees) {
   const about = { name: file.name || "Pasted", size: file.size };
   if (file.type.startsWith("image/")) {
-    if (!sees) throw new Error(`The model ${model} takes no images.`);
-    return { kind: "image", ...about, url: await readImage(file).catch(() => refuse(`${about.name} is no image that can be shown.`)) };
+    if (!sees) throw new Error(`The model ${model} does not accept images.`);
+    return { kind: "image", ...about, url: await readImage(file).catch(() => refuse(`${about.name} is not an image that this browser can show.`)) };
   }
   const isPdf = file.type === "application/pdf" || /\.pdf$/i.test(file.name);
   const most = isPdf ? MAX_PDF_BYTES : MAX_TEXT_BYTES;
@@ -42,19 +44,19 @@ function plainText(data, name) {
       const text = new TextDecoder(encoding, { fatal: true }).decode(data);
       if (!CONTROL.test(text)) return { text };
     } catch {
-      // not in this encoding
+      // The data is not in this encoding.
     }
   }
   return refuse(`${name} is neither text, PDF nor image. Save it as one of these.`);
 }
 
-// A file as the model reads it.
+// Returns a file as the model reads it.
 export function asText({ name, text, pages }) {
   const language = pages ? "" : /\.(\w+)$/.exec(name)?.[1] ?? "";
   return `File ${name}${pages ? ` (${counted(pages)})` : ""}:\n${fenced(text, language)}`;
 }
 
-// Text in a block of code that nothing in it ends.
+// Puts text into a block of code, with a fence that is longer than any in the text.
 export function fenced(text, language = "") {
   let length = 2;
   for (const [ticks] of text.matchAll(/`{3,}/g)) length = Math.max(length, ticks.length);
@@ -68,11 +70,11 @@ export function bytes(size) {
   return size < 1e9 ? `${(size / 1e6).toFixed(1)} MB` : `${(size / 1e9).toFixed(1)} GB`;
 }
 
-// The files of a message that was sent; each opens to its text.
+// Shows the files of a sent message; each opens to its text.
 export const shownFiles = (files) => files.map((file) => {
   const pre = el("pre", { tabindex: "0" });
   const open = () => (pre.textContent ||= file.text);
-  return el("details", { class: "file", on: { toggle: open } }, el("summary", {}, icon("file"), el("span", { class: "name" }, file.name), el("span", { class: "soft" }, sizeOf(file))), pre);
+  return el("details", { class: "file", on: { toggle: open } }, el("summary", {}, icon("file"), el("span", { class: "name", title: file.name }, file.name), el("span", { class: "soft" }, sizeOf(file))), pre);
 });
 
 export const sizeOf = ({ size, pages }) => [pages && counted(pages), bytes(size)].filter(Boolean).join(", ");

@@ -1,21 +1,23 @@
 // Follows one answer to its end, over as many connections as it takes.
 //
-// An answer that has no stream yet is asked for by its POST, with the same key and the same bytes
-// each time; one that has is read on behind its cursor. Each frame is applied once: `place` decides.
+// An answer without a stream is requested by its POST, with the same key and the same bytes each time. An answer
+// with a stream is read on from its cursor. Each frame is applied once, which `place` decides by its id.
 
 import { ask, errorOf, events } from "./api.js";
 import { isBehind, saveAnswer } from "./store.js";
 
 const FIRST_PAUSE_MS = 250;
 const LONGEST_PAUSE_MS = 5000;
-const LONGEST_ASKED_MS = 60_000; // by a server that says when there will be room
-const SILENCE_MS = 15000; // three heartbeats
-const SLOWEST_BYTES_PER_MS = 16; // of a network that is taken to be there still while it sends
+// Longest pause that is accepted from a server that names one.
+const LONGEST_ASKED_MS = 60_000;
+const SILENCE_MS = 15000; // three heartbeats, in milliseconds
+// A slower upload counts as a lost connection.
+const SLOWEST_BYTES_PER_MS = 16;
 const SAVE_MS = 500;
 const SLICE_MS = 1000;
 
-// A browser has six connections to a server, and stop needs one. The answer in view has its own;
-// all others of a tab share one, by turns.
+// A browser opens six connections to a server, and a stop needs one of them. The answer in view has its own
+// connection. All other answers of a tab take turns on another one.
 const turns = { isTaken: false, waiting: [] };
 
 async function takeTurn() {
@@ -30,12 +32,13 @@ function giveTurn() {
 }
 
 export class Follower {
-  // `shown` is called after each change; `inView` says whether the answer is being looked at.
+  // `shown` is called after each change; `inView` returns whether the person sees the answer.
   constructor(answer, shown, inView) {
     this.answer = answer;
     this.shown = shown;
     this.inView = inView;
-    this.status = {}; // of this connection; nothing of it is kept
+    // The status of the current connection, which is not saved.
+    this.status = {};
     this.heardAt = Date.now();
     this.isClosed = false;
     this.pauseMs = 0;
@@ -74,12 +77,12 @@ export class Follower {
     this.sendStop();
   }
 
-  // Once it is known which stream it is.
+  // Sends the stop once the stream's id is known.
   sendStop() {
     if (this.answer.stopping && this.answer.stream) this.asking ??= this.askToStop().finally(() => (this.asking = null));
   }
 
-  // Until a server has heard it, or the answer has ended.
+  // Retries the stop until a server has received it, or until the answer has ended.
   async askToStop() {
     const path = `/v1/streams/${encodeURIComponent(this.answer.stream)}/cancel`;
     for (let pause = FIRST_PAUSE_MS; this.answer.live && !this.isClosed; pause = Math.min(2 * pause, LONGEST_PAUSE_MS)) {
@@ -101,7 +104,8 @@ export class Follower {
   async connect(isShared) {
     this.connection = new AbortController();
     const size = this.answer.stream ? 0 : this.answer.body.length;
-    let begunAt = (this.heardAt = Date.now() + size / SLOWEST_BYTES_PER_MS); // nothing is heard while it is sent
+    // No answer can arrive while the request is being sent, so silence is counted from the expected end of that.
+    let begunAt = (this.heardAt = Date.now() + size / SLOWEST_BYTES_PER_MS);
     const watch = setInterval(() => {
       const isOver = isShared && turns.waiting.length && Date.now() - begunAt > SLICE_MS;
       if (isOver || (isShared && this.inView() && !document.hidden)) this.reconnect();
@@ -177,7 +181,7 @@ export class Follower {
     }
   }
 
-  // Takes a frame into the answer, and says whether it was the last one.
+  // Applies a frame to the answer, and returns whether it was the last one.
   async apply(frame) {
     if (frame.data === "[DONE]") {
       this.answer.cursor = frame.id || this.answer.cursor;
@@ -187,7 +191,8 @@ export class Follower {
     const chunk = JSON.parse(frame.data);
     if (chunk.error) {
       if (chunk.error.code === "load_failed") return this.end({ outcome: "failed", code: chunk.error.code, error: chunk.error.message });
-      if (!frame.id) return false; // about the connection, not the answer
+      // A frame without an id is about the connection, not about the answer.
+      if (!frame.id) return false;
       this.answer.cursor = frame.id;
       const isStop = ["cancelled", "replaced"].includes(chunk.error.code);
       await this.end(isStop ? { outcome: "stopped" } : { outcome: "failed", code: chunk.error.code, error: chunk.error.message });
@@ -201,7 +206,7 @@ export class Follower {
     return false;
   }
 
-  // An answer that has waited for its model learns here which stream it is: its headers came before.
+  // Names the stream of an answer that had to wait for its model: its headers came before the stream existed.
   async name(stream) {
     this.answer.stream = stream;
     await this.save();
@@ -231,7 +236,7 @@ export class Follower {
     if (delta.content || delta.reasoning_content || delta.tool_calls) this.status = { isSpeaking: true };
   }
 
-  // Of a connection, as {code, message}: it mends itself, and is tried again.
+  // Records a failure of the connection as {code, message}. The connection is tried again after a pause.
   trouble(what, leastMs = 0) {
     const doubled = Math.min(this.pauseMs * 2 || FIRST_PAUSE_MS, LONGEST_PAUSE_MS);
     this.pauseMs = Math.max(doubled, leastMs);
@@ -240,7 +245,8 @@ export class Follower {
   }
 
   async end(how) {
-    for (const name of ["live", "body", "key"]) delete this.answer[name]; // nothing is asked again
+    // Nothing is requested again.
+    for (const name of ["live", "body", "key"]) delete this.answer[name];
     Object.assign(this.answer, how);
     this.status = {};
     this.change();
@@ -252,13 +258,14 @@ export class Follower {
     this.shown(this);
   }
 
-  // After the next paint: what is saved has been shown.
+  // Saves after the next paint, so that saved text has been shown.
   async save() {
     this.savedAt = Date.now();
     if (!document.hidden) await new Promise((resolve) => {
       requestAnimationFrame(resolve);
       setTimeout(resolve, 100);
     });
-    if (!this.isClosed || !this.answer.live) await saveAnswer(this.answer).catch(() => {}); // the page says so; the server has it still
+    // The page reports a failure to save, and the server still has the answer.
+    if (!this.isClosed || !this.answer.live) await saveAnswer(this.answer).catch(() => {});
   }
 }

@@ -1,11 +1,11 @@
-// Colours code: highlight.js reads it, and its tree becomes nodes, never HTML.
+// Colours code. highlight.js parses it, and its tree becomes nodes, never HTML.
 
 import { el } from "./dom.js";
 import library from "./vendor/highlight.js";
 
-const MAX = 20_000; // characters: more would hold up the page
+const MAX = 20_000; // characters; more would hold up the page
 
-// The nodes of some whole lines, and whether nothing in them is still open: a comment, a string.
+// Returns the nodes of some whole lines, and whether no comment or string is still open at their end.
 export function highlight(text, language) {
   if (text.length > MAX || !library.getLanguage(language)) return [[text], true];
   const { _emitter: tree, _top: mode } = library.highlight(text, { language, ignoreIllegals: true });

@@ -1,4 +1,4 @@
-// Icons, drawn with strokes on a square of 24. A button in the HTML names its own: data-icon.
+// Icons, drawn with strokes on a square of 24 by 24. A button in the HTML names its icon in data-icon.
 
 const PATHS = {
   plus: "M12 5v14M5 12h14",

@@ -1,9 +1,9 @@
-// Pictures for a message: read, made smaller where they are large, and kept as data URIs.
+// Pictures for a message: read, scaled down if they are large, and kept as data URIs.
 
 import { el } from "./dom.js";
 
-const MAX_BYTES = 1_000_000; // of a file that is sent as it is
-const MAX_SIDE = 1600; // pixels, of one that is not
+const MAX_BYTES = 1_000_000; // bytes of a file that is sent unchanged
+const MAX_SIDE = 1600; // pixels of a picture that is scaled down
 const URI = /^data:image\/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*$/;
 
 export const isImage = (uri) => typeof uri === "string" && URI.test(uri);

@@ -1,4 +1,4 @@
-// The list of conversations, grouped by the day on which each went on.
+// The list of conversations, grouped by the day of their last message.
 
 import { button, el } from "./dom.js";
 import { icon } from "./icons.js";
@@ -10,7 +10,7 @@ import * as store from "./store.js";
 const DAY_MS = 86_400_000;
 const MONTH = new Intl.DateTimeFormat("en", { month: "long", year: "numeric" });
 
-// The group of a time, as people speak of it.
+// Returns the name of the group that a time belongs to.
 export function groupOf(time, now = Date.now()) {
   const midnight = new Date(now).setHours(0, 0, 0, 0);
   const daysAgo = Math.ceil((midnight - time) / DAY_MS);
@@ -21,17 +21,20 @@ export function groupOf(time, now = Date.now()) {
 }
 
 export class ConversationList {
-  // `acts`: open, rename, and items, the rest of a row's menu; each is given a conversation.
+  // `acts` has open and rename, and items, which returns the rest of a row's menu. Each takes a conversation.
   constructor(root, acts) {
     this.root = root;
     this.acts = acts;
-    this.entries = new Map(); // by id; each stays as long as its conversation
-    this.sections = new Map(); // by the name of the group
-    this.found = null; // what matches the search, by id; null: all
+    // By id. An entry is kept as long as its conversation exists.
+    this.entries = new Map();
+    // By the name of the group.
+    this.sections = new Map();
+    // The conversations that match the search, by id; null without a search.
+    this.found = null;
     root.addEventListener("keydown", (event) => this.move(event));
   }
 
-  // `isLive` says of an id whether an answer is coming there.
+  // `isLive` takes an id, and returns whether an answer is being generated there.
   async show(current, isLive) {
     const all = (await store.conversations()).sort((a, b) => b.updated - a.updated);
     const known = this.entries;
@@ -46,7 +49,7 @@ export class ConversationList {
       groups.get(name).push(entry.node);
     }
     fill(this.root, [...groups].map(([name, nodes]) => this.section(name, nodes)));
-    if (!groups.size) this.root.replaceChildren(el("p", { class: "soft" }, this.found ? "Nothing has these words." : "Your conversations appear here. They stay in this browser."));
+    if (!groups.size) this.root.replaceChildren(el("p", { class: "soft" }, this.found ? "No conversation contains these words." : "Your conversations appear here. They stay in this browser."));
   }
 
   section(name, nodes) {
@@ -60,7 +63,7 @@ export class ConversationList {
     this.entries.get(id).rename();
   }
 
-  // Up and down through the rows; up from the first into the search.
+  // Moves the focus up and down the rows, and from the first row up to the search.
   move(event) {
     const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!by || !event.target.matches("button")) return;
@@ -75,7 +78,7 @@ export class ConversationList {
   }
 }
 
-// The children of a node, of which those that stay in their place are left alone.
+// Sets the children of a node, and does not move a child that is in its place already.
 function fill(parent, children) {
   children.forEach((child, k) => parent.children[k] !== child && parent.insertBefore(child, parent.children[k] ?? null));
   while (parent.children.length > children.length) parent.lastChild.remove();
@@ -95,8 +98,9 @@ class Entry {
     const state = JSON.stringify([title, isCurrent, isLive, piece]);
     if (this.state === state) return;
     this.state = state;
-    const mark = isLive ? el("span", { class: "mark", role: "img", "aria-label": "answer is coming" }) : null;
+    const mark = isLive ? el("span", { class: "mark", role: "img", "aria-label": "answer in progress" }) : null;
     this.open.replaceChildren(...[el("span", { class: "name" }, title), mark, piece ? marked(piece) : null].filter(Boolean));
+    this.open.title = title;
     this.more.setAttribute("aria-label", `Menu of ${title}`);
     if (isCurrent) this.open.setAttribute("aria-current", "true");
     else this.open.removeAttribute("aria-current");

@@ -1,15 +1,15 @@
-// What the server does while it loads its only model, as its health says.
+// What the server does while it loads its only model, as /health reports it.
 
 import { ask } from "./api.js";
 import { el } from "./dom.js";
 
-const LONGEST_MS = 10_000; // of waiting for an answer
+const LONGEST_MS = 10_000; // milliseconds to wait for an answer
 let load = null;
 let asked = null;
 
 export const isLoading = () => load !== null;
 
-// Asks the server anew; all who ask meanwhile get the same answer. Says whether there was one.
+// Asks the server, unless a request is running already. Returns whether the server answered.
 export function lookAtLoad() {
   asked ??= look().finally(() => (asked = null));
   return asked;
@@ -26,7 +26,7 @@ async function look() {
   }
 }
 
-// The stage and how far it is, in a box that is there only while something is loaded.
+// Shows the stage and the progress, in a box that is hidden while nothing is loading.
 export function showLoad(box) {
   box.hidden = !load;
   if (!load) return;

@@ -1,18 +1,21 @@
-// Shows Markdown that grows. markdown-it reads it, and its tokens become nodes, never HTML.
+// Shows growing Markdown. markdown-it parses it, and its tokens become nodes, never HTML.
 //
-// A text is read by windows of lines. Of a window that is full, all parts but the last are shown
-// for good, and the next window begins with that last one; a part that fills a window is opened, and
-// what it is made of is read the same way. So each paint costs the same, however long the answer
-// is, and its nodes do not depend on how the text came.
+// The text is parsed in windows of lines. Once a window is full, all its parts except for the last one are shown
+// for good, and the next window begins with that last part. A part that fills a whole window is opened, and its
+// contents are parsed in the same way. So each paint costs the same, however long the answer is, and the resulting
+// nodes do not depend on how the text arrived.
 
 import { Code } from "./code.js";
 import { el } from "./dom.js";
 import { blocksOf, itemsOf, linesOf, nodeOf, rowsOf } from "./tokens.js";
 import { TextView } from "./text.js";
 
-const MAX_DEPTH = 6; // of what is opened
-const NUM_LINES = 40; // of a window
-const NUM_CHARACTERS = 6000; // of one; it has one line at least
+// Depth to which parts are opened.
+const MAX_DEPTH = 6;
+// Lines in a window.
+const NUM_LINES = 40;
+// Characters in a window, which has at least one line.
+const NUM_CHARACTERS = 6000;
 
 export class MarkdownView extends TextView {
   shower() {
@@ -21,7 +24,7 @@ export class MarkdownView extends TextView {
   }
 }
 
-// The line behind a full window, or 0.
+// Returns the line after a full window, or 0 if the window is not full.
 function windowEnd(lines, at, numFinal) {
   let size = 0;
   for (let end = at; end < numFinal; end++) {
@@ -31,17 +34,19 @@ function windowEnd(lines, at, numFinal) {
   return 0;
 }
 
-// What has a node and `grow`: it shows its lines, of which those from `numFinal` on may change until the
-// next call, and returns the line behind it, or null where the deadline (as of performance.now())
-// came first.
+// The classes below have a node and a method `grow`, which shows lines. Lines from `numFinal` on may change until
+// the next call. `grow` returns the line after the last one that belongs to it, or null if the deadline (in the
+// time of performance.now()) came first.
 
-// Parts in a node: the blocks of a text, the items of a list, the rows of a table.
+// Shows the parts of a node: the blocks of a text, the items of a list, or the rows of a table.
 class Parts {
-  // `read` takes lines and returns {parts, to}: `to` is the line where another thing begins.
+  // `read` takes lines and returns {parts, to}, where `to` is the line at which something else begins.
   constructor(root, at, read, depth, node = root) {
     Object.assign(this, { root, at, read, depth, node });
-    this.open = null; // the part that is longer than a window
-    this.loose = []; // views of what is read anew with each paint
+    // The part that is longer than a window.
+    this.open = null;
+    // Views of the parts that are parsed again with each paint.
+    this.loose = [];
   }
 
   grow(lines, numFinal, deadline) {
@@ -106,7 +111,7 @@ function viewOf(part) {
   return { key: part.key, node: nodeOf(part), takes: () => false };
 }
 
-// A piece of code that may grow.
+// Shows a piece of code that may grow.
 class CodeView {
   constructor(part) {
     this.code = new Code(part.language);
@@ -122,7 +127,7 @@ class CodeView {
   }
 }
 
-// What goes on growing of a part that fills a window; null if it is shown as it is.
+// Returns a view of a part that fills a window, and that can still grow; null if it is shown as it is.
 function opened(part, lines, at, depth) {
   const { type } = part;
   if (type === "fence") return new Fence(part, lines, at);
@@ -140,9 +145,9 @@ function opened(part, lines, at, depth) {
   return tag ? new Parts(el(tag, { start: part.start }), at, itemsOf(part), depth) : null;
 }
 
-// Blocks within a quote or an item: their lines without what makes them its own.
+// Shows the blocks within a quote or a list item, from lines without their marks.
 class Nested {
-  // `strip` returns a line without it, or null for one that is not within.
+  // `strip` returns a line without its mark, or null for a line that does not belong here.
   constructor(node, at, strip, depth) {
     this.node = node;
     this.next = at;
@@ -180,7 +185,7 @@ function within(first) {
   };
 }
 
-// Code between marks, by its lines.
+// Shows a fenced block of code by its lines.
 class Fence {
   constructor({ language, markup }, lines, at) {
     this.code = new Code(language);

@@ -1,5 +1,5 @@
-// Math between $ and $, $$ and $$, \( and \), \[ and \]. Temml makes MathML of it, and is loaded when
-// the first formula comes; until then, and where it cannot read one, its source stands there.
+// Reads formulas between $ and $, $$ and $$, \( and \), \[ and \]. Temml, which is loaded for the first formula,
+// turns them into MathML. Until then, or if it cannot read a formula, the source is shown.
 
 import { el } from "./dom.js";
 
@@ -51,8 +51,8 @@ function inlineRule(state, isSilent) {
   return true;
 }
 
-// Where the formula ends, or -1. What is between two single $ has no blank beside them, and no
-// figure follows: so prices are none.
+// Returns where the formula ends, or -1. Prices are not formulas: text between two single $ has no space beside
+// them, and no digit follows.
 function closing(src, begin, mark) {
   const close = src.indexOf(CLOSING[mark], begin);
   const text = close < 0 ? "" : src.slice(begin, close);
@@ -79,7 +79,8 @@ async function load() {
     for (const one of waiting) fill(...one);
     waiting.clear();
   } catch {
-    asked = null; // the next formula asks again
+    // The next formula tries again.
+    asked = null;
   }
 }
 
@@ -99,7 +100,8 @@ function nodeOf({ text, type, attributes, classes, style, children }) {
   const node = document.createElementNS(MATHML, type);
   for (const [name, value] of Object.entries(attributes)) if (!FORBIDDEN.test(name)) node.setAttribute(name, value);
   if (classes.length) node.setAttribute("class", classes.filter(Boolean).join(" "));
-  for (const [name, value] of Object.entries(style)) node.style[name] = value; // not an attribute: the policy forbids those
+  // The security policy forbids style attributes, but not this.
+  for (const [name, value] of Object.entries(style)) node.style[name] = value;
   return wrap(node, children);
 }
 

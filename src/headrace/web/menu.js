@@ -1,11 +1,11 @@
-// A menu that opens at its button. Arrows move in it; Escape, Tab and a click elsewhere close it.
+// A menu that opens at its button. Arrow keys move in it; Escape, Tab and a click elsewhere close it.
 
 import { el } from "./dom.js";
 import { icon } from "./icons.js";
 
-const GAP = 4; // pixels from the button, and from the window's edges
+const GAP = 4; // pixels from the button, and from the edges of the window
 
-// `items`: [name of the icon, words, act, whether it destroys something].
+// `items` are arrays of [name of the icon, words, act, whether it destroys something].
 export function openMenu(anchor, items) {
   const buttons = items.map(([drawing, words, act, isBad]) =>
     el("button", { type: "button", role: "menuitem", tabindex: "-1", class: isBad ? "bad" : null, on: { click: () => (menu.hidePopover(), act()) } }, icon(drawing), words));

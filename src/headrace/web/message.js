@@ -1,4 +1,4 @@
-// One message on the screen, and what is known of an answer that is still coming.
+// Shows one message, and the status of an answer that is still being generated.
 
 import { Card } from "./cards.js";
 import { Confidence } from "./confidence.js";
@@ -14,9 +14,9 @@ import { isAway } from "./presence.js";
 import { TextView } from "./text.js";
 import { AnswerView } from "./structured.js";
 import { keepTyped, typed } from "./typed.js";
-import { failing, mending } from "./weight.js";
+import { failing, isTooLong, mending } from "./weight.js";
 
-const NAMES = { user: "You", assistant: "Answer", tool: "Results of tools" };
+const NAMES = { user: "You", assistant: "Answer", tool: "Tool results" };
 
 export class MessageView {
   constructor(message, acts) {
@@ -34,7 +34,8 @@ export class MessageView {
     const View = message.role === "assistant" ? AnswerView : TextView;
     this.text = new View(this.body);
     this.thought = new TextView(this.reasoning);
-    this.cards = []; // of calls and results
+    // The cards of calls and results.
+    this.cards = [];
     this.node = el(
       "article",
       { class: `message ${message.role}`, "data-id": message.id },
@@ -42,7 +43,7 @@ export class MessageView {
     );
   }
 
-  // Shows as much of the message as it can by the deadline, and says whether that is all.
+  // Shows as much of the message as it can by the deadline; returns whether all is shown.
   show(follower, deadline) {
     const message = this.message;
     this.thinking.hidden = !message.reasoning;
@@ -73,7 +74,7 @@ export class MessageView {
     });
   }
 
-  // A field per call, for the results that a person gives by hand.
+  // Shows one field per call, for results that a person types.
   askForResults(message, texts) {
     texts = typed(message.id) ?? texts;
     const fields = message.calls.map((call, k) => {
@@ -107,6 +108,7 @@ export class MessageView {
       user: () => [button("Edit", edit)],
       tool: () => [button("Edit", () => this.askForResults(acts.before(message), message.results.map(({ text }) => text)).focus())],
       assistant: () => [
+        isTooLong(message) && acts.before(message)?.role === "user" && button("Put it back to shorten it", () => acts.putBack(message)),
         canGoOn(message) && acts.isLeaf(message) && button("Continue", () => acts.goOn(message)),
         button("Regenerate", () => acts.regenerate(message)),
         regenerateBy(others(message.model ?? message.wanted), (model) => acts.regenerate(message, model)),
@@ -115,7 +117,7 @@ export class MessageView {
       ],
     }[message.role]();
     const copy = message.text && copyButton("Copy message", () => message.text);
-    return [...this.branches(), copy, ...own].filter(Boolean);
+    return [...this.branches(), copy, ...own, ...figures(message)].filter(Boolean);
   }
 
   branches() {
@@ -128,7 +130,7 @@ export class MessageView {
     ];
   }
 
-  // The message becomes a field in its place, which is returned.
+  // Replaces the message by a field with its text, and returns the field.
   edit() {
     if (this.form) return this.form.querySelector("textarea");
     const { message, acts } = this;
@@ -154,10 +156,10 @@ function thought({ text, live, thoughtMs }) {
   return live && !text ? `Thinking${time}…` : `Thought${time}`;
 }
 
-// Where an answer was broken off, or changed by hand.
+// Whether an answer ended early or was edited, so that the model can continue it.
 const canGoOn = ({ text, calls, outcome, finish }) => Boolean(text) && !calls.length && (outcome !== "done" || finish === "length");
 
-// Opens a menu of models, where there are others.
+// Opens a menu of models, if there are others.
 function regenerateBy(models, act) {
   if (!models.length) return null;
   const words = "Regenerate with another model";
@@ -172,14 +174,14 @@ function waiting(message, follower) {
   const parts = [];
   if (message.stopping) parts.push(el("span", {}, "Stopping"));
   else if (trouble && isLoading()) parts.push(el("span", {}, "Waiting until the server has loaded its model"));
-  else if (trouble && isAway()) parts.push(el("span", {}, "The answer goes on once the server is there"));
+  else if (trouble && isAway()) parts.push(el("span", {}, "The answer continues once the server can be reached"));
   else if (trouble) parts.push(mending(trouble, nextAt));
-  else if (recovering) parts.push(el("span", {}, `The engine is restarting (attempt ${recovering.attempt}); the answer goes on from here.`));
-  else if (queue) parts.push(el("span", {}, `Place ${queue.position} of ${queue.waiting} in the queue${queue.eta_ms == null ? "" : `, about ${duration(queue.eta_ms / 1000)}`}`));
+  else if (recovering) parts.push(el("span", {}, `The engine is restarting (attempt ${recovering.attempt}); the answer continues from here.`));
+  else if (queue) parts.push(el("span", {}, `Position ${queue.position} of ${queue.waiting} in the queue${queue.eta_ms == null ? "" : `, about ${duration(queue.eta_ms / 1000)}`}`));
   else if (prompt) parts.push(...promptBar(prompt));
   else if (message.timings?.predicted_per_second) parts.push(el("span", {}, rate(message)));
   else parts.push(el("span", {}, loadingOf(message.wanted) || "Waiting for the first token"));
-  if (silence > 5 && !isLoading() && !isAway() && !trouble) parts.push(el("span", { class: "silence" }, `last sign of life ${silence} s ago`));
+  if (silence > 5 && !isLoading() && !isAway() && !trouble) parts.push(el("span", { class: "silence" }, `no data from the server for ${silence} s`));
   return parts;
 }
 
@@ -200,7 +202,7 @@ function ended(message) {
   const parts = [];
   if (message.outcome === "failed") parts.push(...failing(message));
   if (message.outcome === "stopped") parts.push(el("span", {}, "Stopped"));
-  if (message.finish === "length") parts.push(el("span", {}, "Cut at the token limit"));
+  if (message.finish === "length") parts.push(el("span", {}, "Stopped at the token limit"));
   if (message.outcome === "edited") parts.push(el("span", {}, "Edited"));
-  return [...parts, ...figures(message)];
+  return parts;
 }

@@ -1,36 +1,46 @@
-// The models that the server offers, as a list to choose from in the head of the chat.
+// The models of the server, and the list in the head of the chat to choose one.
 
 import { ask, errorOf } from "./api.js";
 import { el } from "./dom.js";
 
-let models = []; // {id, parent, state, stage, share, context, takesImages, about, starters}
+// Objects of {id, parent, state, stage, share, context, takesImages, about, starters}.
+let models = [];
+// Whether the server has listed its models.
+let isListed = false;
+// The value of the entry that leads to the download of a model. No model has this name.
+export const GET = " get";
 const STATES = { loaded: "", unloaded: " (not loaded)", loading: " (loading)", failed: " (failed)" };
 
-// Asks the server anew. Returns its error, if it had one.
+// Fetches the models. Returns the server's error, if there is one.
 export async function loadModels() {
   const response = await ask("/v1/models");
   if (!response.ok) return { status: response.status, ...(await errorOf(response)) };
   const { data } = await response.json();
-  // an alias is for programs that know no other name
+  isListed = true;
+  // An alias is for programs that know no other name.
   models = data.filter((one) => !one.alias_of).map(({ id, parent, status, architecture, max_model_len: length, description, suggestions }) => ({
     id,
-    parent, // the model that an adapter changes
+    // The model that an adapter changes.
+    parent,
     state: status?.failed ? "failed" : status?.value ?? "loaded",
     stage: status?.stage,
     share: status?.progress ?? (status?.bytes_total ? status.bytes_done / status.bytes_total : null),
-    // of a model that has not been read yet nobody knows: the server will say
+    // Both are unknown for a model that was never read. The server then refuses images if it has to.
     context: length,
     takesImages: architecture?.input_modalities?.includes("image") ?? true,
-    about: description, // the server's description of the model, for people
-    starters: suggestions, // prompts that it answers well, if it cannot answer the general ones
+    // The server's description of the model, for people.
+    about: description,
+    // Prompts that suit the model, if the general ones do not.
+    starters: suggestions,
   }));
   return null;
 }
 
-// The model that a conversation speaks to: the one it remembers, else the server's first.
+// Returns the model that a conversation talks to: its own choice, or the server's first model.
 export const modelOf = (choices) => choices.model || models[0]?.id || "";
 
-const properties = new Map(); // of loaded models, by their names
+// The properties of loaded models, by name.
+const properties = new Map();
 
 async function propertiesOf(id) {
   if (properties.has(id)) return properties.get(id);
@@ -40,29 +50,37 @@ async function propertiesOf(id) {
   return properties.get(id);
 }
 
-// What a loaded model draws by where a request says nothing, by the names of the fields.
+// Returns the sampling values that a loaded model uses for missing fields, by the names of the fields.
 export const drawnBy = async (id) => (await propertiesOf(id))?.default_generation_settings.params ?? {};
 
-// What is known of a model, for people. A template that speaks of tools or of thoughts shows that
-// the model was trained for them.
+const NONE = { id: "No model yet", about: "This server has no model to answer with.", starters: [] };
+
+// Returns what is known of a model, to be shown. If its template mentions tools or thoughts, the model was trained
+// for them.
 export function knownOf(id) {
   const model = models.find((one) => one.id === id);
-  if (!model) return null;
+  if (!model) return hasNone() ? NONE : null;
   const { chat_template: template = "", default_generation_settings: settings } = properties.get(id) ?? {};
   return { ...model, context: settings?.n_ctx ?? model.context, sees: model.takesImages, calls: /\btools\b/.test(template), thinks: /enable_thinking|<think>/.test(template) };
 }
 
-// Asks for what is not known yet; says whether there is more now.
+// Fetches what is not known yet; returns whether more is known now.
 export async function learn(id) {
   return !properties.has(id) && Boolean(await propertiesOf(id).catch(() => null));
 }
 
-// The names of the others, where there are several.
+// Returns whether a model is known to write no answers: it computes vectors or scores.
+export const isSilent = (id) => models.find((one) => one.id === id)?.starters?.length === 0;
+
+// Returns the names of the other models, if there are several.
 export const others = (id) => (models.length > 1 ? models.map((one) => one.id).filter((other) => other !== id) : []);
+
+// Returns whether the server has listed its models and none is among them.
+export const hasNone = () => isListed && !models.length;
 
 export const isOneOfSeveral = () => models.length > 1;
 
-// What to say while a model is being loaded, or nothing.
+// Returns a text while a model is loading, or "".
 export function loadingOf(id) {
   const { state, stage, share } = models.find((one) => one.id === id) ?? {};
   if (state !== "loading") return "";
@@ -75,9 +93,11 @@ export const takesImages = (id) => Boolean(models.find((one) => one.id === id)?.
 export function showModels(select, chosen) {
   const shown = models.map(({ id, parent, state }) => [id, `${id}${parent ? ` (adapter of ${parent})` : ""}${STATES[state] ?? ` (${state})`}`]);
   if (chosen && models.length && !models.some(({ id }) => id === chosen)) shown.push([chosen, `${chosen} (not served)`]);
+  if (!shown.length) shown.push(["", "No model"]);
+  shown.push([GET, "Get a model…"]);
   const text = JSON.stringify(shown);
   if (select.dataset.shown !== text) select.replaceChildren(...shown.map(([value, label]) => el("option", { value }, label)));
   select.dataset.shown = text;
-  select.value = chosen;
-  select.hidden = !shown.length;
+  select.value = select.title = chosen;
+  select.hidden = !isListed;
 }

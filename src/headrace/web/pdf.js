@@ -1,4 +1,4 @@
-// The text of a PDF, by pdf.js, which is loaded only when there is one to read.
+// Extracts the text of a PDF with pdf.js, which is loaded only when a PDF is read.
 
 const WORKER = "./vendor/pdf.worker.js";
 
@@ -18,9 +18,9 @@ export async function textOfPdf(data) {
   }
 }
 
-// NOTE: our policy names no trusted types, so a browser that heeds it makes no worker at all: PDFs are
-// then read in the page. Each message over a channel is a task of its own, so that it stays quick;
-// pdf.js's own way, by promises, is one task from the first to the last page.
+// The page's policy allows no trusted types, so browsers that enforce it cannot create the worker. They read PDFs
+// in the page instead, through a message channel. Each message is a task of its own, so the page stays responsive;
+// the promises that pdf.js would use make one task of all pages.
 async function portHere() {
   const { WorkerMessageHandler } = await import(WORKER);
   const { port1, port2 } = new MessageChannel();

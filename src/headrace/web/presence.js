@@ -1,22 +1,23 @@
-// Whether the server is there: asked now and then, also while nothing runs.
+// Checks now and then whether the server can be reached, also while nothing runs.
 
 import { el } from "./dom.js";
 import { lookAtLoad } from "./loading.js";
 import { toast } from "./toast.js";
 import { showNotice } from "./weight.js";
 
-const HERE_MS = 15_000; // between two questions
+const HERE_MS = 15_000; // milliseconds between two checks
 const AWAY_MS = 4000;
 const $ = (id) => document.getElementById(id);
-let isThere = null; // null: it has not been asked yet
+let isThere = null; // null until the first check
 let nextAt = 0;
 
 export const isAway = () => isThere === false;
 
-// Asks, where it is time or `isUrgent`; then says whether the server has come back.
+// Checks the server if that is due or `isUrgent`; returns whether the server has come back.
 export async function lookAtServer(isUrgent = false) {
   const isDue = isUrgent || Date.now() >= nextAt;
-  if (isDue) nextAt = Infinity; // until it has answered
+  // No further check begins before this one has ended.
+  if (isDue) nextAt = Infinity;
   const answered = isDue ? await lookAtLoad() : isThere;
   const isBack = isAway() && answered;
   if (isDue) nextAt = Date.now() + (answered ? HERE_MS : AWAY_MS);

@@ -1,22 +1,23 @@
-// The live figures as tiles, each with its last hour below it, as the server has counted them.
+// Shows the current rates and waits as tiles, each with a chart of the last hour, as the server has counted them.
 
 import { ask } from "./api.js";
 import { drawHour } from "./charts.js";
 import { el } from "./dom.js";
 
-const HOUR_MS = 10_000; // between two looks at it
+const HOUR_MS = 10_000; // milliseconds between two requests for the last hour
 let live = null;
 let hour = null;
 let gateways = [];
 let hourAt = -HOUR_MS;
-let shownOf = null; // the model that the hour is of
+// The model whose last hour is shown.
+let shownOf = null;
 
 const rounded = (value) => (value < 10 ? String(Number(value.toFixed(1))) : value.toFixed(0));
 const time = (ms) => (ms < 1 ? "< 1 ms" : ms < 10 ? `${rounded(ms)} ms` : ms < 1000 ? `${ms.toFixed(0)} ms` : `${rounded(ms / 1000)} s`);
 const share = (value) => `${Math.round(100 * value)} %`;
 const ninetyNine = (name) => (it) => `99 % within ${time(it[`${name}_p99_ms`])}`;
 
-// Title, the figure that the tile shows, its words, the note, and what the hour's lines show.
+// Each tile: title, name of the figure, its text, a note, and the figures that the chart shows.
 const TILES = [
   ["Tokens out", "tokens_out_per_s", (value) => `${rounded(value)}/s`, () => "answers, last 10 s", ["tokens_out_per_s"]],
   ["Tokens in", "tokens_in_per_s", (value) => `${rounded(value)}/s`, () => "prompts computed, last 10 s", ["tokens_in_per_s"]],
@@ -26,7 +27,7 @@ const TILES = [
   ["Cache hits", "cached_share", share, () => "of prompt tokens, last minute", ["cached_share"]],
 ];
 
-// Of one model, or of all where the name is empty.
+// Fetches the figures of one model, or of all models if the name is empty.
 export async function lookAtRates(model = "") {
   const query = model && `?model=${encodeURIComponent(model)}`;
   const response = await ask(`/manage/live${query}`);
@@ -41,12 +42,14 @@ export async function lookAtRates(model = "") {
   [hourAt, shownOf] = [performance.now(), model];
 }
 
-const rates = new Map(); // by model
+// By model.
+const rates = new Map();
 
 export const rateOf = (model) => rates.get(model);
 export const seenGateways = () => gateways;
 
-// Out, in, first token and gaps of a row in a table; an older server tells none.
+// Returns the cells of a table's row for tokens out and in, first token and gaps. An older server sends none of
+// them.
 export function inCells(of) {
   const cell = (name, inWords) => (of?.[name] == null ? "–" : inWords(of[name]));
   const rate = (value) => `${rounded(value)}/s`;
@@ -56,16 +59,23 @@ export function inCells(of) {
 export function showTiles(box) {
   if (!box.children.length) box.append(...TILES.map(makeTile));
   TILES.forEach(([title, name, inWords, note, lines], k) => {
-    const [, value, under, canvas] = box.children[k].children;
+    const [, value, under, high, { firstChild: canvas }] = box.children[k].children;
     const now = live?.[name] ?? null;
     value.textContent = now === null ? "–" : inWords(now);
-    under.textContent = live === null ? "not measured yet" : now === null ? "none in the last minute" : note(live);
-    const most = hour && drawHour(canvas.firstChild, hour, lines, inWords);
-    canvas.firstChild.setAttribute("aria-label", most == null ? `${title}: nothing in the last hour` : `${title} in the last hour: at most ${inWords(most)}`);
+    const shown = lines.at(-1);
+    const points = hour?.points ?? [];
+    const most = Math.max(-1, ...[live, ...points].map((point) => point?.[shown] ?? -1));
+    const isDrawn = points.some((point) => point[shown]);
+    under.textContent = live === null ? "not measured yet" : now !== null ? note(live) : `none in the last ${hour && most < 0 ? "hour" : "minute"}`;
+    high.textContent = isDrawn || most === 0 ? `${lines.length > 1 ? "99 %: " : ""}max ${inWords(most)} in the last hour` : "collecting the last hour";
+    high.hidden = !hour || most < 0;
+    canvas.hidden = !isDrawn;
+    if (isDrawn) drawHour(canvas, hour, lines, most);
+    canvas.setAttribute("aria-label", `${title} in the last hour: at most ${inWords(most)}`);
   });
 }
 
 function makeTile([title]) {
   const canvas = el("canvas", { role: "img", "aria-label": `${title} in the last hour` });
-  return el("div", {}, el("dt", {}, title), el("dd", { "data-name": title }), el("dd", { class: "soft" }), el("dd", {}, canvas));
+  return el("div", {}, el("dt", {}, title), el("dd", { "data-name": title }), el("dd", { class: "soft" }), el("dd", { class: "soft" }), el("dd", {}, canvas));
 }

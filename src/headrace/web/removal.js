@@ -1,5 +1,5 @@
-// A conversation that is deleted can be brought back for a moment. Then all of it goes, here and on
-// the server; if the page was lost meanwhile, at its next start.
+// Deletes a conversation. It can be restored for a few seconds; then it is removed here and on the server. If the
+// page was closed meanwhile, the next visit removes it.
 
 import { ask } from "./api.js";
 import { forgetDraft } from "./composer.js";
@@ -7,7 +7,7 @@ import * as store from "./store.js";
 import { toast, UNDO_MS } from "./toast.js";
 import { forgetTyped } from "./typed.js";
 
-// `letGo` ends whatever follows a message, by its id; `back` is called with one that came back.
+// `letGo` stops the follower of a message, by its id. `back` is called with the id of a restored conversation.
 export async function remove(conversation, letGo, back) {
   await store.changeConversation(conversation.id, { deleted: Date.now() });
   const undo = async () => {
@@ -22,7 +22,8 @@ export async function purgeDeleted(letGo) {
 }
 
 async function purge(id, letGo) {
-  if (await store.conversation(id)) return; // it came back
+  // It was restored.
+  if (await store.conversation(id)) return;
   for (const { id: message, stream, earlier = [] } of await store.messagesOf(id)) {
     letGo(message);
     forgetTyped(message);

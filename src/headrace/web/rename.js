@@ -1,8 +1,8 @@
-// A name that is changed where it stands: a field takes its place.
+// Renames a conversation in place: a field replaces the name.
 
 import { el } from "./dom.js";
 
-// `keep` is called with the new name; Escape, or no name at all, leaves the old one.
+// `keep` is called with the new name. Escape or an empty name keeps the old one.
 export function renameIn(place, name, keep) {
   const field = el("input", { class: "rename", "aria-label": "Name of the conversation", maxlength: "200", autocomplete: "off" });
   let isOver = false;

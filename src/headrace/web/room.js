@@ -1,13 +1,17 @@
-// How much of the model's context the next message takes: counted by the server, before it is sent.
+// Shows how much of the model's context the next message takes; the server counts it before it is sent.
 
 import { ask } from "./api.js";
 import { setTokens } from "./composer.js";
 import { asText } from "./files.js";
 
-const PAUSE_MS = 400; // of typing
-const FROM = 0.5; // of the context: from there on it is said without any files
+const PAUSE_MS = 400; // milliseconds without typing
+// Share of the context from which on the count is shown even without files.
+const FROM = 0.5;
 let timer = 0;
-let number = 0; // of the count that is newest
+// Whether the last count exceeded the context.
+let exceeds = false;
+// The number of the newest count.
+let number = 0;
 
 async function count(model, what) {
   const headers = { "Content-Type": "application/json" };
@@ -15,16 +19,22 @@ async function count(model, what) {
   return response.ok ? response.json() : null;
 }
 
-// Soon, once the person pauses. `next()`: {model, context, messages, files}, as they would be sent.
-export function countSoon(box, next) {
+export const isTooLong = () => exceeds;
+
+// Counts once the person pauses. `next()` returns {model, context, messages, files} as they would be sent. `done` is
+// called after the count.
+export function countSoon(box, next, done) {
   clearTimeout(timer);
-  timer = setTimeout(() => countNow(box, next()).catch(() => {}), PAUSE_MS); // others say that the server is away
+  // Other parts of the page report that the server is away.
+  timer = setTimeout(() => countNow(box, next()).catch(() => show(box)).finally(done), PAUSE_MS);
 }
 
 async function countNow(box, { model, context, messages, files }) {
   const own = ++number;
-  const isShort = !files.length && JSON.stringify(messages).length < FROM * context; // a token has a character at least
-  if (!context || !messages.length || isShort) return void (box.hidden = true); // a model that is not known yet is not loaded for this
+  // A token has at least one character.
+  const isShort = !files.length && JSON.stringify(messages).length < FROM * context;
+  // Counting would load a model that is not loaded.
+  if (!context || !messages.length || isShort) return show(box);
   for (const file of files) {
     if (file.kind !== "text" || file.countedBy === model) continue;
     const counted = await count(model, { content: asText(file) });
@@ -32,15 +42,19 @@ async function countNow(box, { model, context, messages, files }) {
   }
   const counted = await count(model, { messages });
   if (own !== number) return;
-  box.hidden = !counted?.max_model_len || (!files.length && counted.count < FROM * counted.max_model_len);
-  if (!box.hidden) show(box, counted.count, counted.max_model_len);
+  const { count: taken, max_model_len: most } = counted ?? {};
+  show(box, taken, files.length || taken >= FROM * most ? most : 0);
 }
 
+// Hides the box if `most` is missing.
 function show(box, taken, most) {
+  box.hidden = !most;
+  exceeds = most > 0 && taken >= most;
+  if (!most) return;
   const [meter, words] = box.children;
   Object.assign(meter, { max: most, low: 0.6 * most, high: 0.9 * most, optimum: 0, value: Math.min(taken, most) });
   const left = most - taken;
   const figure = (number) => number.toLocaleString("en");
-  box.classList.toggle("bad", left <= 0);
-  words.textContent = `${figure(taken)} of ${figure(most)} tokens · ${left > 0 ? `${figure(left)} left` : "too much: take something out"}`;
+  box.classList.toggle("bad", exceeds);
+  words.textContent = `${figure(taken)} of ${figure(most)} tokens · ${exceeds ? "too long: shorten the message, remove a file or start a new conversation" : `${figure(left)} left`}`;
 }

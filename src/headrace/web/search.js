@@ -1,14 +1,14 @@
-// The search in titles and messages: what was found where, and marks at the places.
+// Searches titles and messages, and marks the words in the conversation.
 
 import { el } from "./dom.js";
 import * as store from "./store.js";
 
-const NUM_AROUND = 40; // characters shown on each side of a place
+const NUM_AROUND = 40; // characters shown on each side of the words
 const MOST_MARKS = 1000;
 let numSearches = 0;
 
-// By conversation: the message that has the words first and a piece around them, both null where
-// the title has them. Undefined if the next search has overtaken this one; null: no words.
+// Returns for each conversation the first message with the words, and the text around them; both are null if the
+// words are in the title. Returns null without words, and undefined if a later search has begun.
 export async function search(words) {
   const number = ++numSearches;
   const wanted = words.trim().toLowerCase();

@@ -1,11 +1,13 @@
-// What the person chose: the key, and the choices that a new conversation begins with, in
-// localStorage. Each conversation keeps its own choices after that.
+// The person's settings in localStorage: the key, and the options that a new conversation begins with. Each
+// conversation keeps its own options after that.
 
 const NAME = "headrace-settings";
-export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
+// The page folds these fields.
+export const ADVANCED = ["top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
+const NUMBERS = ["temperature", ...ADVANCED];
 const CHOICES = ["model", "system", "tools", ...NUMBERS];
 
-// Strings alone, each from a field of the form.
+// All values are strings, each from a field of the form.
 export function choicesOf(given) {
   const known = CHOICES.filter((name) => typeof given?.[name] === "string" && given[name]);
   return Object.fromEntries(known.map((name) => [name, given[name]]));
@@ -25,7 +27,7 @@ export function saveSettings(changed) {
 
 export const defaults = () => choicesOf(settings());
 
-// What is wrong with the tools as they were typed, or nothing.
+// Returns what is wrong with the typed tools, or "".
 export function faultOf({ tools }) {
   try {
     return !tools || Array.isArray(JSON.parse(tools)) ? "" : "Tools must be a JSON array.";
@@ -34,7 +36,7 @@ export function faultOf({ tools }) {
   }
 }
 
-// The fields of a request that differ from the model's own.
+// Returns the fields of a request that differ from the model's defaults.
 export function sampling(chosen) {
   const fields = {};
   for (const name of NUMBERS) if (chosen[name]) fields[name] = Number(chosen[name]);

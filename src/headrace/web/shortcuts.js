@@ -1,14 +1,15 @@
-// Shortcuts of the keyboard, and the list of them.
+// The keyboard shortcuts, and the list that explains them.
 
 import { el } from "./dom.js";
 
-// [keys as shown, words, whether an event is of them]; those without are told by whoever has them.
+// Each shortcut: [keys as shown, words, whether an event matches it]. Those without a test are handled where they
+// apply.
 const isCommand = ({ ctrlKey, metaKey, altKey }) => (ctrlKey || metaKey) && !altKey;
 const SHORTCUTS = {
   create: [["Ctrl", "Shift", "O"], "New conversation", (event) => isCommand(event) && event.shiftKey && event.code === "KeyO"],
   search: [["Ctrl", "K"], "Search", (event) => isCommand(event) && !event.shiftKey && event.code === "KeyK"],
-  list: [["Ctrl", "/"], "This list", (event) => isCommand(event) && event.key === "/"],
-  focus: [["Shift", "Escape"], "To the message field", (event) => event.shiftKey && event.key === "Escape"],
+  list: [["Ctrl", "/"], "Show this list", (event) => isCommand(event) && event.key === "/"],
+  focus: [["Shift", "Escape"], "Go to the message field", (event) => event.shiftKey && event.key === "Escape"],
   stop: [["Escape"], "Stop the answer"],
   edit: [["↑"], "Edit your last message, from an empty field"],
   send: [["Enter"], "Send"],
@@ -17,7 +18,7 @@ const SHORTCUTS = {
 const isMac = /Mac|iPhone|iPad/.test(navigator.platform);
 const named = (key) => (isMac && key === "Ctrl" ? "⌘" : key);
 
-// `acts`: by name, what each of them does.
+// `acts` has the action of each shortcut, by name.
 export function listen(acts) {
   addEventListener("keydown", (event) => {
     if (event.isComposing || document.querySelector("dialog[open]")) return;

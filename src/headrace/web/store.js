@@ -1,5 +1,5 @@
-// Conversations and messages in IndexedDB. An answer's text and its cursor are one record, so they
-// are written by one transaction and cannot disagree.
+// Stores conversations and messages in IndexedDB. An answer's text and its cursor are one record, so one
+// transaction writes both and they cannot disagree.
 
 const NUM_AT_ONCE = 20; // messages; each may hold pictures
 
@@ -9,7 +9,8 @@ const opened = new Promise((resolve, reject) => {
     asked.result.createObjectStore("conversations", { keyPath: "id" });
     const messages = asked.result.createObjectStore("messages", { keyPath: "id" });
     messages.createIndex("conversation", "conversation");
-    messages.createIndex("live", "live"); // 1 while the answer is due; else the field is missing
+    // `live` is 1 until the answer has ended; then the field is missing.
+    messages.createIndex("live", "live");
   };
   asked.onsuccess = () => resolve(asked.result);
   asked.onerror = () => reject(asked.error);
@@ -23,7 +24,7 @@ export function onChange(act) {
 
 let faulted = () => {};
 
-// `act` is called each time that this browser does not keep, or does not find, what it should.
+// `act` is called each time that this browser fails to save or to read.
 export const onFault = (act) => (faulted = act);
 
 const tell = (conversation) => bus.postMessage({ conversation });
@@ -50,7 +51,7 @@ async function attempt(mode, work) {
 
 const everything = () => transact("readonly", (all) => all.getAll());
 
-// What is deleted stays for a moment, marked, and is not seen.
+// A deleted conversation stays for a few seconds, marked, and is not shown.
 export const conversations = async () => (await everything()).filter(({ deleted }) => !deleted);
 export const deletedConversations = async () => (await everything()).filter(({ deleted }) => deleted);
 export async function conversation(id) {
@@ -60,7 +61,7 @@ export async function conversation(id) {
 export const messagesOf = async (id) => withoutCircles(await transact("readonly", (_, all) => all.index("conversation").getAll(id)));
 export const liveMessages = () => transact("readonly", (_, all) => all.index("live").getAll(1));
 
-// A message that comes before itself (an imported file may say so) has nothing before it.
+// Breaks circles of parents, which an imported file may contain: a message that precedes itself loses its parent.
 function withoutCircles(messages) {
   const byId = new Map(messages.map((message) => [message.id, message]));
   const sound = new Set();
@@ -75,7 +76,7 @@ function withoutCircles(messages) {
   return messages;
 }
 
-// All messages, some at a time, so that the page stays quick; until `take` returns false.
+// Reads all messages, some at a time so that the page stays responsive, until `take` returns false.
 export function readMessages(take) {
   return transact("readonly", (_, all) => {
     const read = (range) => {
@@ -87,20 +88,21 @@ export function readMessages(take) {
   });
 }
 
-// Changes these fields of a conversation as it is stored now; what the caller knows of it may be older.
+// Changes these fields of a conversation as it is stored now, since the caller's copy may be older.
 export async function changeConversation(id, fields) {
   await transact("readwrite", (all) => change(all, { id, ...fields }));
   tell(id);
 }
 
-// Puts what `changed` has over the record of its id; where there is none, that is `first`, if anything.
+// Merges `changed` into the record with its id. If there is no such record, it starts from `first`, if that is
+// given.
 function change(records, changed, first) {
   records.get(changed.id).onsuccess = ({ target: { result: stored = first } }) => {
     if (stored) records.put({ ...stored, ...changed });
   };
 }
 
-// A conversation, new or gone on, with messages, all or none.
+// Saves a new or continued conversation and its new messages, all or none.
 export async function saveTurn(conversation, turn) {
   const { id, leaf, updated } = conversation;
   await transact("readwrite", (all, messages) => {
@@ -110,9 +112,8 @@ export async function saveTurn(conversation, turn) {
   tell(conversation.id);
 }
 
-// Adds what is not here yet. Of a conversation that is, the one that was changed last stays; of a
-// message, the one that has come further. Returns how many conversations were new, and how many
-// gained something.
+// Adds what is not stored yet. Of a conversation that is stored, the copy that was changed last stays; of a
+// message, the longer one. Returns how many conversations are new, and how many have new content.
 export async function merge(found) {
   const isNewer = (one, old) => one.updated > old.updated || old.deleted;
   const [added, changed] = [new Set(), new Set()];
@@ -145,7 +146,7 @@ export async function removeConversation(id) {
   tell(id);
 }
 
-// How far an answer has come: [event, part] of its cursor.
+// Returns the position of a cursor as [event, part].
 export function place(cursor) {
   const found = /:(\d+)(?:\.(\d+))?$/.exec(cursor || "");
   return found ? [Number(found[1]), Number(found[2] ?? 0)] : [-1, 0];
@@ -157,7 +158,7 @@ export function isBehind(cursor, other) {
   return event < otherEvent || (event === otherEvent && part < otherPart);
 }
 
-// Another tab may have come further with the same answer, or deleted it: its record stays then.
+// Keeps the stored record if another tab has received more of this answer, or has deleted it.
 export async function saveAnswer(answer) {
   await transact("readwrite", (_, messages) => {
     const asked = messages.get(answer.id);

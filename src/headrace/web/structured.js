@@ -1,4 +1,4 @@
-// JSON as a tree, whose branches are built when they are opened.
+// Shows JSON as a tree, whose branches are built when they are opened.
 
 import { button, el } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
@@ -7,7 +7,7 @@ import { TextView } from "./text.js";
 const NUM_AT_ONCE = 100; // entries of a branch
 const NUM_OPEN = 2; // levels
 
-// The value of a text that is JSON of several values, else undefined.
+// Returns the value of a text that is a JSON object or array with contents, else undefined.
 export function valueOf(text) {
   if (!beginsData(text)) return undefined;
   try {
@@ -21,7 +21,7 @@ const beginsData = (text) => /^\s*(\{\s*["}]|\[\s*[{[])/.test(text);
 
 export const treeOf = (value) => el("div", { class: "tree" }, branch(null, value, 0));
 
-// Its entries alone.
+// Returns a tree of the value's entries alone.
 export function entriesOf(value) {
   const tree = el("div", { class: "tree" });
   fill(tree, Object.entries(value), Array.isArray(value), 0);
@@ -56,7 +56,7 @@ function leaf(value) {
   return el("span", { class: `hl-${kind}` }, JSON.stringify(value));
 }
 
-// A text of Markdown, or of JSON: its source while it comes, a tree when it is whole.
+// Shows Markdown or JSON. JSON is shown as its source while it grows, and as a tree once it is complete.
 export class AnswerView {
   constructor(root) {
     this.root = root;

@@ -1,29 +1,31 @@
-// Text that grows, shown as it is, in pieces of whole lines: only the last ones are built and laid
-// out again.
+// Shows growing text in pieces of whole lines, so that only the last pieces are built and laid out again.
 
 import { el } from "./dom.js";
 
-const NUM_LINES = 30; // of a piece
-const MAX_LINES = 120; // of one that had to take in more
+const NUM_LINES = 30; // lines of a piece
+// Lines of a piece that had to be extended.
+const MAX_LINES = 120;
 
-// Adds text to lines.
+// Appends text to an array of lines.
 function extend(lines, text) {
   const [first, ...others] = text.split("\n");
   lines[lines.length - 1] += first;
   for (const line of others) lines.push(line);
 }
 
-// `dress`: the nodes of some lines, and whether they make a piece of their own; if not, it takes
-// in more lines, up to some limit.
+// `dress` returns the nodes of some lines, and whether they can be a piece of their own. If not, the piece takes
+// in more lines, up to a limit.
 export class Pieces {
   constructor(root, dress = (text) => [[text], true]) {
     this.root = root;
     this.dress = dress;
-    this.at = 0; // the line behind what is kept
-    this.rest = []; // pieces that may change
+    // The line after the pieces that are final.
+    this.at = 0;
+    // Pieces that may change.
+    this.rest = [];
   }
 
-  // Lines from `numFinal` on may change until the next call. Says whether all are shown.
+  // Shows the lines; those from `numFinal` on may change until the next call. Returns whether all are shown.
   show(lines, numFinal, deadline) {
     for (const node of this.rest.splice(0)) node.remove();
     for (let at = this.at; at < lines.length; ) {
@@ -63,13 +65,13 @@ export class TextView {
     this.isShown = true;
   }
 
-  // A function of lines and a deadline, which says whether all are shown.
+  // Returns a function of lines and a deadline, which shows them and returns whether all are shown.
   shower() {
     const pieces = new Pieces(this.root);
     return (lines, deadline) => pieces.show(lines, lines.length - 1, deadline);
   }
 
-  // Shows as much as it can by the deadline, and says whether that is all.
+  // Shows as much as it can by the deadline; returns whether all is shown.
   update(text, deadline = Infinity) {
     if (!text.startsWith(this.text)) this.begin();
     if (text === this.text && this.isShown) return true;

@@ -1,4 +1,4 @@
-// Lines at the foot of the window that go by themselves: what has been done, and how to undo it.
+// Short messages at the bottom of the window that disappear by themselves; some offer to undo an action.
 
 import { button, el } from "./dom.js";
 import { icon } from "./icons.js";
@@ -6,7 +6,7 @@ import { icon } from "./icons.js";
 const SHOWN_MS = 5000;
 export const UNDO_MS = 10_000;
 
-// With `undo` there is a button for it; `settle` is called once it is too late.
+// With `undo`, the message has a button for it; `settle` is called once it is too late to undo.
 export function toast(words, { undo, settle = () => {} } = {}) {
   let timer = 0;
   const end = (act) => {
@@ -14,7 +14,7 @@ export function toast(words, { undo, settle = () => {} } = {}) {
     box.remove();
     act();
   };
-  // not while a person is about to press something in it
+  // Stays while a person may be about to press a button in it.
   const endIn = (ms) => (timer = setTimeout(() => (box.matches(":hover, :focus-within") ? endIn(1000) : end(settle)), ms));
   const box = el("div", { class: "toast" }, el("span", {}, words),
     undo && button("Undo", () => end(undo)), button(icon("close"), () => end(settle), { "aria-label": "Dismiss" }));

@@ -1,4 +1,4 @@
-// The parts of a Markdown text, and their nodes.
+// Splits a Markdown text into parts, and builds their nodes.
 
 import { Code } from "./code.js";
 import { button, el } from "./dom.js";
@@ -10,8 +10,8 @@ const markdown = new MarkdownIt({ html: false, linkify: true }).use(footnote).us
 markdown.inline.ruler.disable("footnote_inline");
 markdown.validateLink = (target) => /^https?:\/\/./i.test(target) && URL.canParse(target);
 
-// A part: {type, key, from, to, tokens, env}, with lines from `from` to `to`. Two of one key look
-// the same. `begins` and `ends` are the types of its first token and of its last.
+// Returns the parts as {type, key, from, to, tokens, env}, with lines from `from` to `to`. Parts with the same key
+// look the same.
 function partsOf(tokens, level, lines, env) {
   const parts = [];
   const known = `${Object.keys(env.references ?? {}).length} `;
@@ -20,7 +20,8 @@ function partsOf(tokens, level, lines, env) {
     if (token.level !== level || token.nesting > 0) continue;
     const own = tokens.slice(at, k + 1);
     at = k + 1;
-    const maps = own.map(({ map }) => map).filter(Boolean); // a footnote has none of its own
+    // A footnote has no map of its own.
+    const maps = own.map(({ map }) => map).filter(Boolean);
     const [from, to] = [maps[0]?.[0] ?? 0, Math.max(0, ...maps.map(([, end]) => end))];
     parts.push({ type: own[0].type, key: known + own[0].type + lines.slice(from, to).join("\n"), from, to, tokens: own, env });
   }
@@ -34,7 +35,7 @@ function read(lines) {
   return partsOf(tokens, 0, lines, env).map(dressed);
 }
 
-// A number is taken for a footnote, since its text comes later.
+// A reference with a number counts as a footnote, since the footnote's text comes later.
 const numbered = { get: (known, name) => (/^:\d{1,3}$/.test(name) ? -1 : known[name]) };
 
 function dressed(part) {
@@ -49,7 +50,7 @@ export function blocksOf(lines) {
   return { parts: read(lines), to: lines.length };
 }
 
-// The parts within the first block, where `isIt` says that it is the one; else nothing.
+// Returns the parts within the first block, if `isIt` accepts that block; else none.
 function inner(lines, isIt, parts) {
   const [block, after] = read(lines);
   if (!block) return { parts: [], to: lines.length };
@@ -57,13 +58,13 @@ function inner(lines, isIt, parts) {
   return { parts: parts(block), to: after ? after.from : lines.length };
 }
 
-// Items of a list like this one.
+// Returns a reader of the items of a list like this one.
 export function itemsOf({ type, markup }) {
   const isIt = (block) => block.type === type && block.markup === markup;
   return (lines) => inner(lines, isIt, ({ tokens, env }) => partsOf(tokens.slice(1, -1), 1, lines, env));
 }
 
-// Rows below the two lines that begin a table.
+// Returns a reader of the rows below the two lines that begin a table.
 export function rowsOf(head) {
   return (lines) => {
     const all = [...head, ...lines];
@@ -77,7 +78,7 @@ export function rowsOf(head) {
   };
 }
 
-// Lines of a long paragraph.
+// Returns the lines of a long paragraph as parts.
 export function linesOf(lines) {
   const isIt = ({ type, from }) => type === "paragraph_open" && !from;
   return inner(lines, isIt, ({ to, env }) =>
@@ -124,7 +125,7 @@ function buildText({ content }, env, top) {
   build(tokens, env, top);
 }
 
-// The node of a token, and the one that what is within goes to, if it is another.
+// Returns the node of a token, and the node for its contents if that is another one.
 function make(token) {
   const tag = TAGS[token.type];
   if (tag) return [el(tag, { start: token.attrGet("start"), class: SIDES[token.attrGet("style")] })];
@@ -133,7 +134,7 @@ function make(token) {
 
 const textOf = ({ content }) => [document.createTextNode(content)];
 
-// Images are links, since nothing is loaded from elsewhere.
+// Images become links, since nothing is loaded from other hosts.
 const link = (target, text = "") => [el("a", { href: target, rel: "noopener noreferrer nofollow ugc", target: "_blank" }, text)];
 
 const MAKERS = {

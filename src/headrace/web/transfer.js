@@ -1,4 +1,4 @@
-// Conversations as a file: written for the person, and read with suspicion.
+// Exports conversations as files, and imports them without trusting their contents.
 
 import { el, newId } from "./dom.js";
 import { asText, fenced } from "./files.js";
@@ -21,7 +21,7 @@ export async function exportJson(conversation) {
   save(`${fileName(conversation)}.json`, [JSON.stringify({ format: FORMAT, conversations: [conversation], messages })]);
 }
 
-// The branch in view, as a text for people.
+// Saves the branch in view as a text for people.
 export async function exportMarkdown(conversation) {
   const messages = new Map((await store.messagesOf(conversation.id)).map((one) => [one.id, one]));
   const parts = [];
@@ -30,7 +30,7 @@ export async function exportMarkdown(conversation) {
 }
 
 function asMarkdown({ role, text, calls, results, files, model }) {
-  const who = { user: "You", tool: "Results of tools" }[role] ?? (model || "Answer");
+  const who = { user: "You", tool: "Tool results" }[role] ?? (model || "Answer");
   const made = [...(calls ?? []).map((call) => [call.name, call.arguments]), ...(results ?? []).map((result) => [`Result of ${result.name}`, result.text])];
   const blocks = made.map(([name, what]) => `${name}:\n\n${fenced(what)}`);
   return [`## ${who}`, ...(files ?? []).map(asText), ...(role === "tool" || !text ? [] : [text]), ...blocks];
@@ -49,11 +49,12 @@ const number = (value) => (Number.isFinite(value) ? value : 0);
 const list = (value) => (Array.isArray(value) ? value : []);
 const roleOf = (value) => (["user", "tool"].includes(value) ? value : "assistant");
 
-// What is here already is known by its id, and merged. Says what came of it; throws where it is no
-// such file.
+// Imports a file; throws if it is not an export. What is here already is found by its id, and merged. Returns a
+// text that says what was imported.
 export async function importAll(file) {
   const whole = JSON.parse(await file.text());
-  const ids = new Map(); // new ones, where the old ones could not stand in a header or an address
+  // New ids for those that could not be part of a header or a URL.
+  const ids = new Map();
   const fresh = (old) => ids.get(old) ?? ids.set(old, newId()).get(old);
   const id = (old) => (typeof old !== "string" ? null : /^[\w-]{1,64}$/.test(old) ? old : fresh(old));
   const conversations = whole.conversations.map((one) => ({
@@ -70,6 +71,6 @@ export async function importAll(file) {
   }));
   const { numAdded, numChanged } = await store.merge({ conversations, messages });
   const numKnown = conversations.length - numAdded - numChanged;
-  const told = [[numAdded, "new"], [numChanged, "brought up to date"], [numKnown, "here already"]].filter(([number]) => number > 0);
+  const told = [[numAdded, "new"], [numChanged, "updated"], [numKnown, "already here"]].filter(([number]) => number > 0);
   return `Imported: ${told.map((one) => one.join(" ")).join(", ") || "nothing"}.`;
 }

@@ -1,5 +1,5 @@
-// What a person has typed and not sent yet, in localStorage: the results of tool calls by the
-// message that calls, and drafts by their names.
+// Keeps text that a person has typed and not sent yet, in localStorage: results of tool calls by the id of the
+// calling message, and drafts by their names.
 
 const name = (id) => `headrace-typed-${id}`;
 
@@ -17,7 +17,7 @@ export function keepTyped(id, texts) {
     if (texts.some(Boolean)) localStorage.setItem(name(id), JSON.stringify(texts));
     else localStorage.removeItem(name(id));
   } catch {
-    // no room is left: it is kept on the screen alone
+    // If the storage is full, the text is kept on the screen alone.
   }
 }
 

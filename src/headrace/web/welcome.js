@@ -1,4 +1,4 @@
-// The empty conversation: shows the model, what it can do, and a few first prompts.
+// Shows an empty conversation: the model, what it can do, and a few first prompts.
 
 import { button, el } from "./dom.js";
 import { icon } from "./icons.js";
@@ -10,22 +10,24 @@ const STARTERS = [
 ];
 const PICTURE = { title: "Look", prompt: "Look at a picture and describe it" };
 
-// `model`: {id, about, starters, context, sees, calls, thinks} or null while it is not known.
-// Calls `begin` with a starter, `look` for the starter that needs a picture, and `get` to get a model.
+// `model` is {id, about, starters, context, sees, calls, thinks}, or null while it is unknown. Calls `begin` with
+// a starter, `look` for the starter that needs a picture, and `get` to download a model.
 export function welcome(model, { begin, look, get }) {
   if (!model) return el("div", { class: "welcome" });
   const can = [model.context && `${model.context.toLocaleString("en")} tokens of context`, model.sees && "sees images", model.thinks && "can think first", model.calls && "can call tools"].filter(Boolean);
   const general = model.sees ? [PICTURE, ...STARTERS.slice(1)] : STARTERS;
+  const isChat = model.starters?.length !== 0;
   const starters = (model.starters ?? general).map((starter) => {
     const act = () => (starter === PICTURE ? look() : begin(starter));
     return el("button", { type: "button", on: { click: act } }, el("strong", {}, starter.title), el("span", {}, starter.prompt));
   });
-  const about = model.about && [el("p", { class: "about" }, model.about), button("Get a model that can talk", get, { class: "primary" })];
-  return el("div", { class: "welcome" },
+  const about = model.about && [el("p", { class: "about" }, model.about), button("Get a model that can chat", get, { class: "primary" })];
+  return el("div", { class: "welcome" }, ...[
     el("img", { src: "web/icon.svg", alt: "" }),
     el("h2", {}, model.id),
     el("ul", { class: "can", "aria-label": "What this model can do" }, ...can.map((one) => el("li", {}, one))),
     ...(about ?? []),
-    el("div", { class: "starters" }, ...starters),
-    el("p", { class: "soft" }, "You can close this page at any time: the answer continues, and is here when you return."));
+    isChat && el("div", { class: "starters" }, ...starters),
+    isChat && el("p", { class: "soft" }, "You can close this page at any time: the answer continues, and is here when you return."),
+  ].filter(Boolean));
 }

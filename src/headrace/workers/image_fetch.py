@@ -1,4 +1,4 @@
-"""Images that a request names by address: fetched within limits, from public hosts alone."""
+"""Fetches the images that a request names by URL, within limits and only from public hosts."""
 
 import asyncio
 import contextlib
@@ -13,35 +13,44 @@ from typing import Any
 import httpcore
 import httpx
 
-from headrace.workers.job_line import OWNER
-from headrace.workers.pool import Work
+from headrace.workers.job_queue import OWNER
+from headrace.workers.pool import JobRunner
 from headrace_common.errors import RequestError
-from headrace_common.jobs import PutImages
 from headrace_common.request import MAX_IMAGE_BYTES, Chat, Prompt
+from headrace_common.worker_jobs import PutImages
 
 _REDIRECTS, _TIMEOUT_S = 3, 10.0
-_REQUESTS_AT_ONCE = 8  # each may hold as many bytes as a body has
-_REQUESTS_OF_KEY = 4  # hosts that never answer hold up their own key's first
+# The number of requests that may fetch images at the same time. Each request may fetch as many
+# bytes as a request body may have.
+_REQUESTS_AT_ONCE = 8
+# The same limit per API key. If hosts never answer, mainly requests of the same key wait.
+_REQUESTS_OF_KEY = 4
 _RETRY_S = 10.0
 _MOVED = (301, 302, 303, 307, 308)
 _HEADERS = [("Accept", "image/*"), ("User-Agent", "headrace")]
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-_UNICAST = ipaddress.ip_network("2000::/3")  # all that IPv6 has given out for public hosts
+# The only IPv6 range with addresses of public hosts.
+_UNICAST = ipaddress.ip_network("2000::/3")
 _IPV4_LAST = [
-    ipaddress.ip_network(it)  # compatible, mapped, translated, and NAT64
+    # The prefixes of IPv4-compatible, IPv4-mapped, IPv4-translated and NAT64 addresses.
+    ipaddress.ip_network(it)
     for it in ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")
 ]
 _RESERVED = [
-    ipaddress.ip_network(it)  # Python's versions do not agree on these
+    # Python versions differ in whether these networks are global.
+    ipaddress.ip_network(it)
     for it in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "3fff::/20")
 ]
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is global unicast; one that leads to IPv4 is judged by that."""
+    """Return whether an address is global unicast.
+
+    If an IPv6 address leads to IPv4 addresses, all these IPv4 addresses must be global.
+    """
     if isinstance(address, ipaddress.IPv6Address):
-        if inside := _inside(address):
+        if inside := _embedded_ipv4(address):
             return all(map(is_public, inside))
         if address not in _UNICAST:
             return False
@@ -49,17 +58,18 @@ def is_public(address: Address) -> bool:
     return address.is_global and not (address.is_multicast or is_reserved)
 
 
-def _inside(address: ipaddress.IPv6Address) -> tuple[ipaddress.IPv4Address, ...]:
-    """The addresses of IPv4 that it leads to, or by way of."""
+def _embedded_ipv4(address: ipaddress.IPv6Address) -> tuple[ipaddress.IPv4Address, ...]:
+    """Return the IPv4 addresses that an IPv6 address leads to or passes through."""
     if any(address in network for network in _IPV4_LAST):
         return (ipaddress.IPv4Address(int(address) & 0xFFFFFFFF),)
     if address.sixtofour is not None:
         return (address.sixtofour,)
-    return address.teredo or ()  # server and client
+    # A Teredo address contains the addresses of its server and its client.
+    return address.teredo or ()
 
 
 class _Network(httpcore.AsyncNetworkBackend):
-    """Connects to the address that it has checked: asked again, a name could give another."""
+    """Connects to the address that was checked. A second lookup could return another address."""
 
     def __init__(self, allows: Callable[[Address], bool], threads: ThreadPoolExecutor) -> None:
         self._allows = allows
@@ -82,22 +92,27 @@ class _Forbidden(Exception):
 
 
 class ImageFetcher:
-    """Puts images into prompts that name them. `allows` says of each address whether it may be
-    asked; without, no image is fetched at all. `most_bytes` are those of a request's images.
+    """Fetches the images that prompts name by URL, and puts the images into the prompts.
+
+    `allows` returns whether the fetcher may connect to an address. If `allows` is None, no images
+    are fetched. `most_bytes` limits the images of a request together.
     """
 
     def __init__(self, allows: Callable[[Address], bool] | None, most_bytes: int) -> None:
         self._allows = allows
         self._most_bytes = most_bytes
-        # names that nobody answers for hold up no other work that is done in threads
+        # A separate pool, so that slow name lookups do not delay other work in threads.
         self._threads = ThreadPoolExecutor(_REQUESTS_AT_ONCE, "image's host")
         self._free = asyncio.Semaphore(_REQUESTS_AT_ONCE)
         self._free_of_key = defaultdict[str, asyncio.Semaphore](
             lambda: asyncio.Semaphore(_REQUESTS_OF_KEY)
         )
 
-    async def put(self, work: Work, prompts: Iterable[Prompt], packed: bytes) -> bytes:
-        """The packed prompts with all images; RequestError names the one that cannot be had."""
+    async def put(self, work: JobRunner, prompts: Iterable[Prompt], packed: bytes) -> bytes:
+        """Return the packed prompts with the images that the prompts name by URL.
+
+        If an image cannot be fetched, raises RequestError with the image's place in the request.
+        """
         for prompt in prompts:
             if isinstance(prompt, Chat) and any(prompt.addresses):
                 images = await self._fetch_all(prompt)
@@ -105,43 +120,43 @@ class ImageFetcher:
         return packed
 
     async def _fetch_all(self, chat: Chat) -> list[bytes]:
-        """One for each address; empty where an image came along."""
+        """Return an image for each address; empty if the request itself contains the image."""
         pairs = list(zip(chat.addresses, chat.image_params, strict=True))
         if self._allows is None:
             first = next(param for address, param in pairs if address)
-            message = "Addresses of images are not followed here; send data:image/png;base64,… "
+            message = "This server does not fetch images by URL; send data:image/png;base64,… "
             message += "instead, or start the server with --allow-image-urls."
             raise RequestError("image_url_refused", message, first)
         images: list[bytes] = []
         network = _Network(self._allows, self._threads)
         async with (
-            self._turn(),
+            self._slot(),
             httpcore.AsyncConnectionPool(network_backend=network, retries=0) as pool,
         ):
             deadline = asyncio.get_running_loop().time() + _TIMEOUT_S
             for address, param in pairs:
                 room = self._most_bytes - sum(map(len, images))
-                one = _One(pool, param, min(room, MAX_IMAGE_BYTES))
+                one = _ImageRequest(pool, param, min(room, MAX_IMAGE_BYTES))
                 images.append(await one.fetch(address, deadline) if address else b"")
         return images
 
     @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """RequestError if others, of this key or of all, take too long."""
-        async with contextlib.AsyncExitStack() as held:
+    async def _slot(self) -> AsyncIterator[None]:
+        """Wait for a free slot. Raises RequestError if the wait is too long."""
+        async with contextlib.AsyncExitStack() as slots:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    await held.enter_async_context(self._free_of_key[OWNER.get()])
-                    await held.enter_async_context(self._free)
+                    await slots.enter_async_context(self._free_of_key[OWNER.get()])
+                    await slots.enter_async_context(self._free)
             except TimeoutError:
-                message = f"The images of other requests took more than {_TIMEOUT_S:.0f} s to be "
-                message += "fetched; try again later, or send them as data URIs."
+                message = f"This request waited {_TIMEOUT_S:.0f} s for the images of other "
+                message += "requests; try again later, or send the images as data URIs."
                 raise RequestError("server_overloaded", message, retry_after_s=_RETRY_S) from None
             yield
 
 
-class _One:
-    """The way to one image."""
+class _ImageRequest:
+    """Fetches one image."""
 
     def __init__(self, pool: httpcore.AsyncConnectionPool, param: str, most_bytes: int) -> None:
         self._pool = pool
@@ -149,7 +164,7 @@ class _One:
         self._most_bytes = most_bytes
 
     async def fetch(self, address: str, deadline: float) -> bytes:
-        """The image's bytes; RequestError if they cannot be had by then."""
+        """Return the image's bytes. Raises RequestError if the fetch fails or takes too long."""
         try:
             async with asyncio.timeout_at(deadline):
                 return await self._follow(httpx.URL(address))
@@ -158,11 +173,11 @@ class _One:
             message += "send the image as a data URI."
             raise RequestError("image_url_refused", message, self._param) from None
         except TimeoutError:
-            raise self._failed(f"not within {_TIMEOUT_S:.0f} s") from None
+            raise self._failed(f"it took more than {_TIMEOUT_S:.0f} s") from None
         except (httpx.InvalidURL, UnicodeError, ValueError):
             raise self._failed("the address is not valid") from None
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError):
-            raise self._failed("its host did not answer as it should") from None
+            raise self._failed("its host did not answer correctly") from None
 
     async def _follow(self, url: httpx.URL) -> bytes:
         for _ in range(_REDIRECTS + 1):
@@ -181,13 +196,13 @@ class _One:
                     if len(whole) > self._most_bytes:
                         raise self._too_large()
                 return bytes(whole)
-        raise self._failed(f"it was moved more than {_REDIRECTS} times")
+        raise self._failed(f"its host redirected more than {_REDIRECTS} times")
 
     def _failed(self, why: str) -> RequestError:
-        message = f"The image could not be fetched: {why}. Send it as a data URI."
+        message = f"The image could not be fetched: {why}. Send the image as a data URI."
         return RequestError("image_fetch_failed", message, self._param)
 
     def _too_large(self) -> RequestError:
-        message = f"The image has more than the {self._most_bytes} bytes that are taken; "
-        message += "send a smaller one."
+        message = f"The image has more than {self._most_bytes} bytes, the limit; "
+        message += "send a smaller image."
         return RequestError("image_too_large", message, self._param)

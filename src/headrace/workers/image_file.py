@@ -1,17 +1,22 @@
-"""Images on their way to the engine: a file in memory that both sides can open."""
+"""Passes images to the engine in an in-memory file that both processes can open."""
 
 import os
 import tempfile
 from typing import NamedTuple
 
-from headrace.workers.pool import Work
-from headrace_common.jobs import SeeImages
+from headrace.workers.pool import JobRunner
+from headrace_common.messages import Ready
 from headrace_common.plan import PromptInputs
 from headrace_common.system.memory_file import can_open_anew, open_memory_file
+from headrace_common.worker_jobs import SeeImages
 
 
 class PixelFile:
-    """In memory on Linux, where it ends with its owner, however that ends; else a temporary one."""
+    """A file for the prepared images of one request.
+
+    On Linux the file is in memory and disappears with the process, however the process ends. On
+    other systems the file is a temporary file.
+    """
 
     def __init__(self) -> None:
         self._fd: int | None
@@ -34,22 +39,30 @@ class PixelFile:
 
 
 class Admitted(NamedTuple):
-    """Packed int32 ids of each prompt, and what goes with them."""
+    """The packed int32 ids of each prompt, and other data for the engine and the record."""
 
     prompts: tuple[bytes, ...]
-    tokenization: str | None = None  # as in the record
+    # The value in the stream's record: "one-shot", "streamed" or "given".
+    tokenization: str | None = None
     inputs: tuple[PromptInputs, ...] = ()
     pixels: PixelFile | None = None
-    images: bytes = b""  # the prompts as they were sent, to do this again
-    changes: tuple[str, ...] = ()  # made in messages that the chat template refused
+    # The packed prompts as sent, from which the images can be prepared again.
+    images: bytes = b""
+    # Changes to messages that the chat template had refused without the changes.
+    changes: tuple[str, ...] = ()
+    # The engine's report when it became ready. It has the limits that admission checked.
+    ready: Ready | None = None
 
     def close(self) -> None:
         if self.pixels is not None:
             self.pixels.close()
 
 
-async def see_images(work: Work, packed: bytes, model: str) -> Admitted:
-    """The one prompt in `packed`, a chat with images; RequestError names the image at fault."""
+async def prepare_images(work: JobRunner, packed: bytes, model: str) -> Admitted:
+    """Prepare the only prompt in `packed`, which is a chat with images.
+
+    If an image cannot be used, raises RequestError with the image's place in the request.
+    """
     pixels = PixelFile()
     seen = await work.do(SeeImages(pixels.path, model), [packed])
     inputs = (seen.inputs,)

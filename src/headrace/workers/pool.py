@@ -1,7 +1,8 @@
-"""Work that grows with what a client sent: done off the event loop, where it can be killed.
+"""Runs work that grows with a client's input outside the event loop, where it can be killed.
 
-A job (core/jobs.py) is a pure function of its message and a body. Jobs run in worker processes,
-each with limited memory and processor time, or, naively, in threads.
+A job (headrace_common/worker_jobs.py) is a pure function of its message and a body. Jobs run in
+worker processes with limited memory and processor time. The simple implementation runs jobs in
+threads.
 """
 
 import asyncio
@@ -12,10 +13,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from headrace.workers.job_line import Body, JobLine, QueuedJob
+from headrace.workers.job_queue import Body, JobQueue, QueuedJob
 from headrace.workers.process import Reply, WorkerProcess
-from headrace_common.errors import RequestError
-from headrace_common.jobs import (
+from headrace_common.errors import OVERRAN, RequestError
+from headrace_common.system.panics import STEERING
+from headrace_common.worker_jobs import (
     AnyJob,
     Job,
     Refusal,
@@ -24,27 +26,31 @@ from headrace_common.jobs import (
     encode_job,
     encode_result,
 )
-from headrace_common.system.panics import STEERING
-from headrace_common.system.race import race
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
 TEMPLATE_S = 5.0
-"""Processor time that a chat template may take; a worker that takes more gets SIGPROF."""
+"""The processor time for a chat template, in seconds. After that, a worker gets SIGPROF."""
 JOB_S = 60.0
-"""Processor time that a whole job may take; a worker that takes more gets SIGVTALRM."""
+"""The processor time for a whole job, in seconds. After that, a worker gets SIGVTALRM."""
 MEMORY_BYTES = 224 << 20
-"""Memory that a worker may hold beyond what it loaded."""
+"""The bytes that a worker may allocate after loading."""
 
 IMAGES = "images"
-"""The option of the worker for images: of its own, at the lowest priority."""
+"""The option that starts the worker for images.
+
+The image worker has a separate queue and the lowest priority.
+"""
 IMAGE_MEMORY_BYTES = 2 << 30
 
-_NUM_WORKERS = 2  # one for small jobs alone
-_LEFT_S = 0.1  # that a job may go on after its client has left, until its worker is killed
-_IMAGES_LEFT_S = 5.0  # where another worker takes longer to start than most jobs take
+# The number of workers without the image worker. One of the workers takes only small jobs.
+_NUM_WORKERS = 2
+# After a client leaves, its job has this number of seconds to end before the worker is killed.
+_GRACE_S = 0.1
+# This time is longer for images, because restarting the image worker takes longer than most jobs.
+_IMAGES_GRACE_S = 5.0
 _TOO_MUCH = RequestError(
     "request_too_large",
     f"Reading and tokenizing this request takes more than {MEMORY_BYTES >> 20} MiB of memory or "
@@ -53,47 +59,59 @@ _TOO_MUCH = RequestError(
 _VERDICTS = {
     -signal.SIGPROF: RequestError(
         "template_failed",
-        f"The chat template overran: it took more than {TEMPLATE_S:g} seconds.",
+        f"{OVERRAN}: it took more than {TEMPLATE_S:g} seconds of processor time; "
+        "send fewer or shorter messages.",
         "messages",
     ),
     -signal.SIGVTALRM: _TOO_MUCH,
-    -signal.SIGABRT: _TOO_MUCH,  # a library ran out of memory
+    # A native library ran out of memory.
+    -signal.SIGABRT: _TOO_MUCH,
     -signal.SIGSEGV: _TOO_MUCH,
 }
-"""Errors that a worker's death means for its job; after any other death it is tried again."""
+"""The error of a job whose worker died by one of these signals.
+
+After any other death of a worker, its job is tried once more.
+"""
 
 
-class Work(Protocol):
-    """Does jobs, whatever they cost."""
+class JobRunner(Protocol):
+    """Runs jobs of any size."""
 
     async def do(self, job: Job[R], body: Body = ()) -> R:
-        """The job's result; RequestError if it refuses `body`, or overran."""
+        """Return the job's result. Raises RequestError if it refuses `body` or exceeds a limit."""
 
     async def run(self) -> None:
-        """Owns what does the work, until it is cancelled."""
+        """Run the workers until cancelled."""
 
 
 class Performer(Protocol):
-    """The side of a worker that knows how jobs are done."""
+    """The part of a worker that can do each kind of job."""
 
     def do(self, job: AnyJob, body: bytes) -> object:
-        """The job's result; RequestError if it refuses `body`."""
+        """Return the job's result. Raises RequestError if the job refuses `body`."""
 
 
 def perform(jobs: Performer, head: bytes, body: bytes) -> bytes:
-    """The packed result of the job in `head`; RequestError, also where memory ran out."""
+    """Return the packed result of the packed job `head`.
+
+    Raises RequestError if the job refuses `body` or memory ran out.
+    """
     try:
         return encode_result(jobs.do(decode_job(head), body))
     except MemoryError:
         raise _TOO_MUCH from None
     except (Exception, *STEERING):
         raise
-    except BaseException as panic:  # ends this job, and neither its worker nor a thread
+    # A panic in a library must end only this job and not the job's worker or thread.
+    except BaseException as panic:
         raise RuntimeError(f"a library failed ({type(panic).__name__})") from None
 
 
-class ThreadWork:
-    """Jobs in threads of this process, for callers that limit themselves: LLM, and tests."""
+class ThreadJobRunner:
+    """Runs jobs in threads of this process.
+
+    Use it only if the caller limits the input, as the LLM class and tests do.
+    """
 
     def __init__(self, jobs: Performer) -> None:
         self._jobs = jobs
@@ -112,34 +130,39 @@ class ThreadWork:
 
 
 class WorkerPool:
-    """Jobs in processes of their own: `python -m MODULE SOCKET`; each is sent `start` first.
+    """Runs jobs in worker processes (`python -m MODULE SOCKET`).
 
-    With `has_keys` there is one more, so that large bodies of two keys can be in work.
+    Each process first receives `start`. With `has_keys`, an additional worker runs, so that the
+    large bodies of two keys can be processed at the same time.
     """
 
     def __init__(
         self, module: str, start: bytes, has_images: bool = False, has_keys: bool = False
     ) -> None:
         num_workers = _NUM_WORKERS + has_keys
-        self._tasks: asyncio.TaskGroup | None = None  # while it runs
-        self._line = JobLine(num_workers)
-        self._source = _Source(module, start)
+        # Set while `run` is running.
+        self._tasks: asyncio.TaskGroup | None = None
+        self._queue = JobQueue(num_workers)
+        self._source = _ProcessSource(module, start)
         self._workers = [
-            _Worker(self._line, self._source, takes_large=number > 0)
+            _Worker(self._queue, self._source, takes_large=number > 0)
             for number in range(num_workers)
         ]
         self._module = module
-        self._image_line = JobLine(1)
-        self._images: _Source | None = _Source(module, start, IMAGES) if has_images else None
+        self._image_queue = JobQueue(1)
+        self._images: _ProcessSource | None = (
+            _ProcessSource(module, start, IMAGES) if has_images else None
+        )
 
     async def do(self, job: Job[R], body: Body = ()) -> R:
         queued = QueuedJob(encode_job(job), body)
-        line = self._image_line if job.is_for_images and self._images else self._line
-        line.put(queued)
+        queue = self._image_queue if job.is_for_images and self._images else self._queue
+        queue.put(queued)
         try:
             return decode_result(job, await queued.done)
-        finally:
-            line.leave(queued)
+        except BaseException:
+            queue.leave(queued)
+            raise
 
     async def run(self) -> None:
         try:
@@ -150,26 +173,29 @@ class WorkerPool:
                 tasks.create_task(self._source.keep_spare(), name="spare worker")
                 self._run_images()
         finally:
-            self._line.close()
-            self._image_line.close()
+            self._queue.close()
+            self._image_queue.close()
 
     def _run_images(self) -> None:
         if self._tasks is not None and self._images is not None:
-            worker = _Worker(self._image_line, self._images, left_s=_IMAGES_LEFT_S)
+            worker = _Worker(self._image_queue, self._images, grace_s=_IMAGES_GRACE_S)
             self._tasks.create_task(worker.run(), name="image worker")
 
     def renew(self, start: bytes, has_images: bool) -> None:
-        """Each worker is sent this before its next job, and so ends the process that it had."""
+        """Make each worker start a new process with this `start` before the next job."""
         self._source.start = start
         if self._images is not None:
             self._images.start = start
         elif has_images:
-            self._images = _Source(self._module, start, IMAGES)
+            self._images = _ProcessSource(self._module, start, IMAGES)
             self._run_images()
 
 
-class _Source:
-    """Processes that have begun with `start`, and a spare one, so that nobody waits for a start."""
+class _ProcessSource:
+    """Starts worker processes, which get the message `start`.
+
+    A spare process is kept ready, so that jobs need not wait for a start.
+    """
 
     def __init__(self, module: str, start: bytes, *options: str) -> None:
         self.start = start
@@ -178,7 +204,10 @@ class _Source:
         self._wants_spare = asyncio.Event()
 
     async def take(self, is_new: bool = False) -> WorkerProcess:
-        """One that is ready, or will be; OSError if the system gives none now."""
+        """Return a process that is ready. Raises OSError if the system cannot start a process now.
+
+        `is_new` starts a new process instead of using the spare process.
+        """
         try:
             while self._spare is not None and not is_new:
                 spare, self._spare = self._spare, None
@@ -190,7 +219,7 @@ class _Source:
             self._wants_spare.set()
 
     async def keep_spare(self) -> None:
-        """Keeps a spare worker, from the first one that was taken on."""
+        """After the first call of `take`, keep a spare process ready."""
         try:
             while True:
                 await self._wants_spare.wait()
@@ -209,45 +238,61 @@ class _Source:
 
 
 class _Worker:
-    """One process at a time, for the jobs of a line."""
+    """Does the jobs of a queue, with one process at a time."""
 
     def __init__(
-        self, line: JobLine, source: _Source, takes_large: bool = True, left_s: float = _LEFT_S
+        self,
+        queue: JobQueue,
+        source: _ProcessSource,
+        takes_large: bool = True,
+        grace_s: float = _GRACE_S,
     ) -> None:
-        self._line, self._source = line, source
+        self._queue, self._source = queue, source
         self._takes_large = takes_large
-        self._left_s = left_s
+        self._grace_s = grace_s
         self._process: WorkerProcess | None = None
 
     async def run(self) -> None:
         try:
             await self._warm_up()
             while True:
-                job = await self._line.next(self._takes_large)
+                job = await self._queue.next(self._takes_large)
                 try:
                     await self._do(job)
-                    if self._process is None:  # the job killed it; so its key waits for the next
+                    # The job killed the process. Start the next process before `finish`, so that
+                    # only the key of the job waits for the start.
+                    if self._process is None:
                         await self._warm_up()
                 finally:
-                    self._line.finish(job)
+                    self._queue.finish(job)
         finally:
-            await self._bury()
+            await self._end_process()
 
     async def _warm_up(self) -> None:
-        """Saves the first job the start; if there can be no process, that job will say so."""
+        """Start the process before a job needs it.
+
+        If the start fails, the next job tries again and reports the error.
+        """
         try:
-            await self._living()
+            await self._running_process()
         except (OSError, EOFError) as error:
             logger.warning("A worker process could not be started: %s", error)
 
     async def _do(self, job: QueuedJob) -> None:
+        """Run a job in the current process.
+
+        If the process dies by a signal in _VERDICTS, the job is the cause and gets the signal's
+        error. Any other death can have another cause, such as the system's out-of-memory killer.
+        The job is then tried once more in a new process.
+        """
         for is_again in (False, True):
-            if job.done.done():  # the client has left
+            # The client has left.
+            if job.done.done():
                 return
             try:
-                found = await self._ask(await self._living(is_again), job)
+                reply = await self._ask(await self._running_process(is_again), job)
             except (EOFError, ConnectionError, TimeoutError):
-                verdict = _VERDICTS.get(await self._bury())
+                verdict = _VERDICTS.get(await self._end_process())
                 if verdict is not None:
                     job.refuse(verdict)
                     return
@@ -255,38 +300,51 @@ class _Worker:
                 job.refuse(_no_process(error))
                 return
             else:
-                _settle(job, found)
-                if found is None:
-                    await self._bury(within_s=0)
+                _settle(job, reply)
+                if reply is None:
+                    await self._end_process(within_s=0)
                 return
         logger.error("One job killed two worker processes in a row")
         job.refuse(RequestError("internal_error", "The server failed on this request."))
 
     async def _ask(self, process: WorkerProcess, job: QueuedJob) -> Reply | None:
-        """None if the client left, and the job did not end soon after."""
-        async with race(process.ask(job.head, job.body), job.done) as (replying, _):
-            await asyncio.wait((replying,), timeout=self._left_s)
-            return replying.result() if replying.done() else None
+        """Send the job to the process and return the reply.
 
-    async def _living(self, is_new: bool = False) -> WorkerProcess:
-        """OSError if there is none, and the system gives none now."""
+        Returns None if the client left and the job did not end soon after.
+        """
+        replying = asyncio.create_task(process.ask(job.head, job.body))
+        try:
+            await asyncio.wait((replying, job.done), return_when=asyncio.FIRST_COMPLETED)
+            if not replying.done():
+                await asyncio.wait((replying,), timeout=self._grace_s)
+            return replying.result() if replying.done() else None
+        finally:
+            if not replying.done():
+                replying.cancel()
+                await asyncio.wait((replying,))
+
+    async def _running_process(self, is_new: bool = False) -> WorkerProcess:
+        """Return a living process with the current `start`, replacing the old process if necessary.
+
+        Raises OSError if the system cannot start a process now.
+        """
         process = self._process
         if process is None or process.has_ended or process.start != self._source.start:
-            await self._bury()
+            await self._end_process()
             self._process = await self._source.take(is_new)
         assert self._process is not None
         return self._process
 
-    async def _bury(self, within_s: float = 1.0) -> int:
-        """Ends the process, if there is one; returns how it ended."""
+    async def _end_process(self, within_s: float = 1.0) -> int:
+        """End the process, if it exists; return its exit status."""
         process, self._process = self._process, None
         return await process.end(within_s) if process is not None else 0
 
 
-def _settle(job: QueuedJob, found: Reply | None) -> None:
-    if found is None or job.done.done():
+def _settle(job: QueuedJob, reply: Reply | None) -> None:
+    if reply is None or job.done.done():
         return
-    refusal, result = found
+    refusal, result = reply
     if refusal:
         job.refuse(msgspec.msgpack.decode(refusal, type=Refusal).error())
     else:

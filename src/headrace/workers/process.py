@@ -1,4 +1,4 @@
-"""One worker process: how it is started, asked and ended; and its own side of the socket."""
+"""Starts, uses and ends a worker process. Also has the worker's side of the socket."""
 
 import asyncio
 import contextlib
@@ -9,26 +9,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.workers.job_line import Body
+from headrace.workers.job_queue import Body
 from headrace_common.config.sources import SECRETS
 from headrace_common.system import awake, framing
 
 STILL_S = 15.0
-"""A worker that uses no processor time for this long, with a job in hand, is stopped or hangs."""
+"""A worker that uses no processor time for this many seconds of a job is suspended or hangs."""
 
+_UNWATCHED_S = 0.1
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
-    # a library that panics without memory for its traceback deadlocks
+    # With backtraces, a Rust library deadlocks if it panics after memory has run out.
     "RUST_BACKTRACE": "0",
     "RUST_LIB_BACKTRACE": "0",
 }
 
 Reply = tuple[bytes, bytes]
-"""A packed Refusal, or nothing, and the packed result."""
+"""A packed Refusal, which is empty if the job succeeded, and the packed result."""
 
 
 class WorkerProcess:
-    """`python -m MODULE SOCKET OPTIONS`, from `begin` to `end`."""
+    """A running `python -m MODULE SOCKET OPTIONS`, created by `begin` and ended by `end`."""
 
     def __init__(
         self,
@@ -37,12 +38,17 @@ class WorkerProcess:
         writer: asyncio.StreamWriter,
         start: bytes,
     ) -> None:
-        self.start = start  # what it has begun with
+        # The first message to the process.
+        self.start = start
         self._process, self._reader, self._writer = process, reader, writer
 
     @classmethod
     async def begin(cls, module: str, start: bytes, options: Sequence[str]) -> "WorkerProcess":
-        """One that is ready for jobs; OSError if the system gives none now, EOFError if it ends."""
+        """Start a worker; return it when it is ready for jobs.
+
+        Raises OSError if the system cannot start a process now, and EOFError if the process ends
+        before it is ready.
+        """
         ours, theirs = socket.socketpair()
         inherited = {k: v for k, v in os.environ.items() if k not in SECRETS}
         with theirs:
@@ -56,7 +62,10 @@ class WorkerProcess:
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
-                    start_new_session=True,
+                    # Ctrl-C must reach only the gateway. A new session would have the same effect.
+                    # But Linux can divide processor time between sessions first, so many workers
+                    # would starve the gateway.
+                    preexec_fn=os.setpgrp,
                     env=inherited | _ENVIRONMENT,
                 )
             except BaseException:
@@ -73,16 +82,22 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended, as far as is known."""
+        """Return whether the process has closed its end of the socket."""
         return self._reader.at_eof()
 
     async def ask(self, head: bytes, body: Body) -> Reply:
-        """Has it do a job. TimeoutError if it makes no progress, EOFError if it ends."""
+        """Send a job and return the reply.
+
+        Raises TimeoutError if the worker makes no progress, and EOFError if the worker ends. A
+        worker that uses processor time makes progress, so a slow machine does not count as a hang.
+        """
         self._writer.writelines([*framing.frame(head), *framing.frame(*body)])
         replying = asyncio.create_task(self._reply())
         try:
             spent = -1.0
-            while not await awake.is_done_within(replying, STILL_S):
+            # Most jobs take milliseconds, so their progress is not checked.
+            await asyncio.wait((replying,), timeout=_UNWATCHED_S)
+            while not replying.done() and not await awake.is_done_within(replying, STILL_S):
                 before, spent = spent, self._processor_s()
                 if spent == before:
                     raise TimeoutError
@@ -91,9 +106,11 @@ class WorkerProcess:
             replying.cancel()
 
     async def end(self, within_s: float = 1.0) -> int:
-        """Makes sure that it is dead; returns how it ended. Our own kill is no verdict.
+        """Make sure that the process is dead; return its exit status.
 
-        One that has closed its end is dying, and one that has no job ends when we close ours.
+        This side's end of the socket is closed, so an idle worker exits. A worker that has closed
+        its end is already exiting. Only a worker that is still busy after `within_s` is killed. The
+        exit status therefore shows whether a signal killed the worker before.
         """
         self._writer.transport.abort()
         if self._process.returncode is None:
@@ -109,7 +126,7 @@ class WorkerProcess:
         return await framing.read(self._reader), await framing.read(self._reader)
 
     def _processor_s(self) -> float:
-        """Processor time used so far; the wall clock where the system does not say."""
+        """Return the processor time used so far. If it is unknown, return the wall-clock time."""
         try:
             stat = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:
@@ -118,11 +135,14 @@ class WorkerProcess:
         return float(int(user) + int(system))
 
 
-# the other end of the socket, in the worker
+# The functions below are the worker's side of the socket.
 
 
 def receive(connection: socket.socket) -> tuple[bytes, bytes] | None:
-    """The next packed job and its body; None once the server has gone. First comes `start`."""
+    """Return the next packed job and its body; None if the server has closed the socket.
+
+    The first call returns an empty job and the `start` message.
+    """
     head = framing.receive(connection)
     body = None if head is None else framing.receive(connection)
     return None if head is None or body is None else (head, body)

@@ -1,4 +1,4 @@
-"""The files of an adapter (LoRA): PEFT's folders and GGUF files; reads no value, without torch."""
+"""Reads the headers of LoRA adapters, from PEFT folders and GGUF files, without torch."""
 
 import hashlib
 import json
@@ -20,10 +20,11 @@ from headrace_common.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG = 1 << 20  # bytes
-_MAX_HEADER = 4 << 20  # bytes, which describe about 20,000 tensors
-_MAX_WEIGHTS = 16 << 30  # bytes, all of which are read for the fingerprint
-_LONGEST_NAME = 512  # characters, of a tensor
-_SHOWN, _SHOWN_DIGITS = 120, 20  # characters of a text or of a number in a message
+_MAX_HEADER = 4 << 20  # bytes, enough for about 20,000 tensors
+# Limit on the bytes of the weights. All bytes are read for the fingerprint.
+_MAX_WEIGHTS = 16 << 30
+_LONGEST_NAME = 512  # characters of a tensor's name
+_SHOWN, _SHOWN_DIGITS = 120, 20  # characters of a text or a number in a message
 _TYPES = ("F32", "F16", "BF16")
 _GGUF_TYPES = tuple(name for name, *_ in TYPES.values())
 _PEFT_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -41,13 +42,16 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "megatron_config": (),
     "arrow_config": (),
 }
-"""Options that change what is computed, and their values (beside null) with which they do not."""
+"""Options that can change the computation.
+
+Each option has a tuple of the values that change nothing. The value null changes nothing either.
+"""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Ways to begin a training that change the base's weights, too."""
+"""Initializations that also change the weights of the base model."""
 
 
 class FactorHeaders(msgspec.Struct, frozen=True):
-    """The factors of one module: down [rank, inputs], and up [outputs, rank], to be scaled."""
+    """The two factors of one module, down [rank, inputs] and up [outputs, rank], and a scale."""
 
     down: TensorHeader
     up: TensorHeader
@@ -59,9 +63,12 @@ class FactorHeaders(msgspec.Struct, frozen=True):
 
 
 class AdapterFiles(msgspec.Struct, frozen=True):
-    """An adapter as its files' heads describe it; `factors` by the base checkpoint's modules."""
+    """An adapter as described by its headers.
 
-    path: Path  # of the file with the weights
+    The keys of `factors` are modules of the base model.
+    """
+
+    path: Path  # the file with the weights
     factors: dict[str, FactorHeaders]
     is_gguf: bool = False
 
@@ -71,15 +78,18 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 
 
 def read_adapter(path: Path, architecture: str) -> AdapterFiles:
-    """The adapter of that path, for a model of that architecture; ModelError if it is not fit.
+    """Read an adapter for a model with the given architecture.
 
-    Takes bounded time and memory, whatever the files hold.
+    Raises ModelError if the adapter does not fit the architecture. Time and memory are bounded,
+    whatever the files contain.
     """
     try:
         place = path.expanduser()
-        is_gguf = path.suffix == ".gguf" and os.path.isfile(place)  # False if it is too long
+        # `os.path.isfile` returns False if the name is too long.
+        is_gguf = path.suffix == ".gguf" and os.path.isfile(place)
         is_folder = os.path.isdir(place)
-    except (RuntimeError, ValueError):  # "~" of an unknown user
+    # `expanduser` fails for the `~` of an unknown user.
+    except (RuntimeError, ValueError):
         is_gguf = is_folder = False
     if not (is_gguf or is_folder):
         raise ModelError(
@@ -92,13 +102,13 @@ def read_adapter(path: Path, architecture: str) -> AdapterFiles:
 
 
 def name_adapter(name: str, path: Path, architecture: str, parent: str = "") -> Adapter:
-    """The adapter with its fingerprint, which reads all of it; ModelError if it is not fit."""
+    """Read an adapter's headers, and hash all bytes for the fingerprint. Raises ModelError."""
     files = read_adapter(path, architecture)
     return Adapter(name, str(path.expanduser().absolute()), fingerprint_of(files), parent)
 
 
 def fingerprint_of(files: AdapterFiles) -> str:
-    """16 hex digits over the weights' file and what scales them."""
+    """Return 16 hexadecimal digits of a hash over the weights and the scales of the modules."""
     scales = sorted((module, it.scale) for module, it in files.factors.items())
     digest = hashlib.sha256(json.dumps(scales).encode())
     try:
@@ -136,8 +146,8 @@ def _of_peft(folder: Path) -> AdapterFiles:
         own = _factors(folder.name, module, pair, 1.0)
         if ranks[module] != own.rank:
             raise ModelError(
-                f"The adapter {folder.name} has rank {own.rank} at {_shown(module)}, but {CONFIG} "
-                f"says {ranks[module]:g}; save it again."
+                f"The adapter {folder.name} has rank {own.rank} at {_shown(module)}, but "
+                f"{CONFIG} says {ranks[module]:g}; save the adapter again."
             )
         divisor = math.sqrt(own.rank) if config.get("use_rslora") else own.rank
         factors[module] = msgspec.structs.replace(own, scale=alphas[module] / divisor)
@@ -146,9 +156,10 @@ def _of_peft(folder: Path) -> AdapterFiles:
 
 def _config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
-    if not file.is_file():  # nor a pipe, which would never end
+    # Reading a pipe might never end.
+    if not file.is_file():
         raise ModelError(
-            f"{folder.name} has no {CONFIG}; give the folder that PEFT saved an adapter in."
+            f"{folder.name} has no {CONFIG}; give the folder in which PEFT saved the adapter."
         )
     with file.open("rb") as opened:
         raw = opened.read(_MAX_CONFIG + 1)
@@ -160,7 +171,9 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(raw)
     except (ValueError, RecursionError):
-        raise ModelError(f"{CONFIG} of {folder.name} is not valid JSON; save it again.") from None
+        raise ModelError(
+            f"{CONFIG} of {folder.name} is not valid JSON; save the adapter again."
+        ) from None
     if not isinstance(config, dict):
         raise ModelError(f"{CONFIG} of {folder.name} is not an object; save the adapter again.")
     return config
@@ -175,7 +188,7 @@ def _check_size(weights: Path) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A file's value as messages show it: short, on one line."""
+    """Format a value from a file for a message, on one short line."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     shown = str(value)
@@ -196,20 +209,24 @@ def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
             what = "DoRA" if option == "use_dora" else option
             raise ModelError(
                 f"The adapter {folder.name} has {what} ({option}: {_shown(value)}), which is not "
-                "supported; merge it into its model with PEFT, and serve the merged model."
+                "supported; merge the adapter into its model with PEFT, and serve the merged "
+                "model."
             )
     if not isinstance(config.get("use_rslora"), bool | None):
         raise ModelError(f"use_rslora in {CONFIG} of {folder.name} is neither true nor false.")
     begins = _shown(config.get("init_lora_weights")).lower()
     if begins.startswith(_CHANGES_BASE):
         raise ModelError(
-            f"The adapter {folder.name} was begun by {begins}, which changes its model's weights; "
-            "save it with path_initial_model_for_weight_conversion."
+            f"The adapter {folder.name} was initialized with {begins}, which changes the model's "
+            "weights; save the adapter with path_initial_model_for_weight_conversion."
         )
 
 
 def _check_targets(folder: Path, targets: Any, modules: Mapping[str, Any]) -> None:
-    """The modules are those that `target_modules` names: endings, or one regular expression."""
+    """Raise ModelError if the adapter's modules do not match `targets`.
+
+    `targets` is the value of target_modules: a list of name endings, or a regular expression.
+    """
     if targets is None or targets == "all-linear":
         return
     if isinstance(targets, str):
@@ -222,7 +239,7 @@ def _check_targets(folder: Path, targets: Any, modules: Mapping[str, Any]) -> No
         if missing := endings.difference(*named.values()):
             raise ModelError(
                 f"The adapter {folder.name} names {_shown(min(missing))} in target_modules, but "
-                "has no tensors for it; save it again."
+                "lacks the tensors; save the adapter again."
             )
     else:
         raise ModelError(
@@ -231,13 +248,13 @@ def _check_targets(folder: Path, targets: Any, modules: Mapping[str, Any]) -> No
         )
     if strange:
         raise ModelError(
-            f"The adapter {folder.name} has tensors for {_shown(strange[0])}, which target_modules "
-            "does not name; save it again."
+            f"The adapter {folder.name} has tensors for {_shown(strange[0])}, which "
+            "target_modules does not name; save the adapter again."
         )
 
 
 def _endings(module: str) -> Iterable[str]:
-    """The names by which a list of targets may mean this module: "a.b.c", "b.c" and "c"."""
+    """Yield each name of a module that target_modules can contain: "a.b.c", "b.c" and "c"."""
     while module:
         yield module
         module = module.partition(".")[2]
@@ -250,14 +267,20 @@ def _by_module(
     option: str,
     option_by_pattern: str,
 ) -> dict[str, float]:
-    """The number that an option has for each module: that of the first pattern for its name."""
+    """Return the value of an option for each module.
+
+    The value belongs to the first pattern that matches the module's name. If no pattern matches,
+    the module gets the option's default.
+    """
     modules = list(modules)
     patterns = config.get(option_by_pattern) or {}
     if not isinstance(patterns, dict):
         raise ModelError(f"{option_by_pattern} in {CONFIG} of {folder.name} is not an object.")
-    expressions = [rf"(.*\.)?({pattern})" for pattern in patterns]  # as PEFT reads them
+    # PEFT puts the same prefix before each pattern.
+    expressions = [rf"(.*\.)?({pattern})" for pattern in patterns]
     found = first_matches(expressions, modules, CONFIG) if patterns else [-1] * len(modules)
-    values = [*patterns.values(), config.get(option)]  # -1 is the last one: the option's own
+    # Index -1 is the option's default.
+    values = [*patterns.values(), config.get(option)]
     numbers = [_finite(value) for value in values]
     for module, number in zip(modules, found, strict=True):
         if numbers[number] is None:
@@ -269,7 +292,7 @@ def _by_module(
 
 
 def _finite(value: Any) -> float | None:
-    """The value, if it is a number that can be computed with."""
+    """Return the value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -282,34 +305,45 @@ def _finite(value: Any) -> float | None:
 def _factors(
     adapter: str, module: str, pair: Mapping[str, TensorHeader], scale: float
 ) -> FactorHeaders:
-    """The pair, if it is one; whether it fits the base is another question."""
+    """Return the two factors of a module. Raises ModelError if the factors do not fit each other.
+
+    The sizes of the factors are compared with the base model's sizes later.
+    """
     down, up = pair.get("A"), pair.get("B")
     if down is None or up is None:
         lost = "A" if down is None else "B"
         raise ModelError(
-            f"The adapter {adapter} lacks factor {lost} of {_shown(module)}; save it again."
+            f"The adapter {adapter} lacks factor {lost} of {_shown(module)}; save the adapter "
+            "again."
         )
     is_pair = len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] > 0
     if not is_pair:
         raise ModelError(
-            f"The adapter {adapter} has factors of shapes {list(down.shape)} and {list(up.shape)} "
-            f"at {_shown(module)}; they must be [rank, inputs] and [outputs, rank]."
+            f"The adapter {adapter} has factors of shapes {list(down.shape)} and "
+            f"{list(up.shape)} at {_shown(module)}; the shapes must be [rank, inputs] and "
+            "[outputs, rank]."
         )
     return FactorHeaders(down, up, scale)
 
 
 def _text_names(adapter: str, factors: dict[str, FactorHeaders]) -> dict[str, FactorHeaders]:
-    """By the names that modules have in a model of text alone."""
+    """Give the modules the names that a text-only model uses.
+
+    Raises ModelError if the adapter changes modules outside the text side.
+    """
     headers = {f"{module}.weight": it.down for module, it in factors.items()}
     for name, header in headers.items():
         if header.dtype not in _TYPES:
             raise ModelError(
-                f"The adapter {adapter} has {_shown(header.dtype)} at {_shown(name)}; "
-                f"{', '.join(_TYPES)} are supported."
+                f"The adapter {adapter} has {_shown(header.dtype)} at {_shown(name)}; supported "
+                f"types: {', '.join(_TYPES)}."
             )
     kept = text_side(headers)
     if len(kept) < len(factors):
-        raise ModelError(f"The adapter {adapter} changes more than a text side; that is not run.")
+        raise ModelError(
+            f"The adapter {adapter} changes layers outside the text side of its model, which is "
+            "not supported; use an adapter for the text side only."
+        )
     return dict(zip((n.removesuffix(".weight") for n in kept), factors.values(), strict=True))
 
 
@@ -324,7 +358,7 @@ def _of_gguf(path: Path, architecture: str) -> AdapterFiles:
         )
     alpha = _finite(head.fields.get("adapter.lora.alpha"))
     if alpha is None:
-        raise ModelError(f"{path.name} has no adapter.lora.alpha; convert it again.")
+        raise ModelError(f"{path.name} has no adapter.lora.alpha; convert the adapter again.")
     pairs: dict[str, dict[str, TensorHeader]] = {}
     for name, tensor in head.tensors.items():
         base, _, factor = name.rpartition(".lora_")
@@ -337,10 +371,11 @@ def _of_gguf(path: Path, architecture: str) -> AdapterFiles:
         module = original_name(base, architecture).removesuffix(".weight")
         if ".linear_attn." in module:
             raise ModelError(
-                f"{path.name} changes {_shown(module)}, which GGUF files store in another order; "
-                "that order is not supported for adapters. Give the folder that PEFT saved."
+                f"{path.name} changes {_shown(module)}. GGUF files store this module in another "
+                "order, which is not supported for adapters. Give the folder that PEFT saved."
             )
-        # B's rows are in the file's order, and brought back by the name of the base's own
+        # The rows of factor B have the order of the GGUF file. The loader needs the base weight's
+        # name to reorder these rows.
         stored = f"{module}.weight" if factor == "b" else f"{module}.down"
         end = tensor.offset + tensor.num_bytes
         header = TensorHeader(tensor.kind, tensor.shape, (tensor.offset, end), path.name, stored)

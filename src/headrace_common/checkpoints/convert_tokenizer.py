@@ -1,8 +1,8 @@
-"""Makes a tokenizer.json from older files.
+"""Converts older tokenizer files into a tokenizer.json.
 
-`python -m headrace_common.checkpoints.convert_tokenizer FOLDER OUT` runs in a process of its own,
-because transformers imports torch, which the gateway never does. It reads local files only, never
-runs code that comes with a model, and its memory is limited.
+`python -m headrace_common.checkpoints.convert_tokenizer FOLDER OUT` runs in a separate process,
+because transformers imports torch and the gateway must not import torch. The process reads local
+files only, never runs code from a model, and limits its own memory.
 """
 
 import resource
@@ -23,7 +23,7 @@ def main(folder: Path, out: Path) -> None:
 
 
 def run(folder: Path, out: Path, max_bytes: int = _MAX_BYTES) -> None:
-    """Convert with a limit on the memory of this process."""
+    """Convert the tokenizer with a limit on the memory of this process."""
     resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
     main(folder, out)
 

@@ -1,16 +1,20 @@
-"""Models that were downloaded, out of packages and from a hub: listed, and removed again."""
+"""Lists and removes models that were downloaded from the hub or as packages."""
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace_common.checkpoints.packaged import PACKAGED, packaged_file, packaged_folder
+from headrace_common.checkpoints.catalog import hub_id_of
+from headrace_common.checkpoints.package_index import PACKAGED, packaged_file, packaged_folder
 from headrace_common.errors import ModelError
 
 
 class Downloaded(NamedTuple):
-    """One of them; `name` is what serve takes, `came_at` in seconds since 1970."""
+    """A downloaded model. `headrace serve` accepts `name`.
+
+    `came_at` is in seconds since 1970.
+    """
 
     name: str
     num_bytes: int
@@ -19,32 +23,34 @@ class Downloaded(NamedTuple):
 
 
 def downloads() -> list[Downloaded]:
-    """The models that are here, the last one that came first."""
+    """Return the downloaded models, newest first."""
     return sorted((*_packaged(), *_of_hub()), key=lambda it: it.came_at, reverse=True)
 
 
 def remove(name: str) -> Downloaded:
-    """The one that was removed; ModelError if none has that name."""
+    """Remove a model and return the removed model. Raises ModelError if no model has this name.
+
+    A short name of the catalog stands for all files of its repository.
+    """
     for found in downloads():
-        if found.name == name:
+        if found.name in (name, hub_id_of(name).partition(":")[0]):
             shutil.rmtree(found.folder)
             return found
     raise ModelError(
-        f"No model {name!r} was downloaded; `headrace models downloaded` lists those that were.",
+        f"No downloaded model is named {name!r}; `headrace models downloaded` lists the names.",
         "model_not_found",
     )
 
 
 def discard(name: str) -> None:
-    """Removes all there is of a hub id or a package's name, the begin of a download too."""
+    """Remove all files of a hub id or a package, including files of an incomplete download."""
     from huggingface_hub import constants
 
     if name in PACKAGED:
         folder = packaged_folder(name)
     else:
-        folder = (
-            Path(constants.HF_HUB_CACHE) / f"models--{name.partition(':')[0].replace('/', '--')}"
-        )
+        repo = hub_id_of(name).partition(":")[0]
+        folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,8 +1,11 @@
-"""Downloads a model in a process of its own, which may be killed at any time: the next goes on.
+"""Downloads a model in a separate process, which can be killed and continued at any time.
 
-`python -m headrace_common.checkpoints.fetch ID` writes a line of JSON for each piece of news. It
-leads a group of its own, and ends with its parent: when stdin does. It also opens the model; with
-a revision behind the ID, which may be empty, it only downloads, and reports where the model is.
+`python -m headrace_common.checkpoints.fetch ID` downloads a model and opens it. With a second
+argument, the revision, the process only downloads the model and reports the path. The revision
+may be empty.
+
+The process writes each event as a line of JSON, and leads a separate process group. The process
+ends when its stdin closes. Therefore it also ends when its parent ends.
 """
 
 import asyncio
@@ -25,14 +28,14 @@ NumBytes = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """So many bytes have come."""
+    """`done` of `total` bytes have arrived."""
 
     done: NumBytes
     total: NumBytes
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag=True):
-    """The download has failed. `code` and `message` are for clients, `details` for the log."""
+    """The download has failed. `code` and `message` are for clients; `details` is for the log."""
 
     code: str
     message: str
@@ -40,7 +43,7 @@ class FetchFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class IsHere(msgspec.Struct, frozen=True, tag=True):
-    """All of it is in the cache, at `path` if it was not opened."""
+    """The model is in the cache. `path` is empty if the process has also opened the model."""
 
     path: str = ""
 
@@ -49,42 +52,46 @@ AnyNews = Fetched | FetchFailed | IsHere
 _decode = msgspec.json.Decoder(AnyNews).decode
 
 MAX_LINE = 1 << 16
-_MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000  # characters: a line stays far below MAX_LINE
-_MEMORY_BYTES = 2 << 30  # an answer of the hub without end must not take the machine's memory
+# Limits in characters. These limits keep a line far below MAX_LINE bytes.
+_MAX_MESSAGE, _MAX_DETAILS = 2_000, 8_000
+# An endless answer from the hub must not exhaust the machine's memory.
+_MEMORY_BYTES = 2 << 30
 _TIDY_S = 1.0
 MAX_SILENCE_S = 600.0
-"""Seconds without progress after which a download is stopped: a hub may answer slowly for each of
-hundreds of files, and the hash of a large file takes minutes."""
+"""Seconds without progress after which a download is stopped.
+
+A hub may answer slowly for each of hundreds of files, and hashing a large file takes minutes.
+"""
 SILENT = (
-    f"The download made no progress for {MAX_SILENCE_S:g} s and was stopped. "
-    "What was received is kept; try again later."
+    f"The download made no progress for {MAX_SILENCE_S:g} s and was stopped. The received part "
+    "is kept; try again later."
 )
 
 
 class NotNews(HeadraceError):
-    """The process wrote something that is not news."""
+    """The process wrote something that is not an event."""
 
 
 async def read_news(stdout: asyncio.StreamReader) -> AsyncIterator[AnyNews]:
-    """Yield the newest line of each piece that arrives: it makes earlier lines out of date.
+    """Yield the newest event of each read. A newer event replaces all earlier events.
 
-    NotNews if it is not a piece of news, or longer than MAX_LINE bytes.
+    Raises NotNews for a line that is not an event, and for a line of more than MAX_LINE bytes.
     """
     rest = b""
     while piece := await stdout.read(MAX_LINE):
         lines, line_break, rest = (rest + piece).rpartition(b"\n")
         if len(rest) > MAX_LINE:
-            raise NotNews(f"It wrote a line of more than {MAX_LINE} bytes.")
+            raise NotNews(f"The download process wrote a line of more than {MAX_LINE} bytes.")
         if line_break:
             yield read_line(lines.rpartition(b"\n")[2])
 
 
 def read_line(line: bytes) -> AnyNews:
-    """Return a piece of news; NotNews if the line is something else."""
+    """Parse an event. Raises NotNews if the line is not an event."""
     try:
         return _decode(line)
     except (ValueError, RecursionError) as error:
-        raise NotNews(f"It wrote {line[:200]!r}.") from error
+        raise NotNews(f"The download process wrote {line[:200]!r}.") from error
 
 
 def main(model: str, revision: str | None = None) -> None:
@@ -93,7 +100,8 @@ def main(model: str, revision: str | None = None) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, hard))
     news = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not news
+    # Libraries also print to stdout, which must contain only events.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def tell(one: AnyNews) -> None:
         news.write(msgspec.json.encode(one) + b"\n")
@@ -108,7 +116,8 @@ def main(model: str, revision: str | None = None) -> None:
             find_model(model, None, report)
         else:
             path = fetch_model(model, revision or None, report)
-    except BaseException as error:  # a library's panic is not an Exception
+    # A panic of a Rust library is a BaseException but not an Exception.
+    except BaseException as error:
         if isinstance(error, SystemExit):
             raise
         tell(_failure(error))
@@ -132,9 +141,10 @@ def _failure(error: BaseException) -> FetchFailed:
 
 
 def _end(*_: object) -> None:
-    """End installers, remove temporary files and end the process, all within _TIDY_S.
+    """Remove temporary files and end the process within _TIDY_S.
 
-    The hub's library waits for its threads, and one that reads from a slow hub may never end.
+    At exit, the hub's library waits for its own threads. A thread that reads from a slow hub may
+    never end. So a timer kills the process group, including installers.
     """
     kill = threading.Timer(_TIDY_S, os.killpg, (0, signal.SIGKILL))
     kill.daemon = True

@@ -1,7 +1,7 @@
-"""Finds the folder that holds the model of a name; never imports torch.
+"""Finds the folder of a model by name; never imports torch.
 
-The functions of os.path answer for any text, where those of Path raise for a name that is too long
-and for the home of an unknown user.
+Functions of os.path check the names, because these functions accept any text. Methods of Path
+raise errors for too long names and for the home folder of an unknown user.
 """
 
 import contextlib
@@ -9,12 +9,14 @@ import os
 import re
 from pathlib import Path
 
+from headrace_common.checkpoints.catalog import catalog, hub_id_of
 from headrace_common.checkpoints.gguf_folder import choose_file, gguf_folder
 from headrace_common.checkpoints.hub import OnProgress, cached, download
-from headrace_common.checkpoints.packaged import PACKAGED, fetch, packaged_file
-from headrace_common.checkpoints.sentences import transformer_folder
+from headrace_common.checkpoints.package_index import PACKAGED, fetch, packaged_file
+from headrace_common.checkpoints.sentence_transformers import transformer_folder
 from headrace_common.checkpoints.small_file import unreadable_refused
 from headrace_common.checkpoints.spec import has_processor, refuse_others
+from headrace_common.config.sources import nearest
 from headrace_common.errors import ModelError
 
 MINI = "headrace-mini"
@@ -25,10 +27,9 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 def find_model(
     model: str, revision: str | None = None, on_progress: OnProgress | None = None
 ) -> Path:
-    """The folder of the model that comes with the package, or is named by its path, hub id or a
-    name in PACKAGED.
+    """Return the folder of a model. Downloads the model if it is not on this machine.
 
-    What is elsewhere and not in the cache is downloaded, which may take long.
+    `model` is the name of the built-in model, a path, a hub id or a name in the catalog.
     """
     if (folder := _own_folder(model)) is not None:
         if not os.path.isfile(folder / "config.json"):
@@ -42,9 +43,9 @@ def find_model(
         repo, quantization = _parts(model)
         return _in(download(repo, revision, quantization, on_progress), quantization, repo)
     raise ModelError(
-        f"No model folder {model!r} was found; give the path of a folder with "
-        f"config.json and safetensors files, a GGUF file, a hub id (owner/name), {MINI}, or "
-        f"{' or '.join(PACKAGED)}, which comes from the package index.",
+        f"No model folder {model!r} was found{nearest(model, (MINI, *catalog()))} Give the path of "
+        f"a folder with config.json and safetensors files, a GGUF file, a hub id (owner/name), or "
+        "a name that `headrace models available` lists.",
         "model_not_found",
     )
 
@@ -52,10 +53,10 @@ def find_model(
 def fetch_model(
     model: str, revision: str | None = None, on_progress: OnProgress | None = None
 ) -> str:
-    """Return the path of a model on this machine, after its download if it must be fetched.
+    """Return the path of a model on this machine. Downloads the model if it is missing.
 
-    Unlike `find_model` this opens none of the model's files, and does not convert a GGUF file. The
-    path may have a quantization behind a colon, as `find_model` takes it.
+    Unlike `find_model`, this function neither opens the model's files nor converts a GGUF file. The
+    path may end with a colon and a quantization; `find_model` accepts such a path.
     """
     if model == MINI or place_of(model) is not None:
         return model
@@ -67,7 +68,10 @@ def fetch_model(
 
 
 def find_here(model: str, revision: str | None = None) -> Path | None:
-    """Finds the folder without the network: None if it is not there, or must be downloaded."""
+    """Find a model's folder without the network.
+
+    Returns None if the model is not on this machine.
+    """
     folder = _own_folder(model)
     if folder is None and model in PACKAGED:
         file = packaged_file(model)
@@ -80,9 +84,10 @@ def find_here(model: str, revision: str | None = None) -> Path | None:
 
 
 def place_of(model: str) -> Path | None:
-    """The file or folder that the name stands for, there or not; None for a name that is no path.
+    """Return the path that a name stands for, even if nothing exists at that path.
 
-    A folder's links are followed. A file's are not: in the hub's cache they lead to bare digests.
+    Returns None for a name that is not a path. Symbolic links to folders are resolved. Symbolic
+    links to files are kept, because files in the hub's cache have hashes as names.
     """
     if model == MINI:
         return None
@@ -100,9 +105,9 @@ def place_of(model: str) -> Path | None:
 
 
 def may_have_images(model: str, revision: str | None = None) -> bool:
-    """Whether the model's folder has a processor of images, or is still to be downloaded.
+    """Whether the model has an image processor, or is not downloaded yet.
 
-    This looks for names of files and opens none: the gateway's event loop may call it.
+    This function only checks which files exist, so the gateway's event loop may call it.
     """
     folder = place_of(model)
     if folder is None and is_hub_id(model):
@@ -114,20 +119,24 @@ def may_have_images(model: str, revision: str | None = None) -> bool:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a name looks like a hub id, perhaps with a GGUF quantization behind a colon.
+    """Whether a name stands for a model of the hub.
 
-    A folder of that name takes precedence.
+    It is a hub id, perhaps with a GGUF quantization after a colon, or a short name in the catalog.
+    Callers must first look for a folder of that name, which takes precedence.
     """
-    return bool(_HUB_ID.fullmatch(model))
+    return bool(_HUB_ID.fullmatch(hub_id_of(model)))
 
 
 def can_be_fetched(model: str) -> bool:
-    """Whether a name is one of a hub or of PACKAGED. A folder of that name takes precedence."""
+    """Whether a name stands for a model of the hub or of the package index.
+
+    Callers must first look for a folder with this name, because a folder takes precedence.
+    """
     return model in PACKAGED or is_hub_id(model)
 
 
 def _parts(model: str) -> tuple[str, str | None]:
-    found = _HUB_ID.fullmatch(model)
+    found = _HUB_ID.fullmatch(hub_id_of(model))
     assert found is not None
     return found[1], found[2]
 
@@ -140,7 +149,7 @@ def _own_folder(model: str) -> Path | None:
         if path.suffix == ".gguf":
             return gguf_folder(path.resolve())
         raise ModelError(
-            f"{model!r} is a file, and of single files those are served whose names end in .gguf; "
+            f"{model!r} is a file, but only GGUF files can be served without a folder; "
             "give the folder with config.json and safetensors files.",
             "model_not_found",
         )
@@ -152,7 +161,10 @@ def _own_folder(model: str) -> Path | None:
 
 
 def _in(folder: Path, quantization: str | None, given: str) -> Path:
-    """The folder itself, or the one with the weights: in it, or made for a GGUF file in it."""
+    """Return the folder with the weights.
+
+    The result is `folder` itself, a subfolder, or a folder that is made for a GGUF file.
+    """
     if quantization is None and any(folder.glob("*.safetensors")):
         return folder
     has_files = quantization is not None or any(folder.glob("*.gguf"))

@@ -1,10 +1,11 @@
-"""A GGUF file as a model's folder: config, tokenizer and template are written beside a link to it.
+"""Makes a model folder for a GGUF file: a link to the file, a config, a tokenizer and a template.
 
-So everything after this sees one kind of checkpoint. Such folders lie in the user's cache and are
-made anew when the file, or what is made of it, has changed.
+So all later code reads one kind of checkpoint. The folders are stored in the user's cache. A
+folder is made again when the GGUF file or this conversion has changed.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -33,7 +34,8 @@ from headrace_common.errors import ModelError
 from headrace_common.version import __version__
 
 _FAMILIES = {
-    "llama": "LlamaForCausalLM",  # llama.cpp calls Mistral so too
+    # llama.cpp also uses the name llama for Mistral models.
+    "llama": "LlamaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
@@ -76,16 +78,20 @@ _STATES = {
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "linear_value_dim",
 }
-"""Of gated delta nets."""
+"""The GGUF fields of gated delta nets, and the config key for each field."""
 _MAYBE_BIASED = ("llama", "gpt-oss")
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the one size of a family whose scores are scaled by another size than a head's."""
-_WIDE = {"F32": "float32", "F16": "float16"}  # the rest is computed in bfloat16
+"""The number of layers of the 27B model in each family.
+
+Only the 27B models have an attention scale that is not derived from head_dim.
+"""
+# Tensors of all other types are computed in bfloat16.
+_WIDE = {"F32": "float32", "F16": "float16"}
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
     *("<end_of_turn>", "<|return|>", "<|call|>"),
 )
-"""Control tokens that end an answer whatever the fields say: files often name but one of them."""
+"""Control tokens that always end an answer. A GGUF file often names only one end token."""
 _CONTROL = 3
 _SAMPLING: dict[str, tuple[str, float]] = {
     "temperature": ("temp", 0.8),
@@ -94,22 +100,36 @@ _SAMPLING: dict[str, tuple[str, float]] = {
     "min_p": ("min_p", 0.05),
     "repetition_penalty": ("penalty_repeat", 1.0),
 }
-"""Under general.sampling in newer files, and llama.cpp's own defaults."""
+"""The name of each sampling setting in `general.sampling` of newer files, and llama.cpp's
+default.
+"""
+_RECOMMENDED = {
+    # The file of smollm2. Temperature and top_p are those of the model card. The penalty ends
+    # loops: benchmarks/loops.py measures how many answers repeat themselves.
+    "Smollm2 135M 8k Lc100K Mix1 Ep2": {
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+    },
+}
+"""Sampling settings for models whose files have none, by `general.name`."""
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""The only stretching that is published under this name; files hold what it comes to."""
-_SHOWN, _SHOWN_CHARS = 8, 80  # names of files in a message, and of each
+"""The parameters of all models with Llama 3's RoPE scaling. GGUF files have only the divisors."""
+# The number of file names in a message, and the number of characters of each name.
+_SHOWN, _SHOWN_CHARS = 8, 80
 _QUANTIZATION = re.compile(r"(?:^|[-_.])((?:IQ|TQ|Q)\d\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
 
 
 def choose_file(folder: Path, wanted: str | None, given: str | None = None) -> Path:
-    """The only GGUF file, or the one of a name or of a quantization such as Q4_K_M.
+    """Return the GGUF file that `wanted` names: a file name, or a quantization such as Q4_K_M.
 
-    ModelError lists them; `given` is what the folder was called.
+    If `wanted` is None, `folder` must contain a single model. `given` is the name by which the user
+    requested the model. Raises ModelError with a list of the files.
     """
     files = [path.name for path in sorted(folder.glob("*.gguf")) if not is_later_part(path)]
     chosen = files if wanted is None else matching(files, wanted)
@@ -119,7 +139,7 @@ def choose_file(folder: Path, wanted: str | None, given: str | None = None) -> P
 
 
 def which_file(given: str, files: Iterable[str]) -> str:
-    """Return a message that lists some of the GGUF files and says how to name one of them."""
+    """Return a message that lists some of the GGUF files and says how to choose a file."""
     names = sorted(labels(files).values())
     if not names:
         return f"{given} has no GGUF files; leave out the colon and the part after it."
@@ -130,14 +150,21 @@ def which_file(given: str, files: Iterable[str]) -> str:
 
 
 def matching(files: Iterable[str], wanted: str) -> list[str]:
-    """The files of that name, with or without .gguf, all parts; else of that quantization."""
+    """Return the files with this name, with or without .gguf, including all parts.
+
+    If no file has this name, return the files with this quantization.
+    """
     files = list(files)
     named = [name for name in files if stem_of(name) == stem_of(wanted)]
     return named or [name for name in files if quantization_of(name) == wanted.upper()]
 
 
 def labels(files: Iterable[str]) -> dict[str, str]:
-    """A word that tells each model apart, by its first file: the quantization, or its name."""
+    """Return a short label for each model, by the name of the model's first file.
+
+    The label is the quantization if no other model has the same quantization. Otherwise the label
+    is the file's name without a part number.
+    """
     firsts: dict[str, str] = {}
     for name in sorted(files):
         firsts.setdefault(stem_of(name), name)
@@ -149,26 +176,39 @@ def labels(files: Iterable[str]) -> dict[str, str]:
 
 
 def stem_of(name: str) -> str:
-    """The name of a GGUF file without its ending, and without the number of a part."""
+    """Return the name of a GGUF file without its extension and part number."""
     return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name)
 
 
 def quantization_of(name: str) -> str | None:
-    """Q4_K_M of model-Q4_K_M.gguf, in capitals; None if the name does not say."""
+    """Return the quantization in a file's name, such as Q4_K_M for model-Q4_K_M.gguf.
+
+    Returns None if the name has no quantization.
+    """
     found = _QUANTIZATION.search(stem_of(name))
     return found[1].upper() if found else None
 
 
-def gguf_folder(path: Path) -> Path:
-    """The folder for a file, made if it is not there; ModelError if the file cannot be served."""
-    files = parts(path)
+@functools.cache
+def conversion() -> bytes:
+    """Return a hash of the code that makes the folders; another hash makes all folders again."""
     digest = hashlib.sha256(__version__.encode())
     for module in ("gguf_folder.py", "gguf_tokenizer.py"):
         digest.update(Path(__file__).with_name(module).read_bytes())
+    return digest.digest()
+
+
+def gguf_folder(path: Path) -> Path:
+    """Return the model folder of a GGUF file, and make the folder if needed.
+
+    Raises ModelError for an unusable file.
+    """
+    files = parts(path)
+    digest = hashlib.sha256(conversion())
     for file in files:
         facts = file.stat()
         digest.update(f"{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
-    # a later part given by name is the whole model as well
+    # A later part of a model stands for the whole model.
     folder = _cache() / digest.hexdigest()[:12] / stem_of(path.name)
     if not folder.is_dir():
         _make(folder, files)
@@ -176,7 +216,10 @@ def gguf_folder(path: Path) -> Path:
 
 
 def _make(folder: Path, files: list[Path]) -> None:
-    """Beside its place first, and moved there whole: another server may make the same one."""
+    """Make the folder under a temporary name, then rename the folder.
+
+    Another server may make the same folder at the same time.
+    """
     header = read_gguf(files[0])
     for file in files[1:]:
         header.tensors.update(read_gguf(file).tensors)
@@ -206,7 +249,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _fields_checked() -> Iterator[None]:
-    """Raise ModelError where fields of a file have wrong types or values that do not fit."""
+    """Raise ModelError if a field of the file has a wrong type or an unsuitable value."""
     try:
         yield
     except (TypeError, ValueError, ArithmeticError, LookupError, struct.error) as error:
@@ -216,7 +259,10 @@ def _fields_checked() -> Iterator[None]:
 
 
 def _config(header: GgufHeader, folder: Path) -> dict[str, Any]:
-    """The config as transformers has it; for a file that only llama.cpp runs, with the reason."""
+    """Return the config in transformers' format.
+
+    If only llama.cpp can run the model, the config contains the reason and a few other keys.
+    """
     if reason := _objection(header):
         return _bare(header, reason)
     try:
@@ -228,21 +274,32 @@ def _config(header: GgufHeader, folder: Path) -> dict[str, Any]:
 
 
 def _objection(header: GgufHeader) -> str | None:
-    """The reason why ours cannot run the architecture or types, as a sentence; None if it can."""
+    """Return why the architecture or a tensor type is not supported natively.
+
+    Returns None if the architecture and all types are supported.
+    """
     name = header.architecture
     if name not in _FAMILIES:
         known = ", ".join(_FAMILIES)
-        return f"GGUF files of the architecture {name} have no implementation of ours; {known} do."
+        return (
+            f"GGUF files of the architecture {name} are not supported natively; supported "
+            f"architectures: {known}."
+        )
     if header.own("expert_count", 0) and name not in _ROUTED:
-        return f"GGUF files of {name} with experts have no implementation of ours."
+        return f"GGUF files of {name} with experts are not supported natively."
     others = {label for label, *_ in OTHER_TYPES.values()}
     if found := sorted({tensor.kind for tensor in header.tensors.values()} & others):
-        return f"It has tensors of the type {', '.join(found)}, which ours do not compute."
+        return (
+            f"The GGUF file has tensors of the type {', '.join(found)}, which only llama.cpp can "
+            "compute."
+        )
     return None
 
 
 def _bare(header: GgufHeader, reason: str) -> dict[str, Any]:
-    """A config without the arithmetic, which llama.cpp itself reads from the file."""
+    """Return a config without hyperparameters. llama.cpp reads the hyperparameters from the
+    file.
+    """
     config: dict[str, Any] = {
         "architectures": [header.architecture],
         "vocab_size": len(header.fields["tokenizer.ggml.tokens"]),
@@ -256,7 +313,8 @@ def _bare(header: GgufHeader, reason: str) -> dict[str, Any]:
 
 def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
     name = header.architecture
-    has_mlps = name != "qwen35moe"  # without experts
+    # All models but qwen35moe have a dense MLP in each layer.
+    has_mlps = name != "qwen35moe"
     states = tuple(_STATES) if name in _HYBRIDS else ()
     for key in (*_NEEDED, *("feed_forward_length",) * has_mlps, *states):
         if not isinstance(size := header.own(key), int) or size < 1:
@@ -277,7 +335,8 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
         if "token_embd.weight" in header.tensors
         else 0,
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "norm_topk_prob": True,  # of experts; files do not say, and llama.cpp takes it so
+        # GGUF files do not contain this setting; llama.cpp assumes True.
+        "norm_topk_prob": True,
         "attention_bias": name in _MAYBE_BIASED and "blk.0.attn_q.bias" in header.tensors,
     }
     if name in _27B:
@@ -292,7 +351,10 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
 
 
 def _hybrid(header: GgufHeader) -> dict[str, Any]:
-    """The delta nets, which layers have them, and the share of a head that is turned."""
+    """Return the settings of the delta nets.
+
+    The result also has the kind of each layer, and the rotated share of an attention head.
+    """
     config = {ours: header.own(theirs) for theirs, ours in _STATES.items()}
     config["linear_value_head_dim"] = (
         config.pop("linear_value_dim") // config["linear_num_value_heads"]
@@ -323,7 +385,10 @@ def _values(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
 
 
 def _llama3(config: dict[str, Any], divisors: tuple[float, ...]) -> dict[str, Any]:
-    """The parameters that give these divisors of the frequencies (as models/rope.py has it)."""
+    """Return the parameters that result in these divisors (see models/rope.py).
+
+    Raises ModelError if no parameters result in these divisors.
+    """
     factor = max(divisors, default=1.0)
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found = []
@@ -339,8 +404,7 @@ def _llama3(config: dict[str, Any], divisors: tuple[float, ...]) -> dict[str, An
     )
     if not is_same:
         raise ModelError(
-            "The GGUF file stretches its rotary positions in a way that ours do not know "
-            "(rope_freqs.weight)."
+            "The GGUF file scales its rotary positions in an unknown way (rope_freqs.weight)."
         )
     return _LLAMA3 | {"factor": factor}
 
@@ -351,11 +415,12 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
         return {}
     if kind not in ("linear", "yarn"):
         raise ModelError(
-            f"Rotary positions of kind {kind} in GGUF files have no implementation of ours."
+            f"Rotary positions of kind {kind} in GGUF files are not supported natively."
         )
     scaling = {"rope_type": kind, "factor": header.own("rope.scaling.factor", 1.0)}
     if header.architecture == "gpt-oss":
-        scaling["truncate"] = False  # no file says so
+        # gpt-oss does not round YaRN's correction range. GGUF files have no field for the rounding.
+        scaling["truncate"] = False
     if original := header.own("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = original
     return {"rope_scaling": scaling}
@@ -371,13 +436,19 @@ def _end_tokens(header: GgufHeader) -> list[int]:
 
 
 def _sampling(header: GgufHeader) -> dict[str, float]:
-    """Sampling defaults of the file; llama.cpp's own where it has none, or none that can be."""
+    """Return the sampling defaults of a file.
+
+    A recommended setting or llama.cpp's default replaces each missing or invalid setting.
+    """
     found: dict[str, float] = {}
-    for ours, (theirs, otherwise) in _SAMPLING.items():
+    recommended = _RECOMMENDED.get(str(header.fields.get("general.name")), {})
+    for ours, (theirs, plain) in _SAMPLING.items():
+        otherwise = recommended.get(ours, plain)
         given = header.fields.get(f"general.sampling.{theirs}", otherwise)
         try:
             msgspec.convert({ours: given}, Defaults)
-            found[ours] = round(given, 6)  # the file has 0.8 in four bytes
+            # The file stores 0.8 in four bytes, and Python reads these bytes as 0.800000012.
+            found[ours] = round(given, 6)
         except (msgspec.ValidationError, TypeError):
             found[ours] = otherwise
     return found

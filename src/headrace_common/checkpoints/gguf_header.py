@@ -1,7 +1,7 @@
-"""The head of a GGUF file: its fields and where its tensors lie; no value of a tensor, no torch.
+"""Reads the header of a GGUF file: its fields and tensor offsets, but no values. It needs no torch.
 
-The layout is that of ggml's docs/gguf.md, versions 2 and 3, little endian. Every count and length
-is checked against what is left of the file before anything is read or allocated.
+The layout is defined by ggml's docs/gguf.md, versions 2 and 3, little endian. Every count and
+length is checked against the remaining bytes before anything is read or allocated.
 """
 
 import mmap
@@ -30,7 +30,7 @@ TYPES: dict[int, tuple[str, int, int]] = {
     30: ("BF16", 1, 2),
     39: ("MXFP4", 32, 17),
 }
-"""Tensor types that are read: name, values in a group, bytes of a group."""
+"""The supported tensor types: name, values per group, bytes per group."""
 OTHER_TYPES: dict[int, tuple[str, int, int]] = {
     9: ("Q8_1", 32, 40),
     10: ("Q2_K", 256, 84),
@@ -55,7 +55,7 @@ OTHER_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-"""Types whose sizes are known, and whose values llama.cpp alone reads."""
+"""Types with known sizes and with values that only llama.cpp can read."""
 _ALL_TYPES = TYPES | OTHER_TYPES
 
 _SCALARS = {
@@ -72,15 +72,18 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
-_DEPTH = 4  # of arrays within arrays
+_DEPTH = 4  # levels of nested arrays
 _MAX_RANK = 4
-_MAX_NAME = 1 << 10  # bytes of a tensor's name; llama.cpp takes 63
+_MAX_NAME = 1 << 10  # bytes of a tensor's name; llama.cpp's limit is 63
 _MAX_TENSORS = 1 << 19
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """Shape as torch has it, outermost first; `offset` counts from the start of the file."""
+    """A tensor of the file. `shape` has torch's order, outermost dimension first.
+
+    `offset` counts from the start of the file.
+    """
 
     kind: str
     shape: tuple[int, ...]
@@ -98,21 +101,23 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return str(self.fields.get("general.architecture"))
 
     def own(self, key: str, default: Any = None) -> Any:
-        """A field whose name begins with the architecture's."""
+        """Return the field whose key is the architecture's name, a dot and `key`."""
         return self.fields.get(f"{self.architecture}.{key}", default)
 
 
 @unreadable_refused()
 def read_gguf(path: Path, max_bytes: int = sys.maxsize) -> GgufHeader:
-    """One file; ModelError if it is damaged or holds a type that is not read.
+    """Read the header of one file.
 
-    A head longer than `max_bytes` counts as damaged.
+    Raises ModelError if the file is damaged or has an unsupported type. A header of more than
+    `max_bytes` counts as damaged.
     """
     with open_regular(path) as file:
         try:
             content: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:
-            raise _damaged(path) from None  # an empty file
+            # mmap refuses an empty file.
+            raise _damaged(path) from None
         with content:
             try:
                 return _HeadReader(content, path.name, max_bytes).header()
@@ -121,7 +126,10 @@ def read_gguf(path: Path, max_bytes: int = sys.maxsize) -> GgufHeader:
 
 
 def parts(path: Path) -> list[Path]:
-    """The files of a model in order, `path` among them; ModelError if one is missing."""
+    """Return all files of a model in order, including `path`.
+
+    Raises ModelError if a file is missing.
+    """
     found = _PART.fullmatch(path.name)
     if not found:
         return [path]
@@ -130,7 +138,8 @@ def parts(path: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise ModelError(
-                f"{path.name} is one of {count} files, and {file.name} is missing; download it.",
+                f"{path.name} is one of {count} files, and {file.name} is missing; download the "
+                "missing file.",
                 "model_corrupt",
             )
     return files
@@ -142,7 +151,7 @@ def is_later_part(path: Path) -> bool:
 
 
 class _DamageError(Exception):
-    """The header states something that cannot be."""
+    """The header contains something impossible."""
 
 
 class _HeadReader:
@@ -156,8 +165,8 @@ class _HeadReader:
             raise _DamageError
         if version not in (2, 3):
             raise ModelError(
-                f"{self._name} is GGUF of version {version}, where 2 and 3 are read; "
-                "convert it again with a current llama.cpp."
+                f"{self._name} has GGUF version {version}, but only 2 and 3 are supported; "
+                "convert the model again with a current llama.cpp."
             )
         num_tensors, num_fields = self._unpack("QQ")
         self._expect(num_tensors, 24)
@@ -195,8 +204,9 @@ class _HeadReader:
     def _placed(self, name: str, sizes: list[int], kind: int, offset: int) -> GgufTensor:
         if kind not in _ALL_TYPES:
             raise ModelError(
-                f"Tensor {name} of {self._name} has GGML's type {kind}, which is not known; "
-                f"use a file of a known one, such as {', '.join(e[0] for e in TYPES.values())}."
+                f"Tensor {name} of {self._name} has GGML's type {kind}, which is not "
+                "supported; use a file with supported types, such as "
+                f"{', '.join(e[0] for e in TYPES.values())}."
             )
         label, group, group_bytes = _ALL_TYPES[kind]
         count = 1
@@ -235,13 +245,13 @@ class _HeadReader:
         return found
 
     def _expect(self, count: int, size: int) -> None:
-        """Damage if `count` things of at least this size do not fit in what is left of the head."""
+        """Raise if `count` items of at least `size` bytes exceed the rest of the header."""
         if count * size > self._end - self._place:
             raise _DamageError
 
 
 def _damaged(path: Path) -> ModelError:
     return ModelError(
-        f"{path.name} is not a whole GGUF file: it is truncated or damaged; download it again.",
+        f"{path.name} is not a complete GGUF file: it is truncated or damaged; download it again.",
         "model_corrupt",
     )

@@ -1,4 +1,4 @@
-"""Names of a GGUF file's tensors in the original checkpoint."""
+"""Translates tensor names of GGUF files into the names of the original checkpoint."""
 
 import math
 import re
@@ -27,7 +27,7 @@ OTHERS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Those that mean something else in models with a norm after each part."""
+"""In models with norms both before and after each sublayer, these names have another meaning."""
 NORMED_TWICE = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 OF_HYBRIDS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -46,7 +46,7 @@ OF_HYBRIDS = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 GATES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-"""Whole names within a layer."""
+"""Names within a layer. The translation replaces the whole name, including the suffix."""
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
 OF_GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -59,7 +59,7 @@ EXPERTS = {
     "ffn_down_exps": "down_proj",
     "ffn_gate_up_exps": "gate_up_proj",
 }
-"""Stacks: the same tensor of all experts of a layer."""
+"""Names of stacks. A stack joins the same tensor of all experts in a layer."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GATES = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_dt\.bias)")
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
@@ -75,14 +75,15 @@ def names_of(architecture: str) -> dict[str, str]:
 
 
 def original_name(name: str, architecture: str) -> str:
-    """Transformers' name of a tensor; an unknown name stays as it is."""
+    """Return the tensor's name in transformers. Unknown names are returned unchanged."""
     names = names_of(architecture)
     if architecture in HYBRIDS and (found := _GATES.fullmatch(name)):
         return f"model.layers.{found[1]}.{GATES[found[2]]}"
     if architecture == GPT_OSS and (found := _SINKS.fullmatch(name)):
         return f"model.layers.{found[1]}.self_attn.sinks"
     if (found := _LAYER.fullmatch(name)) and found[2] in EXPERTS:
-        # gpt-oss's own matrices lie transposed, unless they are blocks
+        # In original gpt-oss files, only matrices named `_blocks` are not transposed. GGUF files
+        # transpose no matrix, so their matrices get the name `_blocks`.
         kinds = {"weight": "_blocks", "bias": "_bias"} if architecture == GPT_OSS else {}
         stack = EXPERTS[found[2]] + kinds.get(found[3], "")
         return f"model.layers.{found[1]}.mlp.experts.{stack}"
@@ -94,6 +95,9 @@ def original_name(name: str, architecture: str) -> str:
 
 
 def is_beyond(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether it belongs to a layer after the model's own, which guesses further tokens."""
+    """Whether a tensor belongs to an MTP (multi-token prediction) layer.
+
+    MTP layers follow the model's main layers.
+    """
     found = re.match(r"blk\.(\d+)\.", name)
     return found is not None and int(found[1]) >= config.get("num_trunk_layers", math.inf)

@@ -1,4 +1,4 @@
-"""A tokenizer.json from the fields of a GGUF file, with `tokenizers` alone."""
+"""Builds a tokenizer.json from a GGUF file's fields. It needs only the `tokenizers` library."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from headrace_common.checkpoints.gguf_header import GgufHeader
 from headrace_common.errors import ModelError
 from headrace_common.system.panics import STEERING
 
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # kinds of tokens
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # token types
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,18 +44,23 @@ _SAME = {
     "deepseek-r1-qwen": "qwen2",
     "megrez": "qwen2",
 }
-_WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")  # a word in the vocabulary is not merged, but taken
+# With these pre-tokenizers, a word that is in the vocabulary becomes one token without merges.
+_WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")
 _NO_SPLIT_OF_ITS_OWN = ("gpt-2", "gpt2", "default")
-_SPACE = "\u2581"  # what SentencePiece writes for a space
+_SPACE = "\u2581"  # SentencePiece's character for a space
 
 
 def build_tokenizer(header: GgufHeader) -> Tokenizer:
-    """ModelError if the file has none, one of a kind that is not known, or a damaged one."""
+    """Build the tokenizer.
+
+    Raises ModelError if the tokenizer is missing, damaged or of an unknown kind.
+    """
     try:
         return _build(header)
     except (ModelError, *STEERING):
         raise
-    except BaseException as error:  # fields of wrong types; the library in Rust may panic
+    # Fields may have wrong types. The library is written in Rust and may panic.
+    except BaseException as error:
         kept = error if isinstance(error, Exception) else None
         raise _unusable("its fields do not fit together") from kept
 
@@ -67,7 +72,7 @@ def _build(header: GgufHeader) -> Tokenizer:
         raise _unusable("it has no tokens")
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(kinds) != len(tokens):
-        raise _unusable(f"it has {len(kinds)} kinds for {len(tokens)} tokens")
+        raise _unusable(f"it has {len(kinds)} types for {len(tokens)} tokens")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     model = fields.get("tokenizer.ggml.model")
     if model == "gpt2":
@@ -75,7 +80,7 @@ def _build(header: GgufHeader) -> Tokenizer:
     elif model == "llama":
         tokenizer = _sentence_piece(fields, tokens, vocabulary, kinds)
     else:
-        raise _unusable(f"its kind is {model}, where gpt2 and llama are known")
+        raise _unusable(f"its type is {model}, but only gpt2 and llama are supported")
     tokenizer.add_tokens(
         [
             AddedToken(token, normalized=False, special=kind == _CONTROL)
@@ -93,7 +98,8 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
     try:
         bpe = models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS_FIRST)
-    except Exception:  # a Rust error: a merge of unknown tokens
+    # The library raises a plain Exception, for example if a merge has unknown tokens.
+    except Exception:
         raise _unusable("its merges do not fit its tokens") from None
     tokenizer = Tokenizer(bpe)
     if name in _NO_SPLIT_OF_ITS_OWN:
@@ -111,7 +117,7 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
         )
     else:
         known = ", ".join(sorted({*_SPLITS, *_SAME, "smollm", *_NO_SPLIT_OF_ITS_OWN}))
-        raise _unusable(f"its pre-tokenizer is {named}, where {known} are known")
+        raise _unusable(f"its pre-tokenizer is {named}, but only {known} are supported")
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
@@ -121,13 +127,16 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
 def _sentence_piece(
     fields: dict[str, Any], tokens: list[str], vocabulary: dict[str, int], kinds: list[int]
 ) -> Tokenizer:
-    """SentencePiece's BPE has no merges: what two pieces may become, the best score first."""
+    """Build a BPE tokenizer from a SentencePiece model.
+
+    SentencePiece models have scores instead of merges. The merges are derived from the scores.
+    """
     scores = fields.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise _unusable("it has no score for each token")
+        raise _unusable("some of its tokens have no score")
     unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
     if not 0 <= unknown < len(tokens):
-        raise _unusable("its unknown token is not among its tokens")
+        raise _unusable("its unknown token is not in its vocabulary")
     merges = []
     for number, token in enumerate(tokens):
         if kinds[number] in (_CONTROL, _BYTE):
@@ -164,7 +173,7 @@ def _begin_with(
     if not fields.get("tokenizer.ggml.add_bos_token", by_default) or number is None:
         return
     if not 0 <= number < len(tokens):
-        raise _unusable("its first token is not among its tokens")
+        raise _unusable("its first token (bos_token_id) is not in its vocabulary")
     token = tokens[number]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, number)]

@@ -1,4 +1,4 @@
-"""The headers of weight files: names, types and shapes; reads no value, without torch."""
+"""Reads the headers of weight files: names, types and shapes, but no values. It needs no torch."""
 
 import math
 import os
@@ -10,38 +10,42 @@ import msgspec
 
 from headrace_common.checkpoints.gguf_header import read_gguf
 from headrace_common.checkpoints.gguf_names import is_beyond, original_name
-from headrace_common.checkpoints.parts import Rows, parts
 from headrace_common.checkpoints.small_file import open_regular, unreadable_refused
 from headrace_common.checkpoints.spec import ModelSpec
+from headrace_common.checkpoints.stacked_tensors import Rows, parts
 from headrace_common.errors import ModelError
 
 _KNOWN_TYPES, MXFP4 = ("F32", "F16", "BF16"), "MXFP4"
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1} | {
     f"{sign}{8 * width}": width for sign in "IU" for width in (1, 2, 4, 8)
 }
-"""Bytes of a value of each type that a file names by its width."""
+"""Bytes per value, for each type with a fixed width."""
 _MAX_TENSORS = 1 << 19
-"""Tensors of a model, and of a file. The largest that are known have some 150,000."""
+"""Limit on the number of tensors, per model and per file. The largest models have about 150,000."""
 _MAX_NAME = 1 << 10
-"""Characters of a tensor's name."""
+"""Limit on the length of a tensor's name, in characters."""
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|num_batches_tracked|attn\.bias)$")
-"""Whole numbers that old exporters wrote, and every model makes by itself."""
-_NESTED = "model.language_model."  # where a model that also sees keeps its text side
+"""Integer buffers from old exporters. Models compute these buffers themselves."""
+_NESTED = "model.language_model."  # prefix of the text side in multimodal models
 VISION = "model.visual."
-_BESIDE = (VISION, "mtp.")  # its vision side, and layers that guess several tokens ahead
+# The vision side, and layers that predict several tokens (MTP).
+_BESIDE = (VISION, "mtp.")
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
-    data_offsets: tuple[int, int]  # with `rows`: from the first row of all, as many bytes as own
+    # Start and end of the tensor's bytes. If `rows` is set, the start is the start of the whole
+    # tensor or of the expert's matrix, and the length covers only the rows.
+    data_offsets: tuple[int, int]
     file: str = ""
-    stored_as: str = ""  # its name in the file, if it has another here
-    rows: Rows = ()  # of what is stored; none: all
-    expert: int | None = None  # the matrix of a stack
-    is_transposed: bool = False  # as stored, of an expert's matrix
-    scales: tuple[str, str] = ("", "")  # of MXFP4: the file and the name of their tensor
+    stored_as: str = ""  # name in the file, if different
+    rows: Rows = ()  # row numbers in the stored tensor; empty: all rows
+    expert: int | None = None  # index in a stack of experts
+    # Whether the expert's matrix is stored transposed.
+    is_transposed: bool = False
+    scales: tuple[str, str] = ("", "")  # file and name of the scales of an MXFP4 tensor
 
     @property
     def num_values(self) -> int:
@@ -52,7 +56,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
 
 
 def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
-    """Every tensor by name; ModelError if a file is damaged or holds what cannot be computed."""
+    """Return every tensor by name. Raises ModelError for damaged files and unsupported types."""
     headers: dict[str, TensorHeader] = {}
     stored: dict[str, TensorHeader] = {}
     for name in spec.weight_files:
@@ -73,14 +77,14 @@ def read_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
 def _check_number(number: int, where: str) -> None:
     if number > _MAX_TENSORS:
         raise ModelError(
-            f"{where} has more than {_MAX_TENSORS:,} tensors, which is more than any model that "
-            "can be computed; download it again.",
+            f"{where} has more than {_MAX_TENSORS:,} tensors, the limit for a model; download it "
+            "again.",
             "model_corrupt",
         )
 
 
 def count_parameters(spec: ModelSpec) -> int | None:
-    """Return how many weights a model's files hold by their headers; None if these are damaged."""
+    """Count a model's weights from the headers of its files; None if a header is damaged."""
     try:
         if spec.is_gguf:
             files = [read_gguf(spec.folder / name) for name in spec.weight_files]
@@ -93,7 +97,7 @@ def count_parameters(spec: ModelSpec) -> int | None:
 
 
 def _with_scales(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """Two tensors that hold one in MXFP4, bytes of two values each and scales, as that one."""
+    """Join the packed values and the scales of each MXFP4 weight into one entry."""
     found = dict(headers)
     for name, blocks in headers.items():
         scales = headers.get(f"{name.removesuffix('_blocks')}_scales")
@@ -117,7 +121,8 @@ def _taken_apart(
         shape = shape[::-1] if part.is_transposed else shape
         shape = (len(part.rows) or shape[0], *shape[1:])
         first, end = header.data_offsets
-        if part.expert is not None:  # rows are those of its matrix
+        # Row numbers count within the expert's matrix.
+        if part.expert is not None:
             first += part.expert * ((end - first) // header.shape[0])
         size = (end - header.data_offsets[0]) * math.prod(shape) // header.num_values
         found[part.name] = msgspec.structs.replace(
@@ -132,16 +137,19 @@ def _taken_apart(
 
 
 def _unknown_type(spec: ModelSpec, tensor: str, dtype: str) -> ModelError:
-    what = "in fp8" if dtype.startswith("F8_") else "quantized or whole numbers"
+    what = "in fp8" if dtype.startswith("F8_") else "that are quantized or whole numbers"
     return ModelError(
-        f"{spec.name} has weights {what} ({tensor} is {dtype}), and {', '.join(_KNOWN_TYPES)} are "
-        "computed; use the same model in bfloat16, which --quantize int8 halves, or a GGUF file of "
-        "it."
+        f"{spec.name} has weights {what} ({tensor} is {dtype}). Supported types: "
+        f"{', '.join(_KNOWN_TYPES)}. Use the same model in bfloat16, whose memory --quantize "
+        "int8 halves, or as a GGUF file."
     )
 
 
 def _of_gguf(path: Path, spec: ModelSpec) -> dict[str, TensorHeader]:
-    """Under the original names and shapes; rope_freqs went into the config."""
+    """Return a GGUF file's tensors with the names and shapes of the original checkpoint.
+
+    rope_freqs is left out, because the config contains its values. MTP layers are left out, too.
+    """
     headers: dict[str, TensorHeader] = {}
     for name, tensor in read_gguf(path).tensors.items():
         if name == "rope_freqs.weight" or is_beyond(name, spec.config):
@@ -159,7 +167,7 @@ def _of_gguf(path: Path, spec: ModelSpec) -> dict[str, TensorHeader]:
 
 
 def text_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """The tensors that text is computed with, by the names they have in a model of text alone."""
+    """Return the tensors of the text side, named as in a text-only model."""
     return {
         f"model.{name.removeprefix(_NESTED)}" if name.startswith(_NESTED) else name: header
         for name, header in headers.items()
@@ -168,7 +176,7 @@ def text_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """A tensor as a safetensors file describes it. Other keys in the file are ignored."""
+    """A tensor as described in a safetensors file. Other keys in the file are ignored."""
 
     dtype: str
     shape: tuple[_Size, ...]
@@ -177,10 +185,10 @@ class _Stored(msgspec.Struct, frozen=True):
 
 @unreadable_refused()
 def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, TensorHeader]:
-    """The tensors of one safetensors file; ModelError if it is damaged.
+    """Read the header of one safetensors file. Raises ModelError if the file is damaged.
 
-    The default limit is that of the safetensors library, and so is the rule that tensors fill the
-    file without a gap and without a byte that two share.
+    The default limit is the same as in the safetensors library. Like the library, this function
+    requires that tensors fill the file without gaps or overlaps.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -194,7 +202,8 @@ def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, Tens
                 "model_corrupt",
             )
         raw = file.read(length)
-    # Each tensor has four colons of its own, so this bounds their number before any is parsed.
+    # The header has at least four colons per tensor. So the number of tensors is bounded before the
+    # header is parsed.
     _check_number(raw.count(b":") // 4, path.name)
     try:
         content = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])

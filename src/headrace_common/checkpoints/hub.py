@@ -1,7 +1,7 @@
-"""Models of a Hugging Face hub: found in its cache, or downloaded into it.
+"""Finds models in the cache of a Hugging Face hub, or downloads models into the cache.
 
-Only what is read comes down: configuration, tokenizer, templates, safetensors or one GGUF file.
-Never a pickle, and never code.
+Only files that Headrace reads are downloaded: configuration, tokenizer, templates, safetensors
+or one GGUF file. Pickles and code are never downloaded.
 """
 
 import contextlib
@@ -20,26 +20,35 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
 
 OnProgress = Callable[[int, int], None]
-"""Called now and then, from any thread, with the bytes so far and the bytes in all."""
+"""Called from any thread with the number of downloaded bytes and the total number of bytes."""
 
 _WEIGHTS = (".safetensors", ".gguf")
 _TEXT_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _STAGES = re.compile(r"[^/]*(Pooling/config\.json|Dense/(config\.json|model\.safetensors))")
-_NESTED = "0_Transformer/"  # where older versions of sentence-transformers put a model
+# Older versions of sentence-transformers put a model into this folder.
+_NESTED = "0_Transformer/"
 _NESTED_WEIGHTS = _NESTED + "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _NOT_IN_NAMES = set("\\*?[]")
 _MAX_DEPTH, _MAX_NAME_BYTES = 4, 255
-_MAX_FILES = 2_000  # of one model; the largest come in hundreds
+# The largest known models have hundreds of files.
+_MAX_FILES = 2_000
 _MAX_BYTES = 1 << 60
 _CHECK_INTERVAL_S = 0.25
+_OTHER_WAYS = (
+    "look for other models with `headrace models available`, or use smollm2, which comes from "
+    "pip's package index."
+)
 
 
 def download(
     repo: str, revision: str | None, quantization: str | None, on_progress: OnProgress | None
 ) -> Path:
-    """The snapshot's folder. What the hub cannot be asked for is taken from its cache alone."""
+    """Download a model and return its snapshot folder.
+
+    Uses the cache if the hub cannot be reached.
+    """
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -47,7 +56,8 @@ def download(
         info = _ask(repo, revision)
     except ModelError:
         raise
-    except Exception as error:  # offline, unreachable, failing: its transport raises many kinds
+    # The hub is unreachable or fails, and the library raises errors of many types.
+    except Exception as error:
         if (folder := cached(repo, revision, quantization)) is None:
             raise _unreachable(repo, type(error).__name__) from None
         return folder
@@ -66,7 +76,8 @@ def download(
         if not isinstance(huggingface_hub.try_to_load_from_cache(repo, name, revision=commit), str)
     }
     try:
-        large = constants.MAX_HTTP_DOWNLOAD_SIZE  # comes by a protocol of its own
+        # The library downloads larger files with another protocol.
+        large = constants.MAX_HTTP_DOWNLOAD_SIZE
         files = [
             hub_file(repo, commit, name, size) for name, size in missing.items() if size <= large
         ]
@@ -80,17 +91,18 @@ def download(
             return _fetch(repo, revision, wanted)
     except ModelError:
         raise
-    except Exception as error:  # a transport, a disk
+    # The network or the disk failed.
+    except Exception as error:
         reason = getattr(error, "strerror", None) or "the connection broke off"
         raise ModelError(
-            f"{repo} could not be downloaded ({type(error).__name__}: {reason}); what has come is "
-            "kept: try again.",
+            f"{repo} could not be downloaded ({type(error).__name__}: {reason}); the downloaded "
+            f"part is kept. Try again, {_OTHER_WAYS}",
             "download_failed",
         ) from error
 
 
 def _ask(repo: str, revision: str | None) -> "ModelInfo":
-    """Return what the hub knows of a model; raise ModelError if the hub refuses."""
+    """Return the hub's description of a model. Raises ModelError if the hub refuses."""
     from huggingface_hub import HfApi, constants, errors
 
     try:
@@ -107,15 +119,19 @@ def _ask(repo: str, revision: str | None) -> "ModelInfo":
         message = f"{repo} has no revision {revision}; the hub lists its branches and tags."
         raise ModelError(message, "model_not_found") from None
     if not is_commit(info.sha):
-        raise ValueError("the answer names no commit")
+        raise ValueError("the hub's answer names no commit")
     return info
 
 
 def cached(repo: str, revision: str | None, quantization: str | None = None) -> Path | None:
-    """The snapshot that an earlier download left; whether it is whole is for its reader to see."""
+    """Return the snapshot folder of an earlier download, or None.
+
+    The download may be incomplete.
+    """
     try:
         folder = _fetch(repo, revision, ["config.json"], local_files_only=True)
-    except (OSError, ValueError):  # the latter for a name that no hub has
+    # An impossible name causes a ValueError.
+    except (OSError, ValueError):
         return None
     files = [path.name for path in folder.glob("*.gguf")]
     return folder if quantization is None or matching(files, quantization) else None
@@ -137,8 +153,8 @@ def _check_disk(repo: str, num_bytes: int) -> None:
 
 def _unreachable(repo: str, reason: str) -> ModelError:
     return ModelError(
-        f"{repo} is not in the cache, and the hub cannot be asked for it ({reason}); check the "
-        "network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a folder.",
+        f"{repo} is not on this machine, and the hub gives no usable answer ({reason}); check the "
+        f"network, HF_ENDPOINT and HF_HUB_OFFLINE, {_OTHER_WAYS}",
         "model_not_found",
     )
 
@@ -148,9 +164,9 @@ def _size(stated: object) -> int:
 
 
 def _is_plain(file: Any) -> bool:
-    """Whether the hub's name of a file is one that a model's folder may have.
+    """Whether a file name from the hub is allowed in a model's folder.
 
-    Skipped: paths outside the folder, patterns, and names that no disk can store.
+    Paths outside the folder, glob patterns, and names that no disk can store are not allowed.
     """
     name = file.rfilename
     if not isinstance(name, str) or not name.isprintable() or set(name) & _NOT_IN_NAMES:
@@ -162,7 +178,7 @@ def _is_plain(file: Any) -> bool:
 
 
 def _wanted(repo: str, names: Collection[str], quantization: str | None) -> list[str]:
-    """The files to have; ModelError if the weights are of a kind that is never read."""
+    """Return the files to download. Raises ModelError if the weights have an unsafe format."""
     own = [name for name in names if "/" not in name]
     files = [name for name in own if name.endswith(".gguf")]
     if quantization is not None or (files and not any(n.endswith(".safetensors") for n in own)):
@@ -183,7 +199,10 @@ def _wanted(repo: str, names: Collection[str], quantization: str | None) -> list
 
 
 def _wanted_gguf(repo: str, files: list[str], quantization: str | None) -> list[str]:
-    """The one file, or all parts of it."""
+    """Return the GGUF file, or all parts of the model.
+
+    Raises ModelError unless exactly one model matches.
+    """
     chosen = files if quantization is None else matching(files, quantization)
     if len({stem_of(name) for name in chosen}) != 1:
         code = "invalid_value" if chosen else "model_not_found"
@@ -211,9 +230,9 @@ def _fetch(repo: str, revision: str | None, names: list[str], **options: Any) ->
 
 
 class _Watch:
-    """Tells how far a download is by what it has written; a thread of its own.
+    """A thread that reports the progress of a download from the size of the files.
 
-    `num_here` of the `total` bytes came in an earlier one.
+    `num_here` of the `total` bytes come from an earlier download.
     """
 
     def __init__(
@@ -250,6 +269,7 @@ class _Watch:
             return 0
         total = 0
         for file in self._blobs.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it has got its final name meanwhile
+            # The file may have been renamed in the meantime.
+            with contextlib.suppress(FileNotFoundError):
                 total += file.stat().st_size
         return total

@@ -1,6 +1,7 @@
-"""Weights of a hub on their way into its cache: a file that was cut goes on where it stopped.
+"""Downloads weight files into the hub's cache, and continues interrupted downloads.
 
-The hub's own library begins a cut file anew. It finds these whole, and links them into a snapshot.
+The hub's own library would download an interrupted file from the start. The library finds the
+complete files in the cache and links the files into a snapshot.
 """
 
 import hashlib
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 
 from headrace_common.errors import ModelError
 
-_TRIES = 5  # in a row that bring nothing
+_TRIES = 5  # consecutive tries without progress
 _PAUSE_S = 1.0
-_SLOW_S, _SLOW_BYTES = 30.0, 30 << 10  # a download that receives less in that time is stopped
+# A download that receives less than _SLOW_BYTES in _SLOW_S is stopped.
+_SLOW_S, _SLOW_BYTES = 30.0, 30 << 10
 _PARTIAL = 206
 _SHA256 = re.compile("[0-9a-f]{64}")
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -22,7 +24,10 @@ _HASH = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 
 
 class HubFile(NamedTuple):
-    """One file; `blob` is its place in the cache, by the hash of its content."""
+    """A file of the hub. `blob` is the file's path in the cache.
+
+    The blob's name is the hash of the content.
+    """
 
     url: str
     blob: Path
@@ -34,19 +39,19 @@ class HubFile(NamedTuple):
 
     @property
     def num_here(self) -> int:
-        """Bytes that an earlier download left."""
+        """The number of bytes from an earlier download."""
         return self.part.stat().st_size if self.part.exists() else 0
 
 
 def is_commit(stated: object) -> bool:
-    """Whether that is the full hash of a commit."""
+    """Whether the value is the full hash of a commit."""
     return isinstance(stated, str) and bool(_COMMIT.fullmatch(stated))
 
 
 def hub_file(repo: str, commit: str, name: str, num_bytes: int) -> HubFile:
-    """Ask the hub for a file's hash and size; `num_bytes` is what it listed.
+    """Ask the hub for a file's hash and size. `num_bytes` is the size in the hub's listing.
 
-    The hash becomes a file's name, so ModelError if it cannot be one.
+    The hash becomes a file name. So an answer without a valid hash raises ModelError.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
@@ -61,9 +66,9 @@ def hub_file(repo: str, commit: str, name: str, num_bytes: int) -> HubFile:
 
 
 def fetch_file(file: HubFile) -> None:
-    """Brings the file, or what is missing of it; one that is there stays.
+    """Download a file or its missing part. Does nothing if the file is complete.
 
-    Another process that fetches it is waited for. ModelError if its hash is another.
+    Waits while another process downloads the file. Raises ModelError if the file's hash is wrong.
     """
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -80,7 +85,8 @@ def fetch_file(file: HubFile) -> None:
                 _read_on(file)
             except ModelError:
                 raise
-            except Exception as error:  # a transport, whose errors are of many kinds; or a disk
+            # The network or the disk failed. Network errors have many types.
+            except Exception as error:
                 failure = error
             num_vain = 0 if file.num_here > before else num_vain + 1
             if num_vain == _TRIES:
@@ -92,7 +98,7 @@ def fetch_file(file: HubFile) -> None:
 
 
 def _read_on(file: HubFile) -> None:
-    """Appends what one connection brings, as it comes."""
+    """Append the bytes of one HTTP response to the partial file while they arrive."""
     from huggingface_hub import constants, get_session
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
@@ -109,7 +115,8 @@ def _read_on(file: HubFile) -> None:
     )
     with asked as answer, file.part.open("ab", buffering=0) as out:
         hf_raise_for_status(answer)
-        if answer.status_code != _PARTIAL:  # it has sent all of it
+        # The server ignored the range and sends the whole file.
+        if answer.status_code != _PARTIAL:
             out.truncate(0)
         left = file.num_bytes - file.num_here
         began, left_then = time.monotonic(), left
@@ -126,7 +133,7 @@ def _read_on(file: HubFile) -> None:
 
 
 def no_bar() -> Any:
-    """The class of a progress bar of the hub's library that shows nothing."""
+    """Return a silent class that replaces the library's progress bar."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Silent(tqdm):
@@ -137,7 +144,10 @@ def no_bar() -> Any:
 
 
 def _check_hash(file: HubFile) -> None:
-    """The hub names large files by their SHA-256; a wrong one begins anew the next time."""
+    """Compare a large file with the SHA-256 in its name.
+
+    A wrong file is removed, so that the next try starts from an empty file.
+    """
     if not _SHA256.fullmatch(file.blob.name):
         return
     with file.part.open("rb") as content:
@@ -151,6 +161,6 @@ _WRONG_HASH = "A downloaded file does not match the hub's hash and was discarded
 _TOO_MUCH = "A file of the hub is larger than its stated size and was discarded; try again."
 _TOO_SLOW = (
     f"The hub sent less than {_SLOW_BYTES >> 10} KiB in {_SLOW_S:g} s, so the download was "
-    "stopped. What was received is kept; try again later."
+    "stopped. The received part is kept; try again later."
 )
 _NOTHING_MORE = "The hub stopped sending a file before its end; try again later."

@@ -1,10 +1,12 @@
-"""Matches names against regular expressions; run as a program, so that it can be killed.
+"""Matches names against regular expressions, as a program that can be killed.
 
-A hostile expression can keep Python's `re` busy for ever while it holds the interpreter's lock.
-Reads {"patterns": [...], "names": [...]} from standard input and writes a JSON array: for each name
-the number of the first pattern that matches all of it, or -1. If a pattern is not a regular
-expression, writes that pattern's number instead. Imports only the standard library, so that it
-starts fast.
+A hostile expression can keep Python's `re` busy for ever. Meanwhile `re` holds the interpreter's
+lock.
+
+The program reads {"patterns": [...], "names": [...]} from stdin. It writes a JSON array with one
+number for each name: the index of the first pattern that matches the whole name, or -1. If an
+expression is invalid, the program writes only the index of the invalid pattern. The program
+imports only the standard library, to start fast.
 """
 
 import json

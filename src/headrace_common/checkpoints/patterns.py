@@ -1,4 +1,4 @@
-"""Matches regular expressions of downloaded files in a process that can be killed."""
+"""Matches regular expressions from downloaded files in a process that can be killed."""
 
 import json
 import subprocess
@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from headrace_common.checkpoints import pattern_matcher
 from headrace_common.errors import ModelError
 
-_MAX_SECONDS = 20  # beside the processor time that the program allows itself
+# Limit on wall time. The program also limits its processor time.
+_MAX_SECONDS = 20
 
 
 def first_matches(patterns: Sequence[str], names: Sequence[str], where: str) -> list[int]:
-    """The number of the first pattern that matches all of each name; -1 if none does.
+    """Return for each name the index of the first pattern that matches the whole name, or -1.
 
-    Raises ModelError, which names the file `where`, if a pattern is not a regular expression or
-    matching exceeds the limits on processor time or memory.
+    Raises ModelError if a pattern is not a regular expression. Also raises ModelError if matching
+    exceeds the limits on time or memory. The message names the file `where`.
     """
     command = [sys.executable, "-I", "-S", "-W", "ignore", pattern_matcher.__file__]
     question = json.dumps({"patterns": list(patterns), "names": list(names)}).encode()

@@ -9,15 +9,19 @@ from typing import BinaryIO
 
 from headrace_common.errors import ModelError
 
-MAX_BYTES = 32 << 20  # the longest indexes of shards have a few MiB
+# The longest shard indexes have a few MiB.
+MAX_BYTES = 32 << 20
 MAX_TEXT = 128 << 20
-"""Bytes of a file with a vocabulary; the largest tokenizer.json in use has 35 MB."""
+"""Limit in bytes for files with a vocabulary; the largest known tokenizer.json has 35 MB."""
 _TEXTS = (".json", ".jinja", ".txt", ".model")
-_SHOWN_CHARS = 100  # of a file's name in a message
+_SHOWN_CHARS = 100  # characters of a file's name in a message
 
 
 def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content; OSError if it is not a regular file, cannot be read or is longer."""
+    """Return the content of a file.
+
+    Raises OSError if the file is not regular, unreadable or too long.
+    """
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -27,10 +31,10 @@ def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to read its bytes; OSError if it is not a regular file or cannot be read.
+    """Open a file for reading. Raises OSError if the file is not regular or cannot be read.
 
-    A pipe is opened without waiting for its writer, and a device is never read: both could take
-    for ever.
+    A pipe is opened without waiting for its writer, and a device is never read. Otherwise opening
+    the pipe or reading the device could block for ever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -40,9 +44,10 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_texts(folder: Path) -> None:
-    """OSError if a text that a library may read from a folder is too long, or not a regular file.
+    """Check the text files that a library may read.
 
-    Libraries read whole files, and wait for a pipe or read a device for ever.
+    Raises OSError if a file is too long or not regular. A library would read the whole of a long
+    file, and would wait for a pipe or a device for ever.
     """
     for file in folder.iterdir():
         if file.suffix in _TEXTS and file.exists():
@@ -54,7 +59,7 @@ def check_texts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def unreadable_refused() -> Iterator[None]:
-    """Raise ModelError where a model's file cannot be read, or is text that is not Unicode."""
+    """Raise ModelError if a model's file cannot be read or is not valid Unicode."""
     try:
         yield
     except OSError as error:

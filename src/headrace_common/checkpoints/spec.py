@@ -1,4 +1,4 @@
-"""The facts that a model's folder states, read without touching a weight or torch."""
+"""Reads the facts about a model from the model's folder, without weights and without torch."""
 
 import json
 import math
@@ -17,29 +17,33 @@ _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video
 _OTHERS = {
     "adapter_config.json": "an adapter (LoRA), which is not served by itself: serve its base "
     "model{base} with --adapter NAME=FOLDER.",
-    "modules.json": "a model of sentence-transformers whose parts lie in folders of their own "
-    "({stages}), which is not served; use one that has config.json beside modules.json.",
-    "open_clip_config.json": "a CLIP model of OpenCLIP's, which is not served: it writes no text; "
-    "use a language, embedding or image-text model.",
-    "model_index.json": "a pipeline of diffusers, which makes images and is not served; use a "
-    "language or embedding model.",
+    "modules.json": "a model of sentence-transformers whose stages are stored in separate "
+    "folders ({stages}), which is not supported; use a model that has "
+    "config.json next to modules.json.",
+    "open_clip_config.json": "a CLIP model for OpenCLIP, which cannot be served because it "
+    "generates no text; use a language, embedding or image-text model.",
+    "model_index.json": "a pipeline of diffusers, which generates images and cannot be served; use "
+    "a language or embedding model.",
 }
-"""Kinds of folders without config.json, by a file that tells them."""
+"""Descriptions of folders that cannot be served, by the name of a file in such a folder."""
 _MAX_POSITIONS = 1 << 53
 _UNBOUNDED = ("time_step_limit",)
-"""Fields that may be infinite: Mamba's makers write it where a step has no upper bound."""
+"""Fields that may be infinite. Mamba's configs use infinity for a step without an upper bound."""
 _LAYERS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "num_decoder_layers"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MAX_COUNT = 4096  # layers, and experts of a layer; the largest known models have 128 and 512
-_MAX_EXPERTS = 1 << 16  # of all layers; the largest known models have about 25,000
-_SHOWN_CHARS = 100  # of a name in a message
+# Limit on the layers, and on the experts in a layer. The largest known models have 128 layers
+# and 512 experts.
+_MAX_COUNT = 4096
+# Limit on the experts in all layers. The largest known models have about 25,000.
+_MAX_EXPERTS = 1 << 16
+_SHOWN_CHARS = 100  # characters of a name in a message
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 SEEING = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-"""Architectures whose vision side is run beside the implementation of their text side."""
+"""Vision-language architectures with a native implementation."""
 
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -53,7 +57,7 @@ class _RopeJson(msgspec.Struct):
 
 
 class _ConfigJson(msgspec.Struct):
-    """Types of the keys that are looked at here, in a config.json or a text_config within it."""
+    """The types of the keys that are read from config.json or from `text_config` in config.json."""
 
     architectures: list[str] | None = None
     text_config: dict[str, Any] | None = None
@@ -70,9 +74,9 @@ class _ConfigJson(msgspec.Struct):
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """Sampling parameters that the model's makers recommend; None where they say nothing.
+    """The sampling parameters that a model recommends. The ranges are the same as in requests.
 
-    Within the ranges that a request has for them.
+    A parameter is None if the model does not recommend a value.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
@@ -83,12 +87,13 @@ class Defaults(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """Facts of config.json, generation_config.json and the names of the weight files."""
+    """The facts in config.json and generation_config.json, and the names of the weight files."""
 
     folder: Path
     architecture: str
     vocab_size: int
-    max_positions: int | None  # None: the model itself sets no limit
+    # None: the model sets no limit.
+    max_positions: int | None
     end_token_ids: tuple[int, ...]
     defaults: Defaults
     dtype: str
@@ -109,27 +114,27 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
-        """Tokens that stand for what is no text."""
+        """Tokens that stand for images and other media."""
         found = (self.config.get(name) for name in _PLACEHOLDERS)
         return tuple(token_id for token_id in found if isinstance(token_id, int))
 
     @property
     def has_source(self) -> bool:
-        """Whether a prompt is encoded, and the answer begins with a token of its own."""
+        """Whether the model is an encoder-decoder, whose encoder reads the prompt."""
         return self.config.get("is_encoder_decoder") is True
 
 
 def has_processor(folder: Path) -> bool:
-    """Whether the folder says how images are to be prepared."""
+    """Whether the folder has settings for preparing images."""
     names = ("preprocessor_config.json", "processor_config.json")
     return any(os.path.isfile(folder / name) for name in names)
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Reads and checks a model's folder; ModelError says what is missing and what would do."""
+    """Read and check a model's folder. Raises ModelError with the fault and the remedy."""
     if not folder.is_dir():
         raise ModelError(
-            f"There is no model folder named {folder.name}; give a folder or a hub id.",
+            f"There is no model folder named {folder.name}; use another folder or a hub id.",
             "model_not_found",
         )
     config = _read_json(folder, "config.json")
@@ -148,7 +153,7 @@ def read_spec(folder: Path) -> ModelSpec:
         vocab_size=_vocab_size(folder, text),
         max_positions=_max_positions(text),
         end_token_ids=tuple(
-            # an id outside the vocabulary (often -1) ends nothing
+            # Ignore ids outside the vocabulary, often -1, because no token has such an id.
             token_id
             for token_id in _end_token_ids(generation, config, text)
             if 0 <= token_id < _vocab_size(folder, text)
@@ -164,7 +169,10 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def refuse_others(folder: Path, given: str) -> None:
-    """ModelError that says what a folder is if it is another thing than a model, by its files."""
+    """Raise ModelError if the folder contains something other than a model.
+
+    The message says what the folder contains.
+    """
     for name, words in _OTHERS.items():
         if (folder / name).is_file() and not (folder / "config.json").is_file():
             stated = _stated(folder / name)
@@ -174,7 +182,7 @@ def refuse_others(folder: Path, given: str) -> None:
             stages = ", ".join(path for path in paths if isinstance(path, str) and path)
             shown = {
                 "base": f" {base}" if base else "",
-                "stages": stages or "modules.json has them",
+                "stages": stages or "see modules.json",
             }
             raise ModelError(f"{given} is {words.format(**shown)}")
 
@@ -187,10 +195,12 @@ def _stated(path: Path) -> Any:
 
 
 def _parsed(path: Path) -> Any:
-    """OSError if the file cannot be read; ValueError or RecursionError if it is not valid JSON."""
+    """Parse a JSON file.
+
+    Raises OSError if the file cannot be read, and ValueError or RecursionError for invalid JSON.
+    """
     content = json.loads(read_small(path))
-    # Python's parser accepts half of a surrogate pair, which neither msgspec nor an answer can
-    # contain; encoding raises UnicodeEncodeError, a ValueError.
+    # Python's parser accepts half of a surrogate pair, which cannot be encoded later.
     json.dumps(content, ensure_ascii=False).encode()
     return content
 
@@ -220,7 +230,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _check_finite(folder: Path, name: str, content: dict[str, Any]) -> None:
-    """ModelError for a number anywhere in a file that is infinite, NaN or too large for a float."""
+    """Raise ModelError if a number in a file is infinite, NaN or too large for a float."""
     waiting: list[tuple[str, Any]] = [*content.items()]
     while waiting:
         key, value = waiting.pop()
@@ -233,16 +243,17 @@ def _check_finite(folder: Path, name: str, content: dict[str, Any]) -> None:
         elif isinstance(value, int | float) and not _is_finite(value):
             shown = ascii(key[:_SHOWN_CHARS])[1:-1]
             raise ModelError(
-                f"{name} of {folder.name} has a {shown} that is no finite number; download it "
+                f"{name} of {folder.name} has a {shown} that is not a finite number; download it "
                 "again.",
                 "model_corrupt",
             )
 
 
 def _check_counts(folder: Path, config: dict[str, Any]) -> None:
-    """ModelError for more layers or experts than memory can hold, even without their weights.
+    """Raise ModelError if the config states too many layers or experts.
 
-    Models are built from these numbers before any weight is looked at.
+    A model is built from these numbers before any weight is read. So large numbers alone could
+    exhaust memory.
     """
     layers, experts = _largest(config, _LAYERS), _largest(config, _EXPERTS)
     for key, most in (layers, experts):
@@ -261,7 +272,10 @@ def _check_counts(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _largest(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, int]:
-    """Return the largest number under one of the keys, in a config or those within it."""
+    """Return the key with the largest number among these keys, and the number.
+
+    Searches the config and the dictionaries in the config.
+    """
     configs = [config, *(it for it in config.values() if isinstance(it, dict))]
     found = [(key, it[key]) for it in configs for key in keys if isinstance(it.get(key), int)]
     return max(found, key=lambda one: one[1], default=("", 0))
@@ -270,7 +284,8 @@ def _largest(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, int]:
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # a whole number that no float can hold
+    # The whole number is too large for a float.
+    except OverflowError:
         return False
 
 
@@ -299,16 +314,20 @@ def _vocab_size(folder: Path, text: dict[str, Any]) -> int:
     size = text.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ModelError(
-            f"config.json of {folder.name} has no valid vocab_size: it is no model of text, "
-            "such as one of images alone, or it is damaged; use a language or embedding model, or "
-            "download it again.",
+            f"config.json of {folder.name} has no valid vocab_size: the model does not process "
+            "text, or the file is damaged; use a language or embedding model, or download the "
+            "model again.",
             "model_corrupt",
         )
     return size
 
 
 def _max_positions(text: dict[str, Any]) -> int | None:
-    """YaRN's own statement goes further than max_position_embeddings, which may not know of it."""
+    """Return the length of the model's longest sequence, or None if the config states no limit.
+
+    With YaRN, the result is at least the original length times the factor, because
+    max_position_embeddings may state a shorter length.
+    """
     stated = next((text[key] for key in _POSITION_KEYS if (text.get(key) or 0) > 0), None)
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
@@ -318,7 +337,7 @@ def _max_positions(text: dict[str, Any]) -> int | None:
 
 
 def _end_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
-    """The first source that names end tokens decides."""
+    """Return the end tokens of the first source that has any."""
     for source in sources:
         ends = source.get("eos_token_id")
         if ends is not None:
@@ -331,8 +350,8 @@ def _defaults(folder: Path, generation: dict[str, Any]) -> Defaults:
         return msgspec.convert(generation, Defaults, strict=False)
     except msgspec.ValidationError as error:
         raise ModelError(
-            f"generation_config.json of {folder.name} has a sampling default that is no number, or "
-            "one out of range; correct it or delete the file.",
+            f"generation_config.json of {folder.name} has a sampling default that is not a number "
+            "or is out of range; correct it or delete the file.",
             "model_corrupt",
         ) from error
 
@@ -348,17 +367,21 @@ def _refuse_quantized(folder: Path, config: dict[str, Any]) -> None:
 
 
 def is_mxfp4(config: dict[str, Any]) -> bool:
-    """Whether only a model's experts are quantized, in groups that are computed as they are."""
+    """Whether a model's experts are quantized to MXFP4. MXFP4 is computed without conversion."""
     return bool((config.get("quantization_config") or {}).get("quant_method") == "mxfp4")
 
 
 def _weight_files(folder: Path) -> tuple[str, ...]:
-    """Names of the safetensors or GGUF files, in order; each exists."""
+    """Return the names of the safetensors or GGUF files, in order.
+
+    Raises ModelError if a file is missing.
+    """
     if (folder / "model.safetensors.index.json").is_file():
         index = _read_json(folder, "model.safetensors.index.json")
         names = tuple(sorted(set(_weight_map(folder, index).values())))
         for name in names:
-            # unlike Path.is_file, it takes a name that no disk can store for one that is missing
+            # Unlike Path.is_file, os.path.isfile treats a name that no disk can store as a
+            # missing file.
             if Path(name).name != name or not os.path.isfile(folder / name):
                 shown = ascii(Path(name).name[:_SHOWN_CHARS])[1:-1]
                 raise ModelError(
@@ -373,7 +396,7 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
     for pickled in _pickled(folder):
         raise ModelError(
             f"{folder.name} has pickled weights only ({pickled}), which are never read; "
-            "model.safetensors was looked for: convert the model to safetensors."
+            "convert them to model.safetensors."
         )
     raise ModelError(f"{folder.name} has no model.safetensors; download it again.", "model_corrupt")
 

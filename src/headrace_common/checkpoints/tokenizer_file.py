@@ -1,4 +1,7 @@
-"""Where a model's tokenizer.json is; converted once from older files, in the user's cache."""
+"""Finds a model's tokenizer.json.
+
+Older tokenizer files are converted once. The result is stored in the user's cache.
+"""
 
 import hashlib
 import os
@@ -25,21 +28,24 @@ _SOURCES = (
     "tokenizer_config.json",
     "config.json",
 )
-MAX_FILE = 128 << 20  # bytes of a tokenizer.json; the largest in use have 35 MB
+MAX_FILE = 128 << 20  # bytes of a tokenizer.json; the largest known file has 35 MB
 _MAX_SECONDS = 600
 _MAX_SOURCE = 128 << 20  # bytes of one file
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """The folder's tokenizer.json, else a converted one; ModelError if neither can be had."""
+    """Return the path of the folder's tokenizer.json, or of a converted tokenizer.json.
+
+    Raises ModelError if the folder has no tokenizer that can be converted.
+    """
     if (folder / "tokenizer.json").exists():
         return folder / "tokenizer.json"
     found = [name for name in VOCABULARIES if (folder / name).exists()]
     if not found:
         raise ModelError(
             "The model has no tokenizer: tokenizer.json is missing, and so are "
-            f"{', '.join(VOCABULARIES)}; download the model again, or put one of them beside its "
-            "config.json.",
+            f"{', '.join(VOCABULARIES)}; download the model again, or put one of these files "
+            "next to config.json.",
             "tokenizer_invalid",
         )
     converted = _cache() / f"{_digest(folder)}.json"
@@ -49,7 +55,10 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def _convert(folder: Path, target: Path, found: list[str]) -> None:
-    """Into a file beside the target first: another server may convert the same one."""
+    """Convert into a temporary folder next to the target, then rename the result.
+
+    Another server may convert the same files at the same time.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as own:
         out = Path(own) / target.name
@@ -67,7 +76,7 @@ def _convert(folder: Path, target: Path, found: list[str]) -> None:
         except (subprocess.SubprocessError, OSError) as error:
             raise ModelError(
                 f"The model has no tokenizer.json, and its {found[0]} cannot be converted; save "
-                "the tokenizer with a current transformers to get one.",
+                "the tokenizer with a current version of transformers.",
                 "tokenizer_invalid",
             ) from error
 

@@ -1,4 +1,4 @@
-"""The models a server should have, as one document: from JSON to settings and back."""
+"""Converts between settings and a JSON document with a list of models to serve."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,17 +16,16 @@ Configs = tuple[ModelConfig, ...]
 
 
 def read_document(document: Any, named: Callable[[Configs], Configs]) -> Configs:
-    """The models of {"models": [{"model": …, …}]}; RequestError with the path of what is wrong.
+    """Read {"models": [{"model": …, …}]}. Raises RequestError with the path of a mistake.
 
-    `named` gives each its names, which no two may share.
-    Settings have the names and types that they have in [[models]]; what is left out has its
-    default.
+    `named` gives each model its names, which must be unique. Settings have the names and types of
+    [[models]] in the TOML file. A missing setting has its default.
     """
     if not isinstance(document, dict):
-        raise _wrong("", "The document must be an object with models.")
+        raise _wrong("", "The document must be an object with a list `models`.")
     for key in document:
         if key != "models":
-            raise _wrong(key, f"Unknown key {key!r}; the document has models, and nothing else.")
+            raise _wrong(key, f"Unknown key {key!r}; the only allowed key is models.")
     tables = document.get("models")
     if not isinstance(tables, list) or not 0 < len(tables) <= MAX_MODELS:
         raise _wrong("models", f"models must be an array of 1 to {MAX_MODELS} objects.")
@@ -44,12 +43,15 @@ def read_document(document: Any, named: Callable[[Configs], Configs]) -> Configs
 
 
 def to_document(configs: tuple[ModelConfig, ...]) -> dict[str, Any]:
-    """Turns settings back into a document, without those that have their defaults."""
+    """Turn settings into a document. Settings that have their defaults are left out."""
     return {"models": [_table(config) for config in configs]}
 
 
 def reread_folder(config: ServerConfig) -> tuple[ModelConfig, ...]:
-    """The server's models, those of its folder as it is now; the same if that has none any more."""
+    """Read the models folder again, and return the models in the folder.
+
+    If the folder no longer contains models, return the current models.
+    """
     folder = config.loading.models_dir
     if folder is None:
         return config.models

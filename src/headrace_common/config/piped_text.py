@@ -1,7 +1,7 @@
 """Reads chat templates that are given as a pipe, such as `--chat-template <(make-template)`.
 
-A pipe can be read only once, and only by this process, but each worker loads the template again. So
-the settings keep the text instead of the path.
+A pipe can be read only once, and only by this process, but each worker loads the template again.
+So the settings store the text instead of the path.
 """
 
 import os
@@ -19,7 +19,7 @@ _MAX_WAIT_S = 10.0
 
 
 def with_piped_templates(config: ServerConfig) -> ServerConfig:
-    """Return the settings with the text of each chat template that is a pipe."""
+    """Replace the path of each piped chat template with the template's text."""
     paths = {model.chat_template for model in config.models if model.chat_template}
     texts = {path: _read_pipe(path) for path in paths if _is_pipe(path)}
     replace = msgspec.structs.replace
@@ -33,12 +33,16 @@ def with_piped_templates(config: ServerConfig) -> ServerConfig:
 def _is_pipe(path: str) -> bool:
     try:
         return stat.S_ISFIFO(os.stat(path).st_mode)
-    except (OSError, ValueError):  # the latter for a path that cannot be
+    # An impossible path causes a ValueError.
+    except (OSError, ValueError):
         return False
 
 
 def _read_pipe(path: str) -> str:
-    """ConfigError if the text is too long, not UTF-8 or empty, or if it takes too long to come."""
+    """Read a pipe.
+
+    Raises ConfigError if the text is too long, not UTF-8, empty or arrives too slowly.
+    """
     deadline = time.monotonic() + _MAX_WAIT_S
     content = b""
     try:
@@ -48,8 +52,8 @@ def _read_pipe(path: str) -> str:
                 left_s = max(0.0, deadline - time.monotonic())
                 if not select.select([pipe], [], [], left_s)[0]:
                     raise ConfigError(
-                        f"--chat-template: nothing more came from the pipe {path} for "
-                        f"{_MAX_WAIT_S:g} s; give a file instead."
+                        f"--chat-template: the pipe {path} sent nothing for "
+                        f"{_MAX_WAIT_S:g} s; use a file instead."
                     )
                 if not (piece := pipe.read(1 << 16)):
                     break
@@ -57,14 +61,14 @@ def _read_pipe(path: str) -> str:
         text = content.decode()
     except (OSError, UnicodeDecodeError):
         raise ConfigError(
-            f"--chat-template: the pipe {path} cannot be read as UTF-8 text; give a file instead."
+            f"--chat-template: the pipe {path} cannot be read as UTF-8 text; use a file instead."
         ) from None
     if len(content) > MAX_BYTES:
         raise ConfigError(
-            f"--chat-template: the pipe {path} holds more than {MAX_BYTES:,} bytes; a chat "
-            "template has fewer."
+            f"--chat-template: the pipe {path} holds more than {MAX_BYTES:,} bytes, the "
+            "limit for a chat template."
         )
     if not text.strip():
         raise ConfigError(f"--chat-template: the pipe {path} is empty; write a template into it.")
-    # The line break marks this as a template, not a path. Jinja removes a last line break.
+    # A value that ends with a line break is a template, not a path. Jinja removes the line break.
     return text if text.endswith("\n") else f"{text}\n"

@@ -1,11 +1,11 @@
-"""Aliases that name no model, as llama.cpp's flag of that name has them."""
+"""Handles `--alias NAME` without `=`. Such an alias names the model, as in llama.cpp."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def with_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with what `--alias NAME` of llama.cpp gives: names of the model."""
+    """Return the settings with aliases without `=` added to the names of the model."""
     aliases = given.get("alias", ())
     if not (isinstance(aliases, list | tuple) and all(isinstance(it, str) for it in aliases)):
         return dict(given)

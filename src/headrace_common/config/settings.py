@@ -1,7 +1,7 @@
-"""Every setting, its default, its range and its one-line description; frozen, never patched.
+"""Defines every setting with its default, its range and its description.
 
-Flags, environment variables, keys of the TOML file and docs/cli.md are generated from these
-fields. What is measured or computed (layouts, limits) is never written back here.
+Flags, environment variables, keys of the TOML file and the reference in docs/ are generated from
+these fields. Measured or computed values are never written back.
 """
 
 from typing import Annotated, Literal
@@ -13,37 +13,44 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 ToolFormatName = Literal[
     "qwen3-coder", "glm", "hermes", "mistral", "deepseek", "pythonic", "llama3", "generic"
 ]
-"""Each is a module of text/tool_formats. A chat template has the first one whose sign it has."""
+"""Names of modules in text/tool_formats.
+
+For `auto`, the first format whose marker is in the chat template is used.
+"""
 Milliseconds = Annotated[float, Meta(gt=0, le=1e9)] | Literal["off"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Who runs next, and how much of it in one step."""
+    """Settings that decide which sequences run next, and how much of each runs in one step."""
 
     max_num_seqs: Annotated[
-        Count | None, Meta(description="Sequences that run at once; 64 on a CPU")
+        Count | None,
+        Meta(
+            description="Largest number of sequences that run at the same time; 64 on a CPU by "
+            "default"
+        ),
     ] = None
     max_step_tokens: Annotated[
         Count | None,
-        Meta(description="Tokens one step computes at most; 512 on a CPU"),
+        Meta(description="Largest number of tokens computed in one step; 512 on a CPU by default"),
     ] = None
     max_stall_ms: Annotated[
         Milliseconds | None,
         Meta(
-            description="Time between two tokens of a stream that prompts of others may cause, "
-            "or off; if not given 200 on a CPU and 50 on CUDA, or 2.4 times what the streams "
-            "alone take if that is more"
+            description="Limit on the time between two tokens of a stream while other clients' "
+            "prompts are computed, or off. Default: 200 on a CPU and 50 on CUDA, "
+            "but at least 2.4 times the duration of a step without prompts"
         ),
     ] = None
     max_step_ms: Annotated[
         Milliseconds,
-        Meta(description="Time of one step while no stream is being generated, or off"),
+        Meta(description="Longest duration of a step while no stream is decoding, or off"),
     ] = 1000.0
     prompt_share: Annotated[
         Annotated[float, Meta(gt=0, le=100)] | None,
         Meta(
-            description="Time that prompts get in any case, as a share of what the running "
-            "streams alone take; 0.25 with --max-stall-ms, 1.4 without"
+            description="Minimum time for prompts in each step, as a fraction of the time for the "
+            "running streams; by default 0.25 with --max-stall-ms and 1.4 without it"
         ),
     ] = None
     patience: Annotated[
@@ -51,72 +58,93 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1000,
-            description="How many times its own duration a prompt may wait behind later, "
-            "shorter ones; 0 is strict first come, first served",
+            description="How long a prompt may wait while shorter, later prompts overtake it, "
+            "as a multiple of the time to compute the prompt; 0 means strictly "
+            "first come, first served",
         ),
     ] = 4.0
     guess: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | Literal["auto", "off"],
         Meta(
-            description="Tokens that a stream may guess in a step, where its own text repeats or "
-            "a grammar leaves no choice, so that one step may give several; no token changes. "
-            "auto: up to 8, on CPU kernels alone"
+            description="Largest number of tokens that are guessed per stream and step "
+            "(speculative decoding without a draft model). Tokens are guessed where "
+            "the stream's text repeats or a grammar leaves no choice. The text does "
+            "not change. auto: up to 8, on CPU kernels only"
         ),
     ] = "auto"
     max_open_prompts: Annotated[
-        int, Meta(ge=1, le=4096, description="Prompts in work beyond which no later one starts")
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="Largest number of prompts that are being read at the same time; later "
+            "prompts wait",
+        ),
     ] = 4
 
 
 class PrefixCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefixes on disk."""
+    """Settings for cached prefixes on disk."""
 
     prefix_cache_dir: Annotated[
         str | None,
         Meta(
-            description="Folder for what prompts and answers left in the cache, so that restarts "
-            "and engines find it; it holds their tokens. Not kept on disk if not given"
+            description="Folder in which cached prefixes are stored, so that restarts and other "
+            "engines find them. It contains the tokens of prompts and answers. By "
+            "default nothing is stored"
         ),
     ] = None
     prefix_cache_disk_bytes: Annotated[
-        Count, Meta(description="Size of that folder beyond which the least recently used leaves")
+        Count,
+        Meta(
+            description="Maximum size of the prefix folder in bytes; the least recently used "
+            "prefixes are deleted"
+        ),
     ] = 20 << 30
     prefix_cache_disk_days: Annotated[
-        float, Meta(gt=0, le=36500, description="Days without use after which it leaves")
+        float,
+        Meta(gt=0, le=36500, description="Days without use after which a stored prefix is deleted"),
     ] = 7.0
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One model and the engine that runs it."""
+    """Settings for one model and the engine that runs the model."""
 
     model: Annotated[
-        str, Meta(description="Folder with a model, hub id, smollm2, or headrace-mini")
+        str,
+        Meta(
+            description="Folder with a model, GGUF file, hub id, headrace-mini, or a name of "
+            "`headrace models available`"
+        ),
     ] = "headrace-mini"
     revision: Annotated[
-        str | None, Meta(description="Branch, tag or commit of a model on the hub")
+        str | None,
+        Meta(title="REVISION", description="Branch, tag or commit of a model on the hub"),
     ] = None
     served_model_name: Annotated[
-        tuple[str, ...], Meta(description="Names that clients may ask for")
+        tuple[str, ...], Meta(title="NAME", description="Names by which clients request the model")
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        Meta(description="Number format of weights and cache; auto: the checkpoint's own"),
+        Meta(description="Number format of weights and cache; auto: that of the checkpoint"),
     ] = "auto"
     quantize: Annotated[
         Literal["auto", "none", "int8", "int4"],
         Meta(
-            description="Weights in 8 or 4 bits on a CPU: half or a third of the memory to read, a "
-            "loss; auto: as GGUF and MXFP4 files have them, else none; none unpacks such files"
+            description="Quantize weights to 8 or 4 bits on a CPU, which cuts the memory "
+            "traffic to a half or a third and loses some precision. auto: keep the "
+            "format of GGUF and MXFP4 files, and do not quantize other files. none: "
+            "quantize nothing, and unpack GGUF and MXFP4 files"
         ),
     ] = "auto"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="Where the model is computed")
+        Literal["auto", "cpu", "cuda"], Meta(description="Device that runs the model")
     ] = "auto"
     kernels: Annotated[
         Literal["auto", "amx", "bf16dot", "avx512", "avx2", "neon", "plain"],
         Meta(
-            description="Instructions that compute on a CPU; plain: torch alone; auto: the best "
-            "that the processor has"
+            description="Instruction set of the CPU kernels; plain: PyTorch's own operations; "
+            "auto: the fastest that this processor supports"
         ),
     ] = "auto"
     lane: Annotated[
@@ -129,80 +157,98 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "generic-seq2seq-source",
             "llama-cpp",
         ],
-        Meta(description="How the model is run; auto: chosen by its architecture"),
+        Meta(description="How the model is run; auto: chosen by the model's architecture"),
     ] = "auto"  # fmt: skip
     threads: Annotated[
         Count | Literal["auto"],
-        Meta(description="Compute threads; auto: all cores, on a laptop one less for its user"),
+        Meta(description="Compute threads; auto: all cores, or one less on a laptop"),
     ] = "auto"
     nice: Annotated[
-        int, Meta(ge=0, le=19, description="Niceness of the engine's process: 19 yields to all")
+        int,
+        Meta(
+            ge=0,
+            le=19,
+            description="Niceness of the engine's process; 19 yields to all other processes",
+        ),
     ] = 0
     max_model_len: Annotated[
-        Count | None, Meta(description="Prompt and answer together, in tokens")
+        Count | None,
+        Meta(description="Largest number of tokens in a prompt and its answer together"),
     ] = None
     kv_cache_memory_bytes: Annotated[
-        Count | None, Meta(description="Memory for cached keys and values")
+        Count | None, Meta(description="Memory for the KV cache, in bytes")
     ] = None
     block_size: Annotated[
-        int, Meta(ge=1, le=1024, description="Token positions per block of that memory")
+        int, Meta(ge=1, le=1024, description="Token positions per block of the KV cache")
     ] = 32
     generation_config: Annotated[
         Literal["auto", "none"],
-        Meta(description="Whether the model's own sampling defaults are taken"),
+        Meta(
+            description="Use the model's recommended sampling parameters as defaults (auto) or not "
+            "(none)"
+        ),
     ] = "auto"
     chat_template: Annotated[
-        str | None, Meta(description="File with a chat template to use instead of the model's")
+        str | None,
+        Meta(title="FILE", description="File with a chat template that replaces the model's own"),
     ] = None
     tool_format: Annotated[
         Literal["auto", "none", ToolFormatName],
         Meta(
-            description="How the model writes tool calls; auto: as its chat template says, and "
-            "generic, by a text before the conversation, if that knows no tools"
+            description="Format in which the model writes tool calls; auto: as its chat template "
+            "shows. If the template has no tools, generic describes them in a text "
+            "before the conversation"
         ),
     ] = "auto"
     reasoning_format: Annotated[
         Literal["auto", "none", "think", "mistral", "harmony"],
-        Meta(description="How it sets its reasoning apart; auto: as its chat template says"),
+        Meta(
+            description="Format in which the model marks its reasoning; auto: as its chat template "
+            "shows"
+        ),
     ] = "auto"
     special_tokens_in_text: Annotated[
         Literal["allow", "escape"],
         Meta(
-            description="What happens when a message spells out a special token, such as "
-            "<|im_end|>: allow reads it as that token, escape breaks it up with a zero-width space"
+            description="What to do when a message spells out a special token, such as <|im_end|>: "
+            "allow reads it as that token, escape breaks it up with a zero-width space"
         ),
     ] = "allow"
     pooling: Annotated[
         Literal["auto", "cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last"],
         Meta(
-            description="How an embedding is made of a text, of length 1; auto: as the model's "
+            description="How token vectors become one embedding of length 1; auto: as the model's "
             "files say"
         ),
     ] = "auto"
     embedding_dimensions: Annotated[
         Literal["auto", "any"],
-        Meta(description="Lengths that embeddings may be cut to; auto: those the model names"),
+        Meta(
+            description="Lengths to which embeddings may be shortened; auto: the lengths that "
+            "the model states"
+        ),
     ] = "auto"
     return_progress: Annotated[
         Literal["off", "on"],
-        Meta(description="Whether streams tell the progress of their prompt where nobody asks"),
+        Meta(description="Report prompt progress to clients that do not ask for it"),
     ] = "off"
     replicas: Annotated[
         Annotated[int, Meta(ge=1, le=64)],
-        Meta(description="Engines that run this model side by side"),
+        Meta(description="Number of engines that run this model side by side"),
     ] = 1
     min_replicas: Annotated[
         Annotated[int, Meta(ge=0, le=64)] | None,
         Meta(
-            description="Engines that stay while there is nothing to do, the others leave after "
-            "--idle-unload-s; with 0 the model is loaded when it is asked for. All if not given"
+            description="Number of engines that stay while the model is idle; the others stop "
+            "after --idle-unload-s. With 0 the model is loaded on demand. Default: all"
         ),
     ] = None
     adapter: Annotated[
         tuple[Annotated[str, Meta(pattern="^[^=]+=.+$", examples=["sql=./sql-lora"])], ...],
         Meta(
-            description="Adapter (LoRA) as NAME=PATH, a folder of PEFT's or a GGUF file: asked for "
-            "as a model by its name"
+            title="NAME=PATH",
+            description="LoRA adapter as NAME=PATH, a PEFT folder or a GGUF file. Clients request "
+            "it by NAME, like a model",
         ),
     ] = ()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -210,105 +256,127 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The listening side."""
+    """Settings for the HTTP server."""
 
-    host: Annotated[str, Meta(description="Address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one")] = 8000
+    host: Annotated[str, Meta(title="ADDRESS", description="Address to listen on")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Meta(ge=0, le=65535, title="PORT", description="Port to listen on; 0 chooses a free port"),
+    ] = 8000
     api_key: Annotated[
         tuple[Annotated[str, Meta(min_length=1)], ...],
         Meta(
-            description="Keys that clients must send one of; none: open. Others here can see them "
-            "in the list of processes: rather set HEADRACE_API_KEYS, or give a file"
+            title="KEY",
+            description="API keys, one of which clients must send; without keys anybody may "
+            "connect. Other users of this machine can see the flag in the process "
+            "list, so prefer HEADRACE_API_KEYS or a file",
         ),
     ] = ()
     api_key_file: Annotated[
         str | None,
         Meta(
-            description="File with more of them, a line of key or name:key each; # begins a "
-            "comment. Read again on SIGHUP; the log says names, never keys"
+            description="File with additional API keys, one per line, as key or name:key; # "
+            "starts a comment. SIGHUP reloads it. The log contains names, never keys"
         ),
     ] = None
     admin_key: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Key for /manage, /metrics and changes of the models (POST /models, "
-            "adapters), which clients' keys do not open; others here can see it in the list of "
-            "processes: rather set HEADRACE_ADMIN_KEY"
+            title="KEY",
+            description="Key for /manage, /metrics and changes of models (POST /models, adapters), "
+            "for which clients' keys are not enough. Other users of this machine can "
+            "see the flag in the process list, so prefer HEADRACE_ADMIN_KEY",
         ),
     ] = None
     admin_key_file: Annotated[
-        str | None, Meta(description="File with more of them, as of --api-key-file")
+        str | None,
+        Meta(description="File with additional admin keys, in the format of --api-key-file"),
     ] = None
-    max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body")] = 32 << 20
+    max_body_bytes: Annotated[int, Meta(ge=1, description="Largest request body in bytes")] = (
+        32 << 20
+    )
     allow_image_urls: Annotated[
         bool,
         Meta(
-            description="Fetch images that requests name by http or https addresses, from public "
-            "hosts alone, within 10 s and 20 MiB"
+            description="Download images that requests name by http or https URLs, from public "
+            "hosts only, within 10 s and 20 MiB"
         ),
     ] = False
     max_connections: Annotated[
-        Count, Meta(description="Connections at once, if the limit on descriptors allows as many")
+        Count,
+        Meta(
+            description="Largest number of connections, if the limit on open files allows that many"
+        ),
     ] = 4096
     headers_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds in which the headers of a request must be whole")
+        float, Meta(gt=0, description="Seconds in which a request's headers must be complete")
     ] = 10.0
     body_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds that a request's body may pause")
     ] = 20.0
     api_prefix: Annotated[
         Annotated[str, Meta(pattern=r"^((/[A-Za-z0-9._~-]+)+)?$", examples=["/llm"])],
-        Meta(description="Path below which all routes lie, the page too, such as /llm"),
+        Meta(title="PREFIX", description="Path prefix of all routes and of the page, such as /llm"),
     ] = ""
     allowed_host: Annotated[
-        tuple[str, ...], Meta(description="Host names served beside loopback without a key")
+        tuple[str, ...],
+        Meta(
+            title="NAME",
+            description="Host names, besides loopback names, that are accepted without a key",
+        ),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],
-        Meta(description="Origins whose pages may use the API (https://app.example), or *"),
+        Meta(
+            title="ORIGIN",
+            description="Origins whose pages may use the API (https://app.example), or *",
+        ),
     ] = ()
     ssl_certfile: Annotated[
         str | None,
-        Meta(description="Certificate chain (PEM) to serve HTTPS with; read again on SIGHUP"),
+        Meta(description="Certificate chain (PEM) for HTTPS; SIGHUP reloads it"),
     ] = None
     ssl_keyfile: Annotated[
-        str | None, Meta(description="Its private key, if that is not in the same file")
+        str | None, Meta(description="Private key of the certificate, if it is in another file")
     ] = None
     vllm_metrics: Annotated[
-        bool, Meta(description="Show /metrics by vLLM's names too, for dashboards made for it")
+        bool, Meta(description="Add vLLM's metric names to /metrics, for dashboards made for vLLM")
     ] = False
 
 
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the server treats streams and the clients behind them."""
+    """Settings for streams and the clients of streams."""
 
     max_num_queued_reqs: Annotated[
         int,
-        Meta(ge=0, description="Choices that may wait, n to a prompt; one more request gets 429"),
+        Meta(
+            ge=0,
+            description="Largest number of waiting choices (n per prompt); additional requests "
+            "get 429",
+        ),
     ] = 512
     max_num_queued_tokens: Annotated[
         Count | None,
         Meta(
-            description="Prompt tokens that may wait; if not given, as many as are read in 600 s, "
-            "and at least one context. An empty queue takes any prompt that fits the context"
+            description="Largest number of waiting prompt tokens. Default: as many as can be read "
+            "in 600 s, and at least one context. An empty queue accepts any prompt "
+            "that fits the context"
         ),
     ] = None
     queue_timeout_s: Annotated[
-        float, Meta(ge=0, description="Seconds that a request may wait to be started; 0: no limit")
+        float,
+        Meta(ge=0, description="Seconds that a request may wait before it starts; 0: no limit"),
     ] = 600.0
     request_timeout_s: Annotated[
         float, Meta(ge=0, description="Seconds that a whole request may take; 0: no limit")
     ] = 0.0
     key_requests_per_minute: Annotated[
         Count | None,
-        Meta(description="Requests that one key may make each minute; no limit if not given"),
+        Meta(description="Requests per minute and key; by default unlimited"),
     ] = None
     key_tokens_per_minute: Annotated[
         Count | None,
-        Meta(
-            description="Tokens that one key may use each minute, of prompts and answers; no "
-            "limit if not given"
-        ),
+        Meta(description="Tokens of prompts and answers per minute and key; by default unlimited"),
     ] = None
     heartbeat_s: Annotated[
         float,
@@ -316,7 +384,12 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 5.0
     sse_ping_interval: Annotated[
         int,
-        Meta(ge=-1, le=60, description="Seconds without a byte until a comment is sent; -1: never"),
+        Meta(
+            ge=-1,
+            le=60,
+            title="SECONDS",
+            description="Seconds without a byte until a comment is sent; -1: never",
+        ),
     ] = -1
     return_progress_for: Annotated[
         tuple[
@@ -330,94 +403,114 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
             ...,
         ],
         Meta(
-            description="Who is told it, before that: the key of a name (key:ann=on), or clients "
-            "by their User-Agent (agent:opencode/*=reasoning: in words, too, where reasoning "
-            "would stand); the first that fits counts"
+            title="CLIENT=CHOICE",
+            description="Report prompt progress to some clients only, by key name (key:ann=on) "
+            "or User-Agent (agent:opencode/*=reasoning, which writes progress as "
+            "reasoning text). The first match takes precedence over "
+            "--return-progress",
         ),
     ] = ()
     inserted_texts: Annotated[
         Literal["leave-out", "keep"],
         Meta(
-            description="Texts that a client is known to put into the beginning of its prompts, "
-            "another in each: left out, so that the prefix cache holds, or kept"
+            description="Texts that some clients insert at the start of each prompt, each time "
+            "different. leave-out: remove these texts, so that cached prefixes "
+            "match. keep: change nothing"
         ),
     ] = "leave-out"
     log_prompt_excerpts: Annotated[
         bool,
         Meta(
-            description="Log the few words of a prompt at which it leaves the last one of its "
-            "conversation; without it only their place is logged"
+            description="Log the words where a prompt first differs from the conversation's "
+            "previous prompt; otherwise only the position of the difference is "
+            "logged"
         ),
     ] = False
     linger_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Seconds for which a request keeps running if its client leaves before the "
-            "first token, so that an equal request can use its work; 0 if the body has attach: "
-            "false",
+            description="Seconds that a request continues after its client disconnects before "
+            "the first token. If the client sends the same request again, the "
+            "result is still there. Always 0 for requests with attach: false",
         ),
     ] = 10.0
     state_dir: Annotated[
         str | None,
         Meta(
-            description="Folder for streams that survive the server, redis://HOST:PORT/DB to share "
-            "them between servers, or none to keep them in memory; $XDG_STATE_HOME/headrace/PORT "
-            "if not given"
+            title="FOLDER|redis://…|none",
+            description="Folder for streams that survive the server, redis://HOST:PORT/DB to "
+            "share streams between servers, or none to keep streams in memory. "
+            "Default: $XDG_STATE_HOME/headrace/PORT",
         ),
     ] = None
     load_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds until a model that has not loaded counts as failed")
+        float,
+        Meta(
+            gt=0, description="Seconds after which a model that is still loading counts as failed"
+        ),
     ] = 600.0
     drain_s: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests get at shutdown")
+        float,
+        Meta(ge=0, description="Seconds that running requests may take to finish at shutdown"),
     ] = 30.0
 
 
 class BatchConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Files, and batches of lines that are answered from what others leave."""
+    """Settings for files, and for batches, which are answered while the server is idle."""
 
-    max_file_bytes: Annotated[Count, Meta(description="Largest file for a batch")] = 200 << 20
+    max_file_bytes: Annotated[Count, Meta(description="Largest batch file in bytes")] = 200 << 20
     key_file_bytes: Annotated[
-        Count, Meta(description="Bytes of all files of one key, results of its batches included")
+        Count,
+        Meta(description="Largest total size in bytes of one key's files, including batch results"),
     ] = 2 << 30
     keep_files_days: Annotated[
-        float, Meta(gt=0, le=36500, description="Days after which files and ended batches leave")
+        float,
+        Meta(gt=0, le=36500, description="Days after which files and finished batches are deleted"),
     ] = 30.0
-    max_batch_lines: Annotated[Count, Meta(description="Lines of one batch")] = 50_000
+    max_batch_lines: Annotated[Count, Meta(description="Largest number of requests in a batch")] = (
+        50_000
+    )
 
 
 class LoadingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The models that a server of several has in memory."""
+    """Limits on the models that a server with several models keeps in memory."""
 
     models_dir: Annotated[
-        str | None, Meta(description="Folder whose subfolders are models, served by their names")
+        str | None,
+        Meta(
+            description="Folder whose subfolders and GGUF files are models, served by their names"
+        ),
     ] = None
     max_models: Annotated[
-        Count | None, Meta(description="Models in memory at once, where there are several")
+        Count | None, Meta(description="Largest number of models in memory, if there are several")
     ] = None
     models_memory_bytes: Annotated[
         Count | None,
-        Meta(description="Memory for weights and caches of all models, where there are several"),
+        Meta(
+            description="Memory in bytes for the weights and caches of all models, if there are "
+            "several"
+        ),
     ] = None
     idle_unload_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="Seconds without use after which one of several models is unloaded, or an "
-            "engine beyond --min-replicas leaves"
+            description="Seconds without requests after which one of several models is unloaded, "
+            "and engines in excess of --min-replicas stop"
         ),
     ] = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole server."""
+    """All settings of a server."""
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     alias: Annotated[
         tuple[Annotated[str, Meta(pattern="^[^=]+=.+$", examples=["claude-*=headrace-mini"])], ...],
         Meta(
-            description="Further name of a model or adapter as NAME=MODEL; * in NAME stands for "
-            "any characters. Without = it is another --served-model-name"
+            title="NAME=MODEL",
+            description="Additional name of a model or adapter, as NAME=MODEL; * in NAME stands "
+            "for any characters. A value without = is a --served-model-name",
         ),
     ] = ()
     loading: LoadingConfig = LoadingConfig()
@@ -427,21 +520,24 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Annotated[
         str | None,
         Meta(
-            description="Address of a Ray cluster whose nodes run the engines; without an address "
-            "the cluster that this machine is part of"
+            title="ADDRESS",
+            description="Address of a Ray cluster whose nodes run the engines; without a value, "
+            "the cluster of this machine",
         ),
     ] = None
     otlp_endpoint: Annotated[
         str | None,
         Meta(
-            description="Collector of traces, by OTLP over HTTP, such as http://127.0.0.1:4318; "
-            "else that of OTEL_EXPORTER_OTLP_ENDPOINT, or none"
+            title="URL",
+            description="OpenTelemetry collector for traces (OTLP over HTTP), such as "
+            "http://127.0.0.1:4318. Default: OTEL_EXPORTER_OTLP_ENDPOINT, or none",
         ),
     ] = None
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="What the log shows")
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Lowest level of messages in the log"),
     ] = "info"
     log_format: Annotated[
         Literal["text", "json"],
-        Meta(description="Form of the log on stderr; json: an object a line, and nothing else"),
+        Meta(description="Format of the log on stderr; json writes exactly one object per line"),
     ] = "text"

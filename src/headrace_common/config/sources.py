@@ -1,4 +1,7 @@
-"""Flags, environment and file as one configuration, all generated from its fields."""
+"""Combines flags, environment and file into one configuration.
+
+All flags, variables and keys are generated from the fields of the configuration.
+"""
 
 import difflib
 import os
@@ -26,31 +29,48 @@ ALIASES = {
     "threads": ("-t",),
 }
 WITHOUT_VALUE = {"cluster": "auto"}
-"""Values of the settings whose flag may stand alone."""
+"""The values of settings whose flag can be given without a value."""
 
 _ENVIRONMENT_NAMES = {"api_key": "HEADRACE_API_KEYS"}
 _NOT_SETTINGS = {"HEADRACE_URL", "HEADRACE_CONFIG"}
 SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
-"""Variables that the server's child processes do not get."""
+"""Environment variables that child processes of the server do not get."""
 
-_CLIENTS_KEY = "HEADRACE_API_KEY"  # a server that finds it asks for it, too
+# Clients send this key, and servers require it.
+_CLIENTS_KEY = "HEADRACE_API_KEY"
 _OTHERS_MAY_READ = 0o044
-_COMMA_SEPARATED = ("allowed_host", "allowed_origins")  # lists whose items have no comma
+_COMMA_SEPARATED = ("allowed_host", "allowed_origins")  # lists whose items contain no comma
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^\s/?#@:*\[\]]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?/?")
-_MODEL_SIGNS = ("config.json", "modules.json")  # the latter for sentence-transformers
+# A folder with one of these files is a model. modules.json belongs to sentence-transformers.
+_MODEL_SIGNS = ("config.json", "modules.json")
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-_SECRET = ("api_key", "admin_key")
+_VALUE_NAMES = {int: "INTEGER", float: "NUMBER"}
+_UNITS = {
+    "_s": "SECONDS",
+    "_ms": "MILLISECONDS",
+    "_days": "DAYS",
+    "_bytes": "BYTES",
+    "_dir": "FOLDER",
+    "file": "FILE",
+}
+"""Ends of settings' names, with the names of such values in help texts."""
+SECRET_SETTINGS = ("api_key", "admin_key")
+_OF_ONE_MODEL = ("model", "revision", "served_model_name", "adapter")
 
 
 class Setting(NamedTuple):
-    """One field of the configuration; `path` leads to it through nested structs."""
+    """One field of the configuration.
+
+    `path` has the names of the nested structs, followed by the name of the field.
+    """
 
     name: str
     path: tuple[str, ...]
     type: Any
     default: Any
     description: str
-    allowed: str  # what a value must be, in words
+    allowed: str  # description of the allowed values
+    value_name: str  # name of the value in help texts, such as SECONDS or INTEGER|auto
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -70,7 +90,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> tuple[Setting, ...]:
-    """Every setting of a server, in the order of the fields."""
+    """Return every setting of a server, in the order of the fields."""
     return tuple(_walk(ServerConfig, ()))
 
 
@@ -87,7 +107,27 @@ def _walk(struct: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Setti
             description = next(m.description for m in rest if m.description)
             plain = _without_none(base)
             place = (*path, field.name)
-            yield Setting(field.name, place, plain, field.default, description, _allowed(hint))
+            named = next((m.title for m in rest if m.title), None)
+            yield Setting(
+                name=field.name,
+                path=place,
+                type=plain,
+                default=field.default,
+                description=description,
+                allowed=_allowed(hint),
+                value_name=named or _value_name(field.name, plain, base),
+            )
+
+
+def _value_name(name: str, plain: Any, hint: Any) -> str:
+    """Return the name of a setting's value: a unit or a type, and the words that are allowed."""
+    parts = (hint, *typing.get_args(hint))
+    literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
+    words = [word for part in literals for word in typing.get_args(part)]
+    if plain in literals:
+        return "|".join(words)
+    units = (unit for end, unit in _UNITS.items() if name.endswith(end))
+    return "|".join([next(units, _VALUE_NAMES.get(plain, "TEXT")), *words])
 
 
 def _without_none(hint: Any) -> Any:
@@ -99,7 +139,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _allowed(hint: Any) -> str:
-    """The allowed values: a type with its range, or choices; None is the same as nothing."""
+    """Describe the allowed values: a type with its range, or choices. None is not mentioned."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         parts = [part for part in typing.get_args(hint) if part is not type(None)]
         return " or ".join(_allowed(part) for part in parts)
@@ -142,11 +182,25 @@ def load(
     warn: Warn = _say_nothing,
     are_options: bool = False,
 ) -> ServerConfig:
-    """Flag beats environment beats file beats default; ConfigError names what is wrong.
+    """Read the configuration. Flags take precedence over environment, file and defaults.
 
-    Files of keys are read, but not taken over: they may change while the server runs. `warn`
-    gets what is odd but harmless. With `are_options` the flags are a Python caller's options, and
-    errors name them so.
+    Raises ConfigError with the mistake. Key files are only read as a check, because they may change
+    while the server runs. `warn` receives messages about harmless mistakes. With `are_options`,
+    `flags` are the options of a Python caller, and errors use the names of options.
+    """
+    return load_with_origins(flags, environment, file, warn, are_options)[0]
+
+
+def load_with_origins(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: Path | None,
+    warn: Warn = _say_nothing,
+    are_options: bool = False,
+) -> tuple[ServerConfig, tuple[dict[str, str], ...]]:
+    """Read the configuration like `load`, and return the origins of the settings of each model.
+
+    An origin is a flag, a variable or a place in the file. Settings with their defaults have none.
     """
     known = {setting.name: setting for setting in settings()}
     for name in flags:
@@ -156,13 +210,20 @@ def load(
     from_file, tables = _from_file(file, known, warn)
     for number, table in enumerate(tables, 1):
         _check_own_settings(known, table, f"in [[models]] {number} of {file}")
+    places = [f"{file}, [[models]]"] * len(tables)
     tables += _named(flags.get("models_at", ()))
+    places += ["--model"] * (len(tables) - len(places))
     flags = {name: value for name, value in flags.items() if name != "models_at"}
-    from_file, from_environment, flags = map(with_names, (from_file, from_environment, flags))
-    values = {**from_file, **from_environment, **flags}
-    given_as = {name: f"{name} in {file}" for name in from_file}
-    given_as |= {name: known[name].variable for name in from_environment}
-    given_as |= {name: name if are_options else known[name].flags[0] for name in flags}
+    values, given_as = dict[str, Any](), dict[str, str]()
+    sources: tuple[tuple[Mapping[str, Any], Callable[[str], str]], ...] = (
+        (from_file, lambda name: f"{name} in {file}"),
+        (from_environment, lambda name: known[name].variable),
+        (flags, lambda name: name if are_options else known[name].flags[0]),
+    )
+    for source, form in sources:
+        values |= with_names(source)
+        # `with_names` turns an alias into one of the model's names.
+        given_as |= {it: form(it if it in source else "alias") for it in with_names(source)}
     for name in _COMMA_SEPARATED:
         if isinstance(given := values.get(name), list | tuple) and _are_texts(given):
             values[name] = [item for text in given for item in _items(text)]
@@ -171,19 +232,15 @@ def load(
     for name in ("api_key_file", "admin_key_file"):
         if path := values.get(name):
             read_keys(Path(path), warn, given_as[name])
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        *parents, leaf = known[name].path
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-        branch[leaf] = value
+    tree = _tree({known[name].path: value for name, value in values.items()})
     if (folder := values.get("models_dir")) is not None:
         tables += folder_models(Path(folder), given_as["models_dir"], warn)
+        places += [given_as["models_dir"]] * (len(tables) - len(places))
     several = [own_settings(known, table) for table in tables]
     if several and "adapter" in values:
         raise ConfigError(
-            f"{given_as['adapter']} goes with one model; of several write adapter in [[models]]."
+            f"{given_as['adapter']} is for a single model; with several models, write adapter in "
+            "[[models]]."
         )
     if several or "models" in tree:
         tree["models"] = _models(tree.get("models", {}), several)
@@ -193,37 +250,42 @@ def load(
         raise ConfigError(_explain(str(error), known, values, given_as)) from None
     check_names(config.models)
     _check_replicas(config)
-    return with_piped_templates(config)
+    return with_piped_templates(config), _model_origins(given_as, tables, places)
 
 
 def read_keys(
     file: Path, warn: Warn = _say_nothing, given_as: str = "--api-key-file"
 ) -> dict[str, str]:
-    """Each key of a file with its name, or "".
+    """Return the keys in a file, each with its name or "".
 
-    A line is `key` or `name:key`; empty ones and those that begin with # are passed over.
+    A line is `key` or `name:key`. Empty lines and lines that start with # are skipped.
     """
     try:
         lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
         mode = file.stat().st_mode & 0o777
     except OSError as error:
         raise ConfigError(
-            f"{given_as}: cannot read {file}: {error.strerror}; give one with a key a line."
+            f"{given_as}: cannot read {file}: {error.strerror}; use a file with one key per line."
         ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{given_as}: {file} is not text; write one key a line.") from None
+        raise ConfigError(f"{given_as}: {file} is not text; write one key per line.") from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         if not line or line.startswith("#"):
             continue
         name, colon, key = line.partition(":")
         if colon and not (name.strip() and key.strip()):
-            raise ConfigError(f"{given_as}: line {number} of {file} is no name:key; write both.")
+            raise ConfigError(
+                f"{given_as}: line {number} of {file} is not name:key; write a name and a key."
+            )
         keys[key.strip() if colon else line] = name.strip() if colon else ""
-    if not keys:  # the server would be open to all
-        raise ConfigError(f"{given_as}: {file} has no key; write one a line, or leave it out.")
+    # Without keys, the server would be open to all.
+    if not keys:
+        raise ConfigError(
+            f"{given_as}: {file} contains no key; write one per line, or remove the flag."
+        )
     if mode & _OTHERS_MAY_READ:
-        warn(f"others can read {file} (mode {mode:o}); keep it to yourself: chmod 600 {file}")
+        warn(f"other users can read {file} (mode {mode:o}); to prevent this, run chmod 600 {file}")
     return keys
 
 
@@ -236,13 +298,14 @@ def _from_environment(
         if not variable.startswith(PREFIX) or variable in _NOT_SETTINGS:
             continue
         if variable in SECRETS and not _items(text):
-            raise ConfigError(f"{variable} holds no key; set one, or unset the variable.")
+            raise ConfigError(f"{variable} contains no key; set one, or unset the variable.")
         if variable == _CLIENTS_KEY:
             found.setdefault("api_key", _items(text))
             continue
         if variable not in by_variable:
             message = f"Unknown variable {variable}{nearest(variable, by_variable, PREFIX)}"
-            if "KEY" in variable:  # passed over, it may leave a server open that should be closed
+            # Ignoring such a variable might leave a server open by mistake.
+            if "KEY" in variable:
                 raise ConfigError(f"{message} Correct it or unset it.")
             warn(f"{message} It is ignored.")
             continue
@@ -252,7 +315,7 @@ def _from_environment(
 
 
 def _items(text: str) -> list[str]:
-    """Empty items are dropped: an empty key would let everybody in."""
+    """Split a list and drop empty items. An empty key would let everybody in."""
     return [item for part in text.split(",") if (item := part.strip())]
 
 
@@ -261,7 +324,10 @@ def _are_texts(values: Iterable[Any]) -> bool:
 
 
 def _origin(text: str, given_as: str) -> str:
-    """Return the origin as browsers send it; raise ConfigError if no browser sends it."""
+    """Return an origin in the form that browsers send.
+
+    Raises ConfigError if no browser sends such an origin.
+    """
     if text in ("*", "null"):
         return text
     found = _ORIGIN.fullmatch(text.lower())
@@ -284,7 +350,7 @@ def _check_own_settings(known: Mapping[str, Setting], table: Mapping[str, Any], 
 
 
 def check_names(models: Iterable[ModelConfig]) -> None:
-    """ConfigError if two models have one name: nobody could ask for the second."""
+    """Raise ConfigError if two models have the same name. The second could never be requested."""
     names = Counter(
         name
         for model in models
@@ -299,32 +365,46 @@ def _check_replicas(config: ServerConfig) -> None:
     for model in config.models:
         if model.min_replicas is not None and model.min_replicas > model.replicas:
             raise ConfigError(
-                f"--min-replicas is {model.min_replicas} and --replicas {model.replicas}; "
-                "at least as many replicas are needed."
+                f"--min-replicas is {model.min_replicas}, but --replicas is only "
+                f"{model.replicas}; raise --replicas or lower --min-replicas."
             )
 
 
+def _model_origins(
+    given_as: dict[str, str], tables: list[dict[str, Any]], places: list[str]
+) -> tuple[dict[str, str], ...]:
+    """Return the origins of the settings of each model, in the order of the models."""
+    if not tables:
+        return (given_as,)
+    common = {name: origin for name, origin in given_as.items() if name not in _OF_ONE_MODEL}
+    own = [
+        {**common, **dict.fromkeys(table, place)}
+        for table, place in zip(tables, places, strict=True)
+    ]
+    return (given_as, *own) if "model" in given_as else tuple(own)
+
+
 def own_settings(known: Mapping[str, Setting], table: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of one model, as a branch of the tree."""
-    branch: dict[str, Any] = {}
-    for name, value in table.items():
-        *parents, leaf = known[name].path[1:]
-        place = branch
+    """Return the settings of one model as nested dictionaries."""
+    return _tree({known[name].path[1:]: value for name, value in table.items()})
+
+
+def _tree(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Nest values in dictionaries by their paths."""
+    tree: dict[str, Any] = {}
+    for (*parents, leaf), value in values.items():
+        branch = tree
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = value
-    return branch
+            branch = branch.setdefault(parent, {})
+        branch[leaf] = value
+    return tree
 
 
 def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each model's settings: those that all share, and its own."""
+    """Return each model's settings: the shared settings, and the settings of this model."""
     if not several:
         return [shared]
-    common = {
-        k: v
-        for k, v in shared.items()
-        if k not in ("model", "revision", "served_model_name", "adapter")
-    }
+    common = {k: v for k, v in shared.items() if k not in _OF_ONE_MODEL}
     parts = {k: v for k, v in common.items() if isinstance(v, dict)}
     both = [
         {**common, **own, **{k: {**v, **own.get(k, {})} for k, v in parts.items()}}
@@ -334,10 +414,12 @@ def _models(shared: dict[str, Any], several: list[dict[str, Any]]) -> list[dict[
 
 
 def folder_models(folder: Path, given_as: str, warn: Warn = _say_nothing) -> list[dict[str, Any]]:
-    """Return the models in a folder, by name. A subfolder that cannot be read hides no other."""
+    """Return the settings of each model in a folder. Unreadable subfolders are skipped."""
     root = folder.expanduser()
     if not root.is_dir():
-        raise ConfigError(f"{given_as}: {folder} is no folder; give one with models in it.")
+        raise ConfigError(
+            f"{given_as}: {folder} is not a folder; use a folder that contains models."
+        )
     found: dict[str, Path] = {}
     for name in sorted(os.listdir(root)):
         path = root / name
@@ -353,19 +435,23 @@ def folder_models(folder: Path, given_as: str, warn: Warn = _say_nothing) -> lis
             f"{given_as}: {folder} has no subfolder with a config.json, and no GGUF file; put a "
             "model there first."
         )
-    ordered = sorted(found.items(), key=lambda item: not item[1].is_dir())  # folders come first
+    # Folders come before files.
+    ordered = sorted(found.items(), key=lambda item: not item[1].is_dir())
     served = {_served_name(name, path, found): path for name, path in ordered}
     return [{"model": str(path), "served_model_name": [name]} for name, path in served.items()]
 
 
 def _served_name(name: str, path: Path, beside: Iterable[str]) -> str:
-    """Return a file's name without its extension, unless a folder has that name."""
+    """Return the name of a model: the file's name without .gguf, or the folder's name.
+
+    A file keeps .gguf if a folder has the shorter name.
+    """
     stem = name.removesuffix(".gguf")
     return name if path.is_dir() or stem in beside else stem
 
 
 def _is_text(name: str) -> bool:
-    """Return whether a file's name is UTF-8; Python reads other bytes as lone surrogates."""
+    """Return whether a file's name is UTF-8. Python reads other bytes as lone surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -374,7 +460,7 @@ def _is_text(name: str) -> bool:
 
 
 def _named(pairs: Iterable[str]) -> list[dict[str, Any]]:
-    """Models given as NAME=PATH."""
+    """Parse models given as NAME=PATH."""
     found = []
     for pair in pairs:
         name, sign, model = pair.partition("=")
@@ -387,7 +473,7 @@ def _named(pairs: Iterable[str]) -> list[dict[str, Any]]:
 def _from_file(
     file: Path | None, known: Mapping[str, Setting], warn: Warn
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings of [serve], for all models, and of each of [[models]]."""
+    """Return the table [serve] and the tables of [[models]]. [serve] applies to all models."""
     if file is None:
         return {}, []
     try:
@@ -398,15 +484,19 @@ def _from_file(
         raise ConfigError(f"{file} is not TOML: {error}.") from None
     table, models = whole.pop("serve", {}), whole.pop("models", [])
     if not isinstance(table, dict):
-        raise ConfigError(f"serve in {file} is no table; write [serve] and the settings under it.")
+        raise ConfigError(
+            f"serve in {file} is not a table; write [serve] and the settings under it."
+        )
     if whole:
         others = ", ".join(whole)
-        warn(f"Only [serve] and [[models]] are read from {file}; ignored in it: {others}.")
+        warn(f"Only [serve] and [[models]] are read from {file}; ignored: {others}.")
     for key in table:
         if key not in known:
             raise ConfigError(f"Unknown key {key!r} in {file}{nearest(key, known)}")
     if not (isinstance(models, list) and all(isinstance(model, dict) for model in models)):
-        raise ConfigError(f"models in {file} is no list of tables; write [[models]] for each.")
+        raise ConfigError(
+            f"models in {file} is not a list of tables; write [[models]] for each model."
+        )
     of_models = {name for name, setting in known.items() if setting.path[0] == "models"}
     for number, model in enumerate(models, 1):
         for key in model:
@@ -419,7 +509,10 @@ def _from_file(
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of a message: a suggestion if something is close. All names begin with `prefix`."""
+    """Return the end of a message: a suggestion of a similar name, or a full stop.
+
+    All names start with `prefix`.
+    """
     names = sorted(one.removeprefix(prefix) for one in known)
     close = difflib.get_close_matches(name.removeprefix(prefix), names, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else "."
@@ -431,12 +524,12 @@ def _explain(
     values: Mapping[str, Any],
     given_as: Mapping[str, str],
 ) -> str:
-    """msgspec's `Expected `int` >= 1 - at `$.a.b`` as a sentence about the setting."""
+    """Turn msgspec's `Expected `int` >= 1 - at `$.a.b`` into a sentence about the setting."""
     what, _, path = message.rpartition(" - at ")
     name = path.strip("`$").split(".")[-1].split("[")[0]
     if name not in given_as:
         return f"{path}: {what.replace('`', '')}."
-    if name in _SECRET:
+    if name in SECRET_SETTINGS:
         return f"{given_as[name]} must be {known[name].allowed}."
     value = values[name]
     shown = f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,7 +1,7 @@
-"""Limits on waiting that count only while this process runs; knows nothing of what waits.
+"""Limits on waiting that count only the time while this process runs.
 
-A process that was stopped, as by SIGSTOP or with its container, hears nobody, so the silence of
-others proves nothing. The clocks run on meanwhile, so a limit is counted in ticks.
+A process that is stopped (by SIGSTOP, or with its container) receives nothing. Silence during a
+stop therefore proves nothing. The clocks continue during a stop, so limits are counted in ticks.
 """
 
 import asyncio
@@ -11,17 +11,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-NUM_TICKS = 8  # that count a limit
-STOPPED_S = 5.0  # what comes later than that was kept from running
+NUM_TICKS = 8  # ticks per limit
+# A tick that is later than this many seconds means that the process was stopped.
+STOPPED_S = 5.0
 _LATE_S = 0.5
 _TICK_S = 1.0
 
 
 class Countdown:
-    """Calls back after that many seconds in which the loop ran.
+    """Calls back after `seconds` during which the event loop was running.
 
-    A late tick does not count: the process was stopped, or the loop blocked, and has yet to hear
-    what came meanwhile.
+    A late tick does not count. The process was stopped or the loop was blocked, and messages from
+    this time are still unread.
     """
 
     def __init__(self, seconds: float, callback: Callable[[], object]) -> None:
@@ -48,7 +49,7 @@ class Countdown:
 
 @contextlib.asynccontextmanager
 async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """`asyncio.timeout`, counted down: TimeoutError if the body takes longer."""
+    """Like `asyncio.timeout`, with a Countdown. Raises TimeoutError if the body takes longer."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         countdown = Countdown(seconds, lambda: limit.reschedule(loop.time()))
@@ -59,7 +60,9 @@ async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 async def is_done_within(task: "asyncio.Future[Any]", seconds: float) -> bool:
-    """Whether the task is done when that long has passed; it goes on either way."""
+    """Wait up to `seconds`, and return whether the task is done. The task continues in either
+    case.
+    """
     with contextlib.suppress(TimeoutError):
         async with within(seconds):
             await asyncio.wait([task])
@@ -67,7 +70,7 @@ async def is_done_within(task: "asyncio.Future[Any]", seconds: float) -> bool:
 
 
 class ProcessStops:
-    """Whether this process was stopped. A context, in which a thread ticks."""
+    """Detects that this process was stopped. A thread ticks while the context is open."""
 
     def __init__(self) -> None:
         self._was_stopped = False
@@ -83,7 +86,7 @@ class ProcessStops:
         self._has_left.set()
 
     def take(self) -> bool:
-        """Whether the process was stopped since this was asked last."""
+        """Return whether the process was stopped since the last call."""
         self._tick()
         was_stopped, self._was_stopped = self._was_stopped, False
         return was_stopped

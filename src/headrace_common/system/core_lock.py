@@ -1,8 +1,9 @@
-"""The lock of engines that share one machine's cores: each step is one engine's alone.
+"""A lock for engines that share one machine's cores. Only one engine at a time runs a step.
 
-Two lock files in memory: who waits longest holds `next`, who computes holds `turn`. So the one that
-just had its turn stands behind those that wait. The system frees the locks of a process that dies.
-Beside them, each engine notes what its running streams need, so that the others leave them room.
+Two files in memory carry the locks. The engine that computes holds `turn`. The engine that has
+waited longest holds `next`. So an engine that has just computed queues behind the waiting
+engines. The system frees the locks of a process that dies. Each engine also publishes how much
+time its running streams need. The other engines then limit their own steps.
 """
 
 import contextlib
@@ -19,22 +20,25 @@ from headrace_common.system.memory_file import can_open_anew, open_memory_file
 
 logger = logging.getLogger(__name__)
 
-_NEED = struct.Struct("=ddq")  # when it was noted, seconds, and the kind
+_NEED = struct.Struct("=ddq")  # monotonic time of the entry, seconds needed per step, flags
 _MAX_ENGINES = 64
-_SHARED_AT = _NEED.size * _MAX_ENGINES  # a byte: whether there was ever a second engine
-_PATIENCE_S = 5.0  # with a holder that hangs; its own supervisor deals with it
+# The byte at this offset says whether there ever was a second engine.
+_SHARED_AT = _NEED.size * _MAX_ENGINES
+# The longest wait for the lock. A holder that hangs is left to its supervisor.
+_PATIENCE_S = 5.0
 _POLL_S = 0.0005
 _FRESH_S = 1.0
 _STREAMS, _PROMPTS = 1, 2
 
 
 def open_core_lock() -> tuple[int, ...]:
-    """The files of the lock, for a parent to pass on to its engines; none where there can be none.
+    """Return the lock's file descriptors for child engines.
 
-    Its engines then share the cores as the system deals them out.
+    Returns an empty tuple if the system does not support the lock. Without a lock, the engines
+    share the cores as the system schedules them.
     """
     if not can_open_anew():
-        logger.warning("Engines do not take turns on this system: a step of one slows the others.")
+        logger.warning("Engines cannot take turns on this system, so they slow each other down.")
         return ()
     turn, following = (open_memory_file(name) for name in ("turn", "next"))
     os.ftruncate(turn, _SHARED_AT + 1)
@@ -42,10 +46,11 @@ def open_core_lock() -> tuple[int, ...]:
 
 
 class CoreLock:
-    """One engine's part. `number` tells the engines apart."""
+    """One engine's side of the lock. `number` distinguishes the engines."""
 
     def __init__(self, fds: tuple[int, ...], number: int) -> None:
-        # opened anew: a lock belongs to an open file, and children share their parent's
+        # Open the files again. Locks belong to an open file, and a child process inherits its
+        # parent's open files.
         self._turn, self._next = (os.open(f"/proc/self/fd/{fd}", os.O_RDWR) for fd in fds)
         self._map = mmap.mmap(self._turn, _SHARED_AT + 1)
         self._number = number % _MAX_ENGINES
@@ -54,12 +59,12 @@ class CoreLock:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there may be another engine; alone, it need not wait for its turn."""
+        """Whether there may be a second engine. A single engine never waits."""
         return self._map[_SHARED_AT] != 0
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Waits for this engine's turn, and keeps it as long as the context lasts."""
+        """Wait for this engine's turn, and keep the turn during the context."""
         deadline = time.monotonic() + _PATIENCE_S
         is_next = _lock(self._next, deadline)
         has_turn = is_next and _lock(self._turn, deadline)
@@ -72,13 +77,13 @@ class CoreLock:
                 fcntl.flock(self._turn, fcntl.LOCK_UN)
 
     def note(self, decode_s: float, has_streams: bool, has_prompts: bool) -> None:
-        """Tells the others what this engine needs from now on."""
+        """Publish this engine's current needs for the other engines."""
         kind = _STREAMS * has_streams + _PROMPTS * has_prompts
         need = _NEED.pack(time.monotonic(), decode_s, kind)
         self._map[self._number * _NEED.size : (self._number + 1) * _NEED.size] = need
 
     def others(self) -> Elsewhere:
-        """The needs of the other engines at work."""
+        """Return the needs of the other engines that are running."""
         now, found = time.monotonic(), Elsewhere()
         for number, (noted, decode_s, kind) in enumerate(_NEED.iter_unpack(self._map[:_SHARED_AT])):
             if number == self._number or not kind or now - noted > _FRESH_S + decode_s:
@@ -92,7 +97,7 @@ class CoreLock:
 
 
 def _lock(fd: int, deadline: float) -> bool:
-    """False if nobody lets go in time."""
+    """Lock a file. Returns False if the holder does not release the lock in time."""
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Frames between two processes, each a length and as many bytes; knows nothing of what they say."""
+"""Sends and receives frames between two processes. A frame is its length, followed by its bytes."""
 
 import socket
 import struct
@@ -14,31 +14,31 @@ class FrameReader(Protocol):
 
 
 def frame(*pieces: bytes | bytearray) -> list[bytes | bytearray]:
-    """The buffers of one frame; the pieces of what is in it are not copied."""
+    """Return the buffers of one frame, without copying its pieces."""
     return [LENGTH.pack(sum(map(len, pieces))), *pieces]
 
 
 def send(connection: socket.socket, *contents: bytes) -> None:
-    """Sends a frame for each, blocking; the last one may be large, and is not copied."""
+    """Send one frame for each content, blocking. A large last content is not copied."""
     *heads, last = (piece for content in contents for piece in frame(content))
     connection.sendall(b"".join(heads))
     connection.sendall(last)
 
 
 async def read(reader: FrameReader) -> bytes:
-    """The next frame; asyncio.IncompleteReadError when the other side is gone."""
+    """Return the next frame. Raises asyncio.IncompleteReadError if the other side is gone."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return await reader.readexactly(length)
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next frame, blocking; None when the other side is gone."""
+    """Block until the next frame, and return it; None if the other side is gone."""
     head = _receive_exactly(connection, LENGTH.size)
     return None if head is None else _receive_exactly(connection, LENGTH.unpack(head)[0])
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    """Without a copy: a body may be most of what a worker may hold."""
+    """Receive without a copy, because a body may take most of a worker's memory."""
     data = bytearray(size)
     view, have = memoryview(data), 0
     while have < size:

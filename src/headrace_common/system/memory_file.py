@@ -1,4 +1,4 @@
-"""Files that processes of this machine share and no other program sees; gone with their owners."""
+"""Creates files in memory that processes of this server share. The files end with the processes."""
 
 import os
 import tempfile
@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def open_memory_file(name: str) -> int:
-    """A new file without a name, in memory where the system can (Linux), else on disk."""
+    """Create a file in memory on Linux, else on disk. The file does not appear in any folder.
+
+    `name` is a label for diagnosis.
+    """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"headrace-{name}")
     with tempfile.TemporaryFile(prefix=f"headrace-{name}-") as file:
@@ -14,5 +17,5 @@ def open_memory_file(name: str) -> int:
 
 
 def can_open_anew() -> bool:
-    """Whether an inherited file can be opened as one with locks of its own."""
+    """Whether an inherited file can be opened again, with separate locks."""
     return Path("/proc/self/fd").is_dir()

@@ -1,11 +1,11 @@
-"""Shows how to catch every failure of a library in Rust or C."""
+"""Shows how to catch every failure of a library that is written in Rust or C."""
 
 import asyncio
 
 STEERING = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 """Exceptions that end or cancel something and are not failures.
 
-Any other exception from a library is a failure, also outside of `Exception`: a panic of a library
-in Rust is a BaseException. So code around such a library has `except STEERING: raise`, and then
-`except BaseException`.
+Every other exception from a library is a failure. Some failures are outside of `Exception`: a panic
+of a Rust library is a BaseException. So code around such a library has `except STEERING: raise`,
+and then `except BaseException`.
 """

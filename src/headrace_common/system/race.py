@@ -1,4 +1,4 @@
-"""Ways to wait: for the first of several things, or for the end of one that must not be cut."""
+"""Waits for the first of several tasks, or for the end of a task that must not be interrupted."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,18 @@ T = TypeVar("T")
 async def race(
     *works: "Coroutine[Any, Any, Any] | asyncio.Future[Any]",
 ) -> AsyncIterator[list["asyncio.Future[Any]"]]:
-    """The works as futures, once the first is done; leaving the context cancels the coroutines."""
-    tasks = [it if isinstance(it, asyncio.Future) else asyncio.create_task(it) for it in works]
-    own = [task for task, work in zip(tasks, works, strict=True) if task is not work]
+    """Yield all works as futures once the first of the works is done.
+
+    Leaving the context cancels the works that were given as coroutines.
+    """
+    tasks: list[asyncio.Future[Any]] = []
+    own: list[asyncio.Task[Any]] = []
+    for work in works:
+        if isinstance(work, asyncio.Future):
+            tasks.append(work)
+        else:
+            own.append(asyncio.create_task(work))
+            tasks.append(own[-1])
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         yield tasks
@@ -25,9 +34,10 @@ async def race(
 
 
 async def uncut(work: Awaitable[T], patience_s: float | None = None) -> T:
-    """The result of work that is never left half done: a cancelled caller waits for its end.
+    """Return the result of work that must not be interrupted.
 
-    For at most `patience_s` seconds; None: however long that takes.
+    A cancelled caller first waits until the work is done. The wait lasts at most `patience_s`
+    seconds, or as long as needed if `patience_s` is None.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -1,4 +1,7 @@
-"""Files and folders that outlive a server: private to their user, moved aside when unusable."""
+"""Handles files that survive the server. The files are private to their user.
+
+Unusable files are moved aside.
+"""
 
 import contextlib
 import logging
@@ -16,8 +19,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MARK = ".unreadable-"
-"""Separates a file's old name from the time at which it was moved aside."""
-_MAX_NAME = 200  # characters of that name
+"""Separates a file's old name from the time of the move."""
+_MAX_NAME = 200  # characters of the old name
 
 
 class StateError(HeadraceError):
@@ -27,7 +30,7 @@ class StateError(HeadraceError):
 
 
 def move_aside(path: Path, why: str) -> None:
-    """Rename what cannot be used, so that the server starts and nothing is lost."""
+    """Rename an unusable file, so that the server can start and nothing is lost."""
     aside = path.with_name(f"{path.name[:_MAX_NAME]}{MARK}{time.time_ns()}")
     try:
         path.rename(aside)
@@ -40,7 +43,7 @@ def move_aside(path: Path, why: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make sure that the folder exists and only its user can open it."""
+    """Make sure that the folder exists and that only its user can open the folder."""
     if os.path.lexists(path) and not path.is_dir():
         move_aside(path, "it is not a folder")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,16 +51,20 @@ def make_folder(path: Path) -> None:
 
 
 def make_way(path: Path) -> None:
-    """Move aside a folder, pipe, device or broken link that has the name of a wanted file.
+    """Move aside a folder, pipe, device or broken link with the name of a wanted file.
 
-    Opening or reading one of them may never end.
+    Opening or reading a pipe or device may never end.
     """
     if os.path.lexists(path) and not path.is_file():
         move_aside(path, "it is not a file")
 
 
 def read_kept(path: Path, decode: Callable[[bytes], T], max_bytes: int) -> T | None:
-    """The decoded content; None if there is no such file, or after it was moved aside."""
+    """Return the decoded content of a file.
+
+    Returns None if the file does not exist. Also returns None for an unusable file, which is moved
+    aside.
+    """
     make_way(path)
     try:
         with path.open("rb") as file:
@@ -76,7 +83,18 @@ def read_kept(path: Path, decode: Callable[[bytes], T], max_bytes: int) -> T | N
 
 
 def drop_partial(path: Path) -> None:
-    """Remove what an interrupted write left."""
+    """Remove the partial file of an interrupted write. A folder of this name is moved aside."""
     with contextlib.suppress(OSError):
-        if not stat.S_ISDIR(path.lstat().st_mode):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            move_aside(path, "it is not a file")
+        else:
             path.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder, so that a created or replaced file in the folder survives a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

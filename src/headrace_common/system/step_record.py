@@ -1,7 +1,8 @@
-"""The record of the step at work, for the parent of an engine, readable however the engine ends.
+"""A record of the running step. The engine's parent can read the record after the engine's death.
 
-It says which sequences are in the current step, when the step began and how long it should take.
-Both processes map its memory, so even a fault signal in mid-step does not lose it.
+The record has the sequences of the current step, the start of the step, and the expected duration.
+Both processes map the record's memory. So even a segmentation fault during a step does not lose the
+record.
 """
 
 import mmap
@@ -14,18 +15,20 @@ from headrace_common.ids import SequenceId
 from headrace_common.system.memory_file import open_memory_file
 
 _CAPACITY = 1 << 16  # sequences
-_NUMBER = struct.Struct("=q")  # of sequences; written last, when the rest is complete
-_TIMES = struct.Struct("=dd")  # monotonic, when the step began, and the seconds predicted for it
+# The number of sequences. It is written last, when the rest is complete.
+_NUMBER = struct.Struct("=q")
+_TIMES = struct.Struct("=dd")  # monotonic start of the step, predicted seconds
 _IDS_AT = _NUMBER.size + _TIMES.size
 _ID = struct.Struct("=q")
 
-_SHORT_S = 120.0  # a step that has run for less does not hang
+# A shorter step never counts as hanging.
+_SHORT_S = 120.0
 _TIMES_PREDICTED = 10.0
 _UNMEASURED_S = 600.0
 
 
 class StepRecord:
-    """Written by one process, read by another. `fd` is passed on to it."""
+    """One process writes the record, and another process, which inherits `fd`, reads the record."""
 
     def __init__(self, fd: int | None = None) -> None:
         size = _IDS_AT + _ID.size * _CAPACITY
@@ -40,26 +43,29 @@ class StepRecord:
             raise
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None:
-        """A step with these sequences begins; `predicted_s` 0: unknown, inf: no limit."""
+        """Note the start of a step with these sequences.
+
+        A `predicted_s` of 0 means unknown; inf means no limit.
+        """
         packed = b"".join(map(_ID.pack, sequence_ids))
         self._map[_IDS_AT : _IDS_AT + len(packed)] = packed
         self._map[_NUMBER.size : _IDS_AT] = _TIMES.pack(time.monotonic(), predicted_s)
         self._map[: _NUMBER.size] = _NUMBER.pack(len(packed) // _ID.size)
 
     def clear(self) -> None:
-        """No step is running."""
+        """Note that no step is running."""
         self._map[: _NUMBER.size] = _NUMBER.pack(0)
 
     def read(self) -> tuple[SequenceId, ...]:
-        """The sequences of the step that is running, or was running when the writer died."""
+        """Return the sequences of the running step, or of the step during which the writer died."""
         (number,) = _NUMBER.unpack_from(self._map)
         packed = self._map[_IDS_AT : _IDS_AT + number * _ID.size]
         return tuple(SequenceId(id) for (id,) in _ID.iter_unpack(packed))
 
     def is_overdue(self, now: float, awake_since: float) -> bool:
-        """Whether that step has run for so long that it must hang; both times are monotonic.
+        """Whether the step has run for so long that it must hang. Both times are monotonic.
 
-        Before `awake_since` it may have been stopped.
+        The time before `awake_since` does not count, because the process may have been stopped.
         """
         (number,) = _NUMBER.unpack_from(self._map)
         since, predicted_s = _TIMES.unpack_from(self._map, _NUMBER.size)

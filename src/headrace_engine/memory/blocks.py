@@ -1,4 +1,4 @@
-"""Books of the KV blocks and their holders: ids and counts, never what a block contains."""
+"""Tracks which KV blocks are free and how many leases hold each block. Handles only ids."""
 
 from collections.abc import Iterable
 
@@ -7,18 +7,21 @@ from headrace_engine.memory.prefix import PrefixIndex
 
 
 class BlockPool:
-    """A block is free, held by one or more leases, or public and held by nobody for now.
+    """Tracks the state of every block: free, held by leases, or public but held by nobody.
 
-    Unheld public blocks keep their tokens until other sequences need the space. The least recently
-    released go first; within a lease the tail goes before the head, which is likelier to be shared.
+    A public block can be found by its name. A public block that nobody holds keeps its tokens until
+    the space is needed. The least recently released block is evicted first. A lease releases its
+    last blocks first, because other sequences are more likely to share the first blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_taken = [0] * num_blocks  # of each block, how often it was taken
+        # How many times each block was taken.
+        self.num_taken = [0] * num_blocks
         self.index = PrefixIndex()
         self._free = [BlockId(number) for number in reversed(range(num_blocks))]
-        self._unheld: dict[BlockId, None] = {}  # public; the first is evicted next
+        # Public blocks that nobody holds. The first block in this dict is evicted next.
+        self._unheld: dict[BlockId, None] = {}
         self._num_holders = [0] * num_blocks
 
     @property
@@ -26,11 +29,11 @@ class BlockPool:
         return len(self._free) + len(self._unheld)
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
-        """How many of these are public and unheld."""
+        """Return how many of these blocks are public and held by nobody."""
         return sum(block_id in self._unheld for block_id in block_ids)
 
     def take(self) -> BlockId:
-        """Give an available block its first holder; one must be available."""
+        """Take a block for its first holder. At least one block must be available."""
         if self._free:
             block_id = self._free.pop()
         else:
@@ -42,13 +45,16 @@ class BlockPool:
         return block_id
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Add a holder to each of these public or held blocks."""
+        """Add a holder to each of these blocks, which must be public or held."""
         for block_id in block_ids:
             self._unheld.pop(BlockId(block_id), None)
             self._num_holders[block_id] += 1
 
     def release(self, block_ids: "Iterable[int]") -> None:
-        """Take one holder from each block; the tail comes first."""
+        """Remove one holder from each block.
+
+        Pass the last block of a sequence first, because blocks are evicted in the order of release.
+        """
         for number in block_ids:
             block_id = BlockId(number)
             self._num_holders[block_id] -= 1
@@ -60,7 +66,7 @@ class BlockPool:
                 self._free.append(block_id)
 
     def check(self, held: dict[int, int]) -> None:
-        """Prove the books against the holders that the leases account for."""
+        """Assert that each block has as many holders as `held` says, and that no block is lost."""
         assert {i: n for i, n in enumerate(self._num_holders) if n} == held
         free = set(self._free)
         assert len(free) == len(self._free)

@@ -1,62 +1,75 @@
-"""The prefixes that are known to be on disk: names and counts; opens no file."""
+"""Records which prefixes are on disk, by name and size. Opens no file."""
 
 from array import array
 from collections.abc import Iterable
 
-from headrace_common.prefix import PrefixRun
+from headrace_common.prefix import PrefixSegment
 from headrace_engine.memory.prefix import NameChain
 
 
 class DiskPrefixes:
-    """Runs by the name of their last block. No run crosses a multiple of `blocks_per_run`."""
+    """Maps the name of a segment's last block to the segment's first block.
+
+    A segment is a number of consecutive blocks in one file. No segment crosses a multiple of
+    `blocks_per_segment`.
+    """
 
     def __init__(
-        self, block_size: int, blocks_per_run: int, block_bytes: int, state_bytes: int = 0
+        self, block_size: int, blocks_per_segment: int, block_bytes: int, state_bytes: int = 0
     ) -> None:
-        """`state_bytes`: of the recurrent state at the end of each run, if there is one."""
-        self.block_size, self.blocks_per_run = block_size, blocks_per_run
+        """`state_bytes` is the size of a model's recurrent state; 0 if there is no such state."""
+        self.block_size, self.blocks_per_segment = block_size, blocks_per_segment
         self._block_bytes, self._state_bytes = block_bytes, state_bytes
-        self._firsts: dict[bytes, int] = {}  # of each run its first block
+        # The first block of each segment.
+        self._firsts: dict[bytes, int] = {}
 
-    def know(self, runs: Iterable[tuple[bytes, int, int]]) -> None:
-        """These are all: name, first block and end of each."""
+    def set_segments(self, segments: Iterable[tuple[bytes, int, int]]) -> None:
+        """Replace all known segments; each is a tuple (name, first block, end)."""
         self._firsts.clear()
-        for name, first, end in runs:
+        for name, first, end in segments:
             self.add(name, first, end)
 
     def add(self, name: bytes, first: int, end: int) -> None:
-        """One more; of two that end alike the longer one is known."""
+        """Add a segment. If two segments have the same last block, keep the longer segment."""
         self._firsts[name] = min(first, self._firsts.get(name, end))
 
     def forget(self, name: bytes) -> None:
         self._firsts.pop(name, None)
 
     def reaches(self, name: bytes, first: int) -> bool:
-        """Whether the run that ends with this name holds block `first`."""
+        """Return whether a segment whose last block has this name contains block `first`."""
         found = self._firsts.get(name)
         return found is not None and found <= first
 
     def num_bytes(self, num_blocks: int) -> int:
-        """The size of that many blocks, with the state after them."""
+        """Return the size of `num_blocks` blocks plus the recurrent state after the last block."""
         return num_blocks * self._block_bytes + self._state_bytes
 
-    def find(self, token_ids: "array[int]", chain: NameChain, block: int) -> PrefixRun | None:
-        """The run that reaches farthest from block number `block` on, one token short at least."""
+    def find(self, token_ids: "array[int]", chain: NameChain, block: int) -> PrefixSegment | None:
+        """Return the known segment that contains block number `block`, or None.
+
+        If several segments contain the block, return the segment that ends last. The segment ends
+        before the sequence's last token, so at least one token remains to compute.
+        """
         if not self._firsts:
             return None
-        end_of_run = (block // self.blocks_per_run + 1) * self.blocks_per_run
-        limit = min(end_of_run, (len(token_ids) - 1) // self.block_size)
+        end_of_segment = (block // self.blocks_per_segment + 1) * self.blocks_per_segment
+        limit = min(end_of_segment, (len(token_ids) - 1) // self.block_size)
         for end in range(limit, block, -1):
             name = chain.name(token_ids, end - 1)
             if self.reaches(name, block):
-                return self.run_of(token_ids, chain, name, end)
+                return self.segment_of(token_ids, chain, name, end)
         return None
 
-    def run_of(self, token_ids: "array[int]", chain: NameChain, name: bytes, end: int) -> PrefixRun:
-        """The known run of this name, which ends with a sequence's block number `end` - 1."""
-        return self.run(token_ids, chain, self._firsts[name], end)
+    def segment_of(
+        self, token_ids: "array[int]", chain: NameChain, name: bytes, end: int
+    ) -> PrefixSegment:
+        """Return the segment with this name, which ends with the sequence's block `end` - 1."""
+        return self.segment(token_ids, chain, self._firsts[name], end)
 
-    def run(self, token_ids: "array[int]", chain: NameChain, first: int, end: int) -> PrefixRun:
-        """The run of these blocks of a sequence."""
+    def segment(
+        self, token_ids: "array[int]", chain: NameChain, first: int, end: int
+    ) -> PrefixSegment:
+        """Describe blocks [first, end) of a sequence as a segment."""
         tokens = token_ids[: end * self.block_size].tobytes()
-        return PrefixRun(chain.name(token_ids, end - 1), first, end, chain.origin(end), tokens)
+        return PrefixSegment(chain.name(token_ids, end - 1), first, end, chain.origin(end), tokens)

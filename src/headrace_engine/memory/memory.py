@@ -1,4 +1,4 @@
-"""Leases on blocks and slots of a lane's whole memory; deals in ids, never in tensors."""
+"""Leases the blocks and slots of a lane's memory to sequences. Handles ids, never tensors."""
 
 from array import array
 from collections import Counter
@@ -17,32 +17,39 @@ from headrace_engine.memory.snapshots import SnapshotPool
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The memory of a running sequence. `block_ids` grows in place: plans in flight refer to it."""
+    """Holds the memory of a running sequence.
+
+    `block_ids` grows in place, because plans in flight refer to it.
+    """
 
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     slot_id: SlotId = NO_SLOT
-    num_published: int = 0  # leading blocks already offered to the index
-    num_offered: int = 0  # and to whoever keeps them longer
-    kept_slot_id: SlotId = NO_SLOT  # has the state to go back to
+    # How many of the first blocks were published to the prefix index.
+    num_published: int = 0
+    # How many of the first blocks were offered for saving to disk.
+    num_offered: int = 0
+    # The slot with the state from before a guess, which is restored if the guess is wrong.
+    kept_slot_id: SlotId = NO_SLOT
 
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """Public blocks that contain the first tokens of a sequence; a match does not hold them."""
+    """Lists the public blocks with the first tokens of a sequence. Does not hold the blocks."""
 
     block_ids: "array[int]"
     num_tokens: int
-    snapshot: bytes | None = None  # name of the recurrent state after these blocks
+    # The name of the snapshot with the recurrent state after these blocks.
+    snapshot: bytes | None = None
 
 
 NO_MATCH = Match(array("i"), 0)
 
 
 class Memory:
-    """The books of one lane's memory."""
+    """Tracks all blocks, slots and snapshots of one lane."""
 
     def __init__(self, layout: MemoryLayout, offers: Offers | None = None) -> None:
-        """`offers` collects full blocks and saved states; None if nothing is kept on disk."""
+        """`offers` collects full blocks and saved states; None if nothing is saved to disk."""
         self.offers = offers
         self.layout = layout
         self._blocks = BlockPool(layout.num_blocks)
@@ -52,7 +59,7 @@ class Memory:
 
     @property
     def num_available(self) -> int:
-        """Blocks that a lease could take now."""
+        """Return how many blocks a lease can take now."""
         return self._blocks.num_available
 
     @property
@@ -64,11 +71,15 @@ class Memory:
         return not self.layout.num_slots or self._slots.num_free > 0
 
     def chain(self, salt: str, marks: Iterable[tuple[int, bytes]] = ()) -> NameChain:
-        """`marks`: what shows at a token beside its id, such as an image's content, by position."""
+        """Return the block names of a new sequence.
+
+        Some tokens stand for more than their ids, such as the tokens of an image. `marks` has a
+        pair (position, mark) for each such token, and the mark identifies the content.
+        """
         return NameChain(self.layout.block_size, salt, marks)
 
     def match(self, token_ids: "array[int]", chain: NameChain) -> Match:
-        """The longest public prefix that leaves at least one token to compute."""
+        """Return the longest cached prefix that leaves at least one token to compute."""
         if not self.layout.num_blocks:
             return NO_MATCH
         found = self._found(token_ids, chain)
@@ -77,9 +88,10 @@ class Memory:
         return Match(found, len(found) * self.layout.block_size)
 
     def _found(self, token_ids: "array[int]", chain: NameChain) -> "array[int]":
-        """The public blocks of the sequence, from where it was last looked for on.
+        """Return the public blocks that contain the sequence's first tokens.
 
-        A sequence that waits is matched before every step: 3,000 blocks would take a millisecond.
+        The search continues from the blocks of the last match. A waiting sequence is matched before
+        every step, and matching 3,000 blocks from the start takes a millisecond.
         """
         index = self._blocks.index
         num_forgotten, found = chain.found
@@ -90,11 +102,11 @@ class Memory:
             if block_id is None:
                 break
             found.append(block_id)
-        chain.found = index.num_forgotten, found
+        chain.keep_match(index.num_forgotten, found)
         return found
 
     def _match_state(self, found: "array[int]", token_ids: "array[int]", chain: NameChain) -> Match:
-        """The longest part of a match that ends where the recurrent state was saved."""
+        """Return the longest part of a match that ends at a snapshot of the recurrent state."""
         for num_blocks in range(len(found), 0, -1):
             name = chain.name(token_ids, num_blocks - 1)
             if self._snapshots.find(name) is not None:
@@ -102,7 +114,7 @@ class Memory:
         return NO_MATCH
 
     def can_reserve(self, match: Match, num_positions: int, num_spare: int) -> bool:
-        """Whether `num_positions` fit, with a slot, and leave `num_spare` blocks available."""
+        """Return whether `num_positions` and a slot fit while `num_spare` blocks stay available."""
         num_wanted = self.layout.blocks_for(num_positions) - len(match.block_ids) + num_spare
         if not self._fits(num_wanted, self.num_available):
             return False
@@ -110,9 +122,10 @@ class Memory:
         return self._fits(num_wanted, self.num_available - num_unheld)
 
     def reserve(self, match: Match, num_positions: int) -> tuple[Lease, SlotCopy | None]:
-        """Lease the matched blocks, more up to `num_positions`, and a slot if the lane has slots.
+        """Lease the matched blocks, more blocks for `num_positions`, and a slot if there are slots.
 
-        They must be available. The copy, if any, puts the matched state into the slot.
+        The blocks and the slot must be available. The returned copy, if any, writes the matched
+        snapshot into the slot.
         """
         lease = self._open(match.block_ids)
         for _ in range(self.layout.blocks_for(num_positions) - len(lease.block_ids)):
@@ -122,14 +135,17 @@ class Memory:
         return lease, SlotCopy(self._snapshots.use(match.snapshot), lease.slot_id)
 
     def can_fork(self, num_positions: int, num_spare: int) -> bool:
-        """Whether a fork of such a lease fits and leaves `num_spare` blocks available."""
+        """Return whether a fork of a lease fits while `num_spare` blocks remain available."""
         num_copied = self.layout.blocks_for(num_positions) - self._num_full(num_positions)
         return self._fits(num_copied + num_spare, self.num_available)
 
     def fork(
         self, lease: Lease, num_positions: int
     ) -> tuple[Lease, BlockCopy | None, SlotCopy | None]:
-        """A second lease on the same tokens: full blocks are shared, the rest is to be copied."""
+        """Return a second lease on the same tokens, and the copies that the new lease needs.
+
+        The leases share the full blocks. A partly filled block and a slot are copied.
+        """
         num_full = self._num_full(num_positions)
         fork = self._open(lease.block_ids[:num_full])
         block_copy = slot_copy = None
@@ -156,25 +172,29 @@ class Memory:
         return lease
 
     def lacks_block(self, lease: Lease, num_positions: int) -> bool:
-        """Whether the lease must grow, by one block at most, to hold `num_positions`."""
+        """Return whether the lease needs one more block to hold `num_positions`."""
         num_held = len(lease.block_ids) * self.layout.block_size
         return num_held < num_positions and self.layout.num_blocks > 0
 
     def grow(self, lease: Lease) -> None:
-        """Add one block; there must be an available one."""
+        """Add one block to the lease. At least one block must be available."""
         lease.block_ids.append(self._blocks.take())
 
     def stretch(self, lease: Lease, num_positions: int, num_spare: int) -> int:
-        """Grow to that many positions while more than `num_spare` blocks are left.
+        """Grow a lease to `num_positions` while more than `num_spare` blocks are available.
 
-        Returns how many positions the lease then has.
+        Return how many positions the lease then has.
         """
         while self.lacks_block(lease, num_positions) and self.num_available > num_spare:
             self.grow(lease)
         return len(lease.block_ids) * self.layout.block_size
 
     def can_go_back(self, lease: Lease) -> bool:
-        """Whether tokens can be taken back; a state needs a second slot, which is kept."""
+        """Return whether guessed tokens can be undone.
+
+        To undo guessed tokens, a recurrent state is restored from a copy in a second slot. If the
+        lease has no second slot yet, this method takes a slot.
+        """
         if lease.slot_id != NO_SLOT and lease.kept_slot_id == NO_SLOT:
             lease.kept_slot_id = self._snapshots.lend()
         return lease.slot_id == NO_SLOT or lease.kept_slot_id != NO_SLOT
@@ -182,7 +202,7 @@ class Memory:
     def publish(
         self, lease: Lease, token_ids: "array[int]", chain: NameChain, num_computed: int
     ) -> None:
-        """Let later sequences find the blocks that are full of computed, known tokens."""
+        """Publish the full blocks of the first `num_computed` tokens for later sequences."""
         if not self.layout.num_blocks:
             return
         for index in range(lease.num_published, num_computed // self.layout.block_size):
@@ -197,16 +217,25 @@ class Memory:
     ) -> None:
         first, lease.num_offered = lease.num_offered, lease.num_published
         block_ids = lease.block_ids[first : lease.num_offered]
-        takings = tuple(self._blocks.num_taken[i] for i in block_ids)
-        chain.name(token_ids, lease.num_offered - 1)  # here: other threads only read names
-        offers.add(FullBlocks(chain, token_ids, first, block_ids, takings))
+        take_counts = tuple(self._blocks.num_taken[i] for i in block_ids)
+        # Compute the names in this thread, because other threads only read the computed names.
+        chain.name(token_ids, lease.num_offered - 1)
+        offers.add(FullBlocks(chain, token_ids, first, block_ids, take_counts))
 
-    def still_holds(self, block_ids: Iterable[int], takings: Iterable[int]) -> bool:
-        """Whether none of these blocks was taken since; any thread may ask."""
-        return all(self._blocks.num_taken[i] == n for i, n in zip(block_ids, takings, strict=True))
+    def still_holds(self, block_ids: Iterable[int], take_counts: Iterable[int]) -> bool:
+        """Return whether none of these blocks was taken again after the offer.
+
+        `take_counts` are the counts at the time of the offer. Any thread may call this method.
+        """
+        return all(
+            self._blocks.num_taken[i] == n for i, n in zip(block_ids, take_counts, strict=True)
+        )
 
     def still_saved(self, slot_id: SlotId, taking: int) -> bool:
-        """The same for a saved state."""
+        """Return whether the snapshot slot was not taken again after the offer.
+
+        `taking` is the count at the time of the offer. Any thread may call this method.
+        """
         return self._snapshots.num_taken[slot_id] == taking
 
     def release(self, lease: Lease) -> None:
@@ -218,7 +247,11 @@ class Memory:
             self._snapshots.give_back(lease.kept_slot_id)
 
     def snapshot_stop(self, start: int, num_prompt: int) -> int | None:
-        """The last position at which a recurrent sequence's chunk from `start` may end."""
+        """Return the next position after `start` at which a snapshot is taken.
+
+        A chunk from `start` must not extend beyond this position. Return None if the lane has no
+        snapshots.
+        """
         if not self.layout.num_snapshots:
             return None
         every = start - start % self.layout.snapshot_every + self.layout.snapshot_every
@@ -226,7 +259,7 @@ class Memory:
         return min(every, last) if last > start else every
 
     def save(self, lease: Lease, end: int, num_prompt: int) -> SlotCopy | None:
-        """The copy that saves the state after a chunk that ends at `end`; None: not saved there."""
+        """Return the copy that saves the state after `end`; None if no snapshot is taken there."""
         if end % self.layout.snapshot_every and end != self._last_boundary(num_prompt):
             return None
         slot_id = self._snapshots.take()
@@ -243,7 +276,7 @@ class Memory:
         num_tokens: int,
         num_prompt: int,
     ) -> None:
-        """The state after `num_tokens` is saved; it is dropped if some of them are unknown."""
+        """Publish the snapshot after `num_tokens`; drop it if some of these tokens are unknown."""
         if num_tokens > len(token_ids):
             self._snapshots.drop(slot_id)
             return
@@ -258,7 +291,7 @@ class Memory:
         self._snapshots.drop(slot_id)
 
     def check(self) -> None:
-        """Prove that every block and slot is accounted for once."""
+        """Assert that every block and slot is counted exactly once."""
         self._blocks.check(Counter(i for lease in self._leases for i in lease.block_ids))
         self._slots.check({s.slot_id for s in self._leases if s.slot_id != NO_SLOT})
         self._snapshots.check({s.kept_slot_id for s in self._leases if s.kept_slot_id != NO_SLOT})

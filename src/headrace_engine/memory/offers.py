@@ -1,7 +1,7 @@
-"""Full blocks and saved states for whoever keeps them longer than memory does; ids only.
+"""Passes full blocks and saved states to the code that saves them to disk. Handles only ids.
 
-What is offered may be overwritten at any time. How often a block or slot was taken tells: who
-copies it looks before and after.
+An offered block may be overwritten at any time. Therefore, an offer says how often the block had
+been taken. The thread that saves the block compares this number after copying the block.
 """
 
 from array import array
@@ -13,13 +13,19 @@ from headrace_engine.memory.prefix import NameChain
 
 @dataclass(slots=True, frozen=True)
 class FullBlocks:
-    """Blocks of a prefix, from number `first` on, that are full of computed, known tokens."""
+    """Describes consecutive full blocks of a prefix, from block number `first` on.
 
-    chain: NameChain  # has the names of all these blocks already
-    token_ids: "array[int]"  # the sequence's own: it may have grown since
+    All tokens of these blocks are computed and known.
+    """
+
+    # The names of these blocks are already computed.
+    chain: NameChain
+    # The sequence's own array, which may have grown since the offer.
+    token_ids: "array[int]"
     first: int
     block_ids: "array[int]"
-    takings: tuple[int, ...]  # of each block, how often it had been taken
+    # For each block, how often the block had been taken at the time of the offer.
+    take_counts: tuple[int, ...]
 
     @property
     def end(self) -> int:
@@ -28,9 +34,10 @@ class FullBlocks:
 
 @dataclass(slots=True, frozen=True)
 class SavedState:
-    """A slot with the recurrent state after the first `end` blocks of a prefix."""
+    """Describes a slot with the recurrent state after the first `end` blocks of a prefix."""
 
-    name: bytes  # of the last of them
+    # The name of the prefix's last block.
+    name: bytes
     end: int
     slot_id: SlotId
     taking: int
@@ -40,7 +47,7 @@ Offer = FullBlocks | SavedState
 
 
 class Offers:
-    """News of full blocks and saved states since they were last taken."""
+    """Collects offers of blocks and states to the disk cache until the next step takes them."""
 
     def __init__(self) -> None:
         self._offers: list[Offer] = []

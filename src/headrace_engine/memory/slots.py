@@ -1,10 +1,10 @@
-"""Books of the slots and their holders: ids and counts, never the state in a slot."""
+"""Tracks which slots are free. Handles ids, never the state in a slot."""
 
 from headrace_common.ids import SlotId
 
 
 class SlotPool:
-    """Slots that are free or held by one sequence each."""
+    """Hands out slots and takes slots back. Each slot is free or held by one sequence."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -15,14 +15,14 @@ class SlotPool:
         return len(self._free)
 
     def take(self) -> SlotId:
-        """Take a free slot; there must be one."""
+        """Take a free slot. At least one slot must be free."""
         return self._free.pop()
 
     def release(self, slot_id: SlotId) -> None:
         self._free.append(slot_id)
 
     def check(self, held: set[SlotId]) -> None:
-        """Prove the books against the slots that the leases account for."""
+        """Assert that the free slots match the slots that the leases hold."""
         assert len(set(self._free)) == len(self._free)
         assert not held & set(self._free)
         assert len(self._free) + len(held) == self.num_slots

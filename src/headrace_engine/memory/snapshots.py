@@ -1,37 +1,42 @@
-"""Maps block boundaries to the snapshot slots that keep their recurrent state; ids only."""
+"""Maps block boundaries to snapshots: slots with copies of recurrent states. Handles only ids."""
 
 from headrace_common.ids import SlotId
 from headrace_common.plan import NO_SLOT
 
 
 class SnapshotPool:
-    """Extra slots with copies of recurrent state, found by the name of the last block before them.
+    """Holds the snapshot slots, found by the name of the last block before the state.
 
-    The least recently used snapshot makes way for the next one. Those on a prompt's way to its end
-    have a quarter of the slots until they are used: a long prompt leaves many, and the ends of
-    others, from which conversations go on, would all make way for them.
+    The least recently used snapshot is evicted first. A long prompt has many snapshots in the
+    middle. These snapshots could evict the snapshots at the ends of prompts, where conversations
+    continue. Therefore, snapshots in the middle may only use a quarter of the slots until they are
+    used for the first time.
     """
 
     def __init__(self, first_id: int, num_snapshots: int) -> None:
         self.num_snapshots = num_snapshots
         self.num_taken = dict.fromkeys(range(first_id, first_id + num_snapshots), 0)
         self._free = [SlotId(first_id + number) for number in reversed(range(num_snapshots))]
-        self._slots: dict[bytes, SlotId] = {}  # the first is the least recently used
-        self._passing: dict[bytes, None] = {}  # of those, on the way to an end and never used
-        self._pending: set[SlotId] = set()  # named as a target by a launched plan
-        self._lent: set[SlotId] = set()  # to sequences that guess
+        # Sorted by last use, oldest first.
+        self._slots: dict[bytes, SlotId] = {}
+        # Never-used snapshots in the middle of a prompt.
+        self._passing: dict[bytes, None] = {}
+        # Slots into which launched plans copy a state.
+        self._pending: set[SlotId] = set()
+        # Slots that are lent to sequences. Each slot keeps a sequence's state from before a guess.
+        self._lent: set[SlotId] = set()
 
     def find(self, name: bytes) -> SlotId | None:
         return self._slots.get(name)
 
     def use(self, name: bytes) -> SlotId:
-        """The snapshot of this name, now the most recently used."""
+        """Return the snapshot of this name, and mark the snapshot as the most recently used."""
         self._slots[name] = slot_id = self._slots.pop(name)
         self._passing.pop(name, None)
         return slot_id
 
     def take(self) -> SlotId | None:
-        """A slot to save into; None while launched plans write to every one."""
+        """Take a slot for a new snapshot; None if launched plans or guesses use every slot."""
         if self._free:
             slot_id = self._free.pop()
         elif self._slots:
@@ -46,9 +51,9 @@ class SnapshotPool:
         return slot_id
 
     def keep(self, slot_id: SlotId, name: bytes, is_end: bool) -> None:
-        """The state is saved and can be found, unless the same state was saved first.
+        """Publish a saved snapshot unless its name is already taken.
 
-        `is_end`: of its prompt, but for tokens that fill no block.
+        `is_end` is true if the state belongs to the last full block of a prompt.
         """
         self._pending.remove(slot_id)
         if name in self._slots:
@@ -59,12 +64,15 @@ class SnapshotPool:
                 self._passing[name] = None
 
     def drop(self, slot_id: SlotId) -> None:
-        """The state was not saved."""
+        """Free a slot whose state was not saved."""
         self._pending.remove(slot_id)
         self._free.append(slot_id)
 
     def lend(self) -> SlotId:
-        """A slot for a state that a sequence may go back to; NO_SLOT once half of them are lent."""
+        """Lend a slot for the state to which a sequence returns after a wrong guess.
+
+        Return NO_SLOT if half of the slots are lent already, or if no slot can be taken.
+        """
         slot_id = self.take() if 2 * len(self._lent) + 2 <= self.num_snapshots else None
         if slot_id is None:
             return NO_SLOT
@@ -77,7 +85,7 @@ class SnapshotPool:
         self._free.append(slot_id)
 
     def check(self, lent: set[SlotId]) -> None:
-        """Prove that every snapshot slot is accounted for once."""
+        """Assert that every snapshot slot is counted exactly once."""
         assert lent == self._lent
         slots = [*self._free, *self._slots.values(), *self._pending, *lent]
         assert len(set(slots)) == len(slots) == self.num_snapshots

@@ -1,33 +1,36 @@
-"""The gated delta rule, many tokens at a time; the formulas alone, with no memory behind them.
+"""Computes the gated delta rule for many tokens at a time, as pure functions of tensors.
 
-Of each head (Yang et al., 2024, "Gated Delta Networks"): a state S [key_dim, value_dim] forgets by
-a factor, and is corrected so that the token's key comes nearer to finding the token's value:
+Each head has a state S [key_dim, value_dim] (Yang et al., 2024, "Gated Delta Networks"). A token
+first scales the state by a forget factor. The token then corrects the state: afterwards, a lookup
+by the token's key returns a result closer to the token's value.
 
     S_t = exp(decay_t) S_{t-1} + k_t u_t^T,   u_t = beta_t (v_t - exp(decay_t) S_{t-1}^T k_t)
     out_t = S_t^T q_t
 
-q and k are scaled to length 1, and q by key_dim ** -0.5.
+q and k are normalized to length 1, and q is then scaled by key_dim ** -0.5.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EPS = 1e-6  # under the root of a length
-_SPAN = 64  # tokens whose corrections are found together
+# Added to a vector's squared length before the square root, to avoid a division by zero.
+EPS = 1e-6
+# The number of tokens in a span. The corrections of a span are the solution of one linear system.
+_SPAN = 64
 
 
 def delta_rule(
     qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor, state: Tensor
 ) -> Tensor:
-    """Out [tokens, value_heads, value_dim], and `state` [value_heads, key_dim, value_dim] moved on.
+    """Return out [tokens, value_heads, value_dim] and update `state` in place.
 
-    Shapes are those of Step.delta_rule. A key head serves as many value heads in a row as there
-    are for each.
+    `state` has the shape [value_heads, key_dim, value_dim]; Step.delta_rule documents the other
+    shapes. Each key head serves value_heads / key_heads consecutive value heads.
     """
     q, k, v = qkv
-    share = v.shape[1] // k.shape[1]
-    q, k = (_unit(x).repeat_interleave(share, dim=1).transpose(0, 1) for x in (q, k))
+    group = v.shape[1] // k.shape[1]
+    q, k = (_unit(x).repeat_interleave(group, dim=1).transpose(0, 1) for x in (q, k))
     q = q * q.shape[-1] ** -0.5  # [value_heads, tokens, key_dim]
     v, decay, beta = v.transpose(0, 1), decay.T, beta.T
     out = torch.empty_like(v)
@@ -41,23 +44,29 @@ def delta_rule(
 def _take_span(
     qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor, state: Tensor
 ) -> Tensor:
-    """All corrections u of a span at once, from the triangular system that they make:
+    """Compute the outputs of one span of tokens and update `state` in place.
+
+    Each correction u_i depends on the state that the earlier corrections left. Over the whole span,
+    these dependencies are a triangular system of linear equations:
 
     u_i + beta_i sum_{j<i} exp(c_i - c_j) (k_i k_j) u_j = beta_i (v_i - exp(c_i) S^T k_i)
 
-    where c adds up decay from the begin of the span, and S is the state there.
+    Here c is the running sum of decay since the start of the span, and S is the state at the start
+    of the span. One triangular solve returns all u, so the span needs matrix products instead of a
+    loop.
     """
     q, k, v = qkv  # [heads, span, dim]
     total = decay.cumsum(dim=1)  # c: [heads, span]
     between = (total[:, :, None] - total[:, None]).tril().exp().tril()  # [heads, span, span]
-    kept = total.exp()[..., None]  # [heads, span, 1]
+    from_start = total.exp()[..., None]  # [heads, span, 1]
     beta = beta[..., None]
     system = beta * between * (k @ k.mT)
-    wanted = beta * (v - kept * (k @ state))
-    u = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = kept * (q @ state) + (between * (q @ k.mT)) @ u
-    left = (total[:, -1:] - total).exp()[..., None]  # of a token at the end of the span
-    state.mul_(kept[:, -1:]).add_((left * k).mT @ u)
+    targets = beta * (v - from_start * (k @ state))
+    u = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+    out = from_start * (q @ state) + (between * (q @ k.mT)) @ u
+    # How much each token's correction has decayed at the end of the span, as a factor.
+    to_end = (total[:, -1:] - total).exp()[..., None]
+    state.mul_(from_start[:, -1:]).add_((to_end * k).mT @ u)
     return out
 
 
@@ -66,7 +75,10 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
-    """silu of the sums of Step.convolve; before: [width - 1, channels], the inputs before x."""
+    """Return silu of the sums that Step.convolve defines.
+
+    `before`: [width - 1, channels], the inputs that precede x.
+    """
     inputs = torch.cat((before, x)).float().T  # [channels, width - 1 + tokens]
     summed = F.conv1d(inputs, weight.float().T[:, None], groups=len(inputs))
     return F.silu(summed.T)

@@ -1,6 +1,6 @@
-"""Experts of a layer: many gated MLPs, of which each token takes the few that a router scores best.
+"""Mixture-of-experts layers: a router selects a few of many gated MLPs for each token.
 
-Some families have one more beside them that every token takes, behind a gate of its own.
+Some families add a shared expert, which processes every token and has a separate gate.
 """
 
 from typing import Any
@@ -30,22 +30,27 @@ SHARED = {
     "layers.*.mlp.shared.down": ("model.layers.*.mlp.shared_expert.down_proj",),
     "layers.*.mlp.shared_gate": ("model.layers.*.mlp.shared_expert_gate",),
 }
-"""Of the expert that all tokens take."""
+"""Weights of the shared expert."""
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     num: int
-    num_chosen: int  # by each token
-    size: int  # the mlp_size of each
-    sums_to_one: bool  # the weights of those chosen
-    shared_size: int = 0  # of the one that all tokens take; 0: there is none
+    # How many experts the router selects for each token.
+    num_chosen: int
+    # The intermediate size of each expert.
+    size: int
+    # Whether the weights of the selected experts are normalized to sum to 1.
+    sums_to_one: bool
+    # The intermediate size of the shared expert; 0 if the model has none.
+    shared_size: int = 0
     has_router_bias: bool = False
 
 
 class RoutedMLP(nn.Module):
-    """The weighted sum of a few experts, each computed once for all of a step's tokens.
+    """Computes the weighted sum of a few experts per token; each expert runs once per step.
 
-    `router` and `shared_gate` are never rounded to 8 or 4 bits: it would send tokens elsewhere.
+    `router` and `shared_gate` are never quantized to 8 or 4 bits, because a rounding error could
+    send tokens to different experts.
     """
 
     expert: type[GatedMLP] = GatedMLP
@@ -68,16 +73,17 @@ class RoutedMLP(nn.Module):
         weights, chosen = scores.topk(self.num_chosen)  # [tokens, chosen]
         if self.sums_to_one:
             weights = weights / weights.sum(-1, keepdim=True)
-        places = chosen.flatten().argsort(stable=True)  # expert by expert, tokens in order
+        # The order by expert, then by token.
+        order = chosen.flatten().argsort(stable=True)  # [tokens * chosen]
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         weights = weights.to(x.dtype).flatten()
         out = torch.zeros_like(x)
         first = 0
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
-                mine = places[first : first + count]
-                tokens, first = mine // self.num_chosen, first + count
-                out.index_add_(0, tokens, expert(x[tokens], BARE) * weights[mine, None])
+                assigned = order[first : first + count]
+                tokens, first = assigned // self.num_chosen, first + count
+                out.index_add_(0, tokens, expert(x[tokens], BARE) * weights[assigned, None])
         if self.shared is None or self.shared_gate is None:
             return out
         return out + self.shared_gate(x).sigmoid() * self.shared(x, BARE)
@@ -89,11 +95,11 @@ def read_experts(
     shared_size: int = 0,
     has_router_bias: bool = False,
 ) -> ExpertsConfig:
-    """Reads what the families' configs have in common; ModelError if it cannot be."""
+    """Read the expert settings that the families' configs share; ModelError if one is invalid."""
     key = "num_experts" if "num_experts" in config else "num_local_experts"
     num, num_chosen = positive(config, key), positive(config, "num_experts_per_tok")
     if num_chosen > num:
-        message = f"Of {num} experts a token cannot take {num_chosen}; check config."
+        message = f"config.json selects {num_chosen} of {num} experts per token; check the file."
         raise ModelError(message, "model_corrupt")
     return ExpertsConfig(
         num=num,
@@ -106,6 +112,6 @@ def read_experts(
 
 
 def routed_layers(config: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Per layer whether it has experts; the others have one gated MLP."""
+    """Return for each layer whether the layer has experts instead of one gated MLP."""
     every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     return tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))

@@ -1,4 +1,4 @@
-"""Gemma 2: Llama with a norm after each part, soft caps, and windows on every other layer."""
+"""Gemma 2: Llama with a norm after each sublayer, soft caps, and a window on every other layer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,10 +28,12 @@ WEIGHTS = _LLAMA | {
 
 class GemmaConfig(msgspec.Struct, frozen=True):
     text: TextConfig
-    query_size: float  # scores are scaled by its root, where others scale by a head's size
+    # Attention scores are divided by the square root of `query_size`, not of `head_dim`.
+    query_size: float
     score_cap: float | None
     logit_cap: float | None
-    local_rope: Rope | None = None  # of layers that have a window; None: the others'
+    # Rotary settings of the layers with a window; None if all layers use the same settings.
+    local_rope: Rope | None = None
 
     @property
     def num_layers(self) -> int:
@@ -41,7 +43,9 @@ class GemmaConfig(msgspec.Struct, frozen=True):
 class Gemma2Attention(LlamaAttention):
     def __init__(self, config: GemmaConfig, layer: int) -> None:
         super().__init__(config.text, layer)
-        self.factor = (self.dim / config.query_size) ** 0.5  # 1 in most models
+        # `attend` divides scores by the square root of `dim`. The factor changes this divisor to
+        # the square root of `query_size`.
+        self.factor = (self.dim / config.query_size) ** 0.5
         self.cap = config.score_cap
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:
@@ -74,7 +78,7 @@ class Gemma2Layer(nn.Module):
 
 class Gemma2(nn.Module):
     weights = WEIGHTS
-    attention: type[nn.Module] = Gemma2Attention  # of its layers
+    attention: type[nn.Module] = Gemma2Attention
 
     def __init__(self, config: GemmaConfig) -> None:
         super().__init__()
@@ -96,11 +100,11 @@ class Gemma2(nn.Module):
 
     @property
     def sinks(self) -> Sequence[Tensor]:
-        """Scores that hold no value, per layer float32 [heads]; none: its attention has none."""
+        """Return the attention sinks of each layer, float32 [heads]; empty if there are none."""
         return ()
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """Hidden states [tokens, hidden], ready for `logits`, of token_ids [tokens]."""
+        """Return the hidden states [tokens, hidden] that `logits` takes."""
         x = self.embed(token_ids)
         rotate = self.rotary(step.positions)
         for layer in self.layers:
@@ -108,7 +112,7 @@ class Gemma2(nn.Module):
         return self.norm(x)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """float32 [rows, vocabulary] of hidden states."""
+        """Return the logits of the hidden states in `rows`, float32 [rows, vocabulary]."""
         logits = self.head(rows).float()
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -124,12 +128,15 @@ _GELU = "gelu_pytorch_tanh"
 
 
 def read_gemma_config(config: dict[str, Any], full_every: int) -> GemmaConfig:
-    """Reads a config; if it does not list its layers, every so many-th attends without a window."""
+    """Read a config; by default every `full_every`-th layer attends without a window."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or _GELU
     if activation != _GELU:
-        raise ModelError(f"Activation {activation} is not supported here; {_GELU} is.")
+        raise ModelError(
+            f"Activation {activation} is not supported natively; the only supported activation is "
+            f"{_GELU}."
+        )
     if config.get("use_bidirectional_attention"):
-        raise ModelError("Attention to what comes later is not supported here.")
+        raise ModelError("Bidirectional attention is not supported natively.")
     text = {key: value for key, value in config.items() if key != "hidden_act"}
     text["layer_types"] = config.get("layer_types") or [
         "sliding_attention" if (layer + 1) % full_every else "full_attention"

@@ -1,4 +1,4 @@
-"""Gemma 3: Gemma 2 with normed queries and keys, and another rotation in layers of a window."""
+"""Gemma 3: Gemma 2 with normed queries and keys, and a second rope for windowed layers."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ class Gemma3(Gemma2):
         return msgspec.structs.replace(read_gemma_config(text, every), local_rope=local_rope)
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """Hidden states [tokens, hidden], ready for `logits`, of token_ids [tokens]."""
+        """Return the hidden states [tokens, hidden] that `logits` takes."""
         x = self.embed(token_ids)
         rotate, rotate_local = self.rotary(step.positions), self.local_rotary(step.positions)
         for layer, cache in zip(self.layers, self.cache, strict=True):
@@ -67,7 +67,7 @@ _DEFAULTS = {
 
 
 def _ropes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rope parameters of layers without and with a window, in the present form or the older one."""
+    """Return the rope parameters for layers without a window, then for layers with a window."""
     given = config.get("rope_parameters") or {}
     if "full_attention" in given:
         rope, local = given["full_attention"] or {}, given.get("sliding_attention") or {}

@@ -26,7 +26,7 @@ WEIGHTS = _LLAMA | {
 
 
 class GptOssAttention(LlamaAttention):
-    """Each head has a sink: a score that takes its share of the softmax and holds no value."""
+    """Attention whose heads each have a sink: an extra softmax score without a value."""
 
     def __init__(self, config: TextConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -60,7 +60,10 @@ class GptOss(Llama):
         config = _DEFAULTS | config | {"layer_types": kinds}
         for key, value in _CLAMPS.items():
             if config.get(key, value) != value:
-                raise ModelError(f"A {key} of {config[key]} is not supported here; {value} is.")
+                raise ModelError(
+                    f"A {key} of {config[key]} is not supported natively; the only supported value "
+                    f"is {value}."
+                )
         has_bias = config["attention_bias"]
         text = read_text_config(
             config,

@@ -12,7 +12,10 @@ from headrace_engine.models.text_config import TextConfig
 
 
 class Embedding(nn.Module):
-    """Rows of a table [num, size]. torch's own imports its compiler to draw values for it."""
+    """Looks up rows of a table [num, size].
+
+    Replaces nn.Embedding, which imports torch's compiler just to initialize its values.
+    """
 
     def __init__(self, num: int, size: int) -> None:
         super().__init__()
@@ -23,7 +26,10 @@ class Embedding(nn.Module):
 
 
 class ScaledEmbedding(Embedding):
-    """The same times the root of a row's size, rounded as the rows are."""
+    """An embedding whose rows are multiplied by the square root of the row size.
+
+    The factor is rounded to the dtype of the rows, as in the original implementation.
+    """
 
     def forward(self, ids: Tensor) -> Tensor:
         root = self.weight.shape[1] ** 0.5
@@ -44,7 +50,7 @@ class RMSNorm(_WeightedNorm):
 
 
 class ShiftedNorm(_WeightedNorm):
-    """RMSNorm whose weights are kept less 1."""
+    """RMSNorm whose stored weights are the actual weights minus 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.float()
@@ -52,7 +58,7 @@ class ShiftedNorm(_WeightedNorm):
 
 
 class GatedNorm(_WeightedNorm):
-    """RMSNorm of float32 x [tokens, heads, size], times silu of a gate of that shape."""
+    """Computes RMSNorm(x) * silu(gate). x and gate are [tokens, heads, size], and x is float32."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         normed = F.rms_norm(x, self.weight.shape, self.weight.float(), self.eps)
@@ -60,49 +66,61 @@ class GatedNorm(_WeightedNorm):
 
 
 class SigmoidGate(nn.Module):
-    """x times the sigmoid of a gate of its shape [tokens, heads, dim]."""
+    """Multiplies x [tokens, heads, dim] by the sigmoid of a gate of the same shape."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.sigmoid()
 
 
 class Rotation:
-    """The rotations of a step's positions: cosines and sines, float32 [tokens, 1, turned]."""
+    """Rotates queries and keys by the positions of a step.
+
+    `cos` and `sin` are float32 [tokens, 1, rotary_dim].
+    """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turns the first numbers of x [tokens, heads, dim] by its positions, in float32."""
+        """Rotate the first rotary_dim numbers of each head; x is [tokens, heads, dim].
+
+        The rotation is computed in float32.
+        """
         size = self.cos.shape[-1]
         x, rest = x[..., :size], x[..., size:]
         left, right = x.chunk(2, dim=-1)
-        turned = (x * self.cos + torch.cat((-right, left), dim=-1) * self.sin).to(x.dtype)
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        rotated = (x * self.cos + torch.cat((-right, left), dim=-1) * self.sin).to(x.dtype)
+        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 class Rotary(nn.Module):
-    """Positions as rotations of pairs (j, j + turned/2), one frequency each (Su et al., 2021)."""
+    """Encodes positions by rotating the pairs (j, j + rotary_dim/2), each at its own frequency.
+
+    Su et al., "RoFormer" (2021).
+    """
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         table, self.amplitude = frequencies(config.rope, config.rotary_dim)
-        self.frequencies = nn.Buffer(table, persistent=False)  # [turned/2]
+        self.frequencies = nn.Buffer(table, persistent=False)  # [rotary_dim/2]
         self.axes = nn.Buffer(interleaved_axes(config.rope, config.rotary_dim), persistent=False)
 
     def angles(self, positions: Tensor) -> Tensor:
-        """float32 [tokens, turned/2] of positions [tokens], or of those on three axes."""
+        """Return the angles, float32 [tokens, rotary_dim/2].
+
+        positions: [tokens], or [3, tokens] with the time, row and column of each token.
+        """
         each = positions.T[:, self.axes] if positions.ndim == 2 else positions[:, None]
         return (each.float() * self.frequencies).contiguous()
 
     def forward(self, positions: Tensor) -> Rotation:
         angles = self.angles(positions)
-        angles = torch.cat((angles, angles), dim=-1)[:, None]  # [tokens, 1, turned]
+        angles = torch.cat((angles, angles), dim=-1)[:, None]  # [tokens, 1, rotary_dim]
         return Rotation(angles.cos() * self.amplitude, angles.sin() * self.amplitude)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """Computes down(silu(gate(x)) * up(x)), with gate and up in one matrix product."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -116,7 +134,7 @@ class GatedMLP(nn.Module):
 
 
 class GeluMLP(GatedMLP):
-    """The same by gelu, which is computed by a tanh."""
+    """A GatedMLP with the tanh approximation of gelu in place of silu."""
 
     def forward(self, x: Tensor, step: Linears) -> Tensor:
         gate, up = step.linear(self.gate_up, x).chunk(2, dim=-1)
@@ -124,7 +142,7 @@ class GeluMLP(GatedMLP):
 
 
 class ClampedMLP(GatedMLP):
-    """The same by silu of a steeper gate, both halves clamped, and up raised by 1."""
+    """Computes down(gate * sigmoid(alpha * gate) * (up + 1)); `limit` clamps gate and up."""
 
     alpha, limit = 1.702, 7.0
 
@@ -135,7 +153,7 @@ class ClampedMLP(GatedMLP):
 
 
 class Convolution(nn.Module):
-    """Each channel by itself over its last `width` inputs (Step.convolve)."""
+    """Convolves each channel separately over its last `width` inputs (see Step.convolve)."""
 
     def __init__(self, layer: int, num_channels: int, width: int) -> None:
         super().__init__()
@@ -147,7 +165,7 @@ class Convolution(nn.Module):
 
 
 class DeltaGates(nn.Module):
-    """How much of its state each head keeps (as a logarithm), and how much it corrects it."""
+    """Computes how much of its state each head keeps and how strongly it corrects the state."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -155,6 +173,6 @@ class DeltaGates(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 [tokens, heads] each."""
+        """Return decay and beta, two float32 tensors [tokens, heads]. Decay is a logarithm."""
         rate = F.softplus(a.float() + self.dt_bias.float())
         return -self.A_log.float().exp() * rate, b.float().sigmoid()

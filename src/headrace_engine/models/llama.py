@@ -1,4 +1,4 @@
-"""Llama: pre-norm layers of grouped attention with rotary positions and a gated MLP."""
+"""Llama: pre-norm layers of grouped-query attention with rotary positions and a gated MLP."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -61,7 +61,7 @@ class LlamaLayer(nn.Module):
 
 class Llama(nn.Module):
     weights = WEIGHTS
-    attention: type[nn.Module] = LlamaAttention  # of its layers
+    attention: type[nn.Module] = LlamaAttention
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -89,11 +89,11 @@ class Llama(nn.Module):
 
     @property
     def sinks(self) -> Sequence[Tensor]:
-        """Scores that hold no value, per layer float32 [heads]; none: its attention has none."""
+        """Return the attention sinks of each layer, float32 [heads]; empty if there are none."""
         return ()
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""
+        """Return the hidden states [tokens, hidden] that `logits` takes."""
         x = self.embed(token_ids)
         rotate = self.rotary(step.positions)
         for layer in self.layers:
@@ -101,5 +101,5 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """float32 [rows, vocabulary] of hidden states."""
+        """Return the logits of the hidden states in `rows`, float32 [rows, vocabulary]."""
         return self.head(rows).float()

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose layers look back one sliding window."""
+"""Mistral: Llama with a sliding window on every layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense: Llama whose queries and keys are normed per head, and windows on some layers."""
+"""Qwen3, dense: Llama with queries and keys normed per head, and windows on some layers."""
 
 from typing import Any
 

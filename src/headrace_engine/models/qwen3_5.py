@@ -1,4 +1,4 @@
-"""Qwen3.5, its text side: most layers are gated delta nets, a few are gated attention."""
+"""The text model of Qwen3.5: most layers are gated delta nets, a few are gated attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,12 +40,15 @@ WEIGHTS = _QWEN3 | {
 
 class Qwen35Config(msgspec.Struct, frozen=True):
     text: TextConfig
-    kinds: tuple[str, ...]  # of each layer
-    num_key_heads: int  # these and the following are of delta nets
+    # The kind of each layer.
+    kinds: tuple[str, ...]
+    # The remaining fields describe the delta nets.
+    num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
-    width: int  # of the convolution
+    # How many inputs the convolution spans.
+    width: int
 
     @property
     def num_layers(self) -> int:
@@ -64,7 +67,7 @@ class Qwen35Config(msgspec.Struct, frozen=True):
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """The number of channels of q, k and v."""
+        """Return the number of channels of q, k and v."""
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.num_value_heads * self.value_dim
 
@@ -114,7 +117,7 @@ class GatedDeltaNet(nn.Module):
             part.view(len(x), -1, dim) for part, dim in zip(parts, self.dims, strict=True)
         )  # [tokens, key_heads, key_dim] twice, [tokens, value_heads, value_dim]
         decay, beta = self.gates(a, b)  # [tokens, value_heads]
-        out = step.delta_rule(self.layer, (q, k, v), decay, beta)  # as v
+        out = step.delta_rule(self.layer, (q, k, v), decay, beta)  # the shape of v
         out = self.norm(out, z.view(v.shape)).flatten(1)
         return step.linear(self.out, out)  # [tokens, hidden]
 
@@ -155,7 +158,7 @@ class Qwen35(nn.Module):
 
     @staticmethod
     def read(config: dict[str, Any]) -> Qwen35Config:
-        """Reads the config of a text model, or of the text side of one that also sees."""
+        """Read the config of a text model, or the text part of a vision-language model's config."""
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
         text = {"partial_rotary_factor": 0.25} | tied | (config.get("text_config") or config)
         kinds = _kinds(text)
@@ -165,7 +168,8 @@ class Qwen35(nn.Module):
         value_heads = positive(text, "linear_num_value_heads")
         if value_heads % key_heads:
             raise ModelError(
-                f"{value_heads} value heads cannot share {key_heads} key heads evenly.",
+                f"{value_heads} value heads are not a multiple of {key_heads} key heads; check "
+                "config.json.",
                 "model_corrupt",
             )
         return Qwen35Config(
@@ -174,7 +178,7 @@ class Qwen35(nn.Module):
                 windows=(None,) * len(kinds),
                 has_qkv_bias=has_bias,
                 has_out_bias=has_bias,
-                can_turn_part=True,
+                can_rotate_part=True,
             ),
             kinds,
             key_heads,
@@ -186,22 +190,22 @@ class Qwen35(nn.Module):
 
     @property
     def sinks(self) -> Sequence[Tensor]:
-        """Scores that hold no value, per layer float32 [heads]; none: its attention has none."""
+        """Return the attention sinks of each layer, float32 [heads]; empty if there are none."""
         return ()
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """Hidden states [tokens, hidden], ready for `head`, of token_ids [tokens]."""
+        """Return the hidden states [tokens, hidden] that `logits` takes."""
         return self.forward_embedded(self.embed(token_ids), step)
 
     def forward_embedded(self, x: Tensor, step: Step) -> Tensor:
-        """The same of tokens' embeddings [tokens, hidden], or of what stands in their place."""
+        """Return the hidden states [tokens, hidden] for the embeddings x of tokens or of images."""
         rotate = self.rotary(step.positions)
         for layer in self.layers:
             x = layer(x, rotate, step)
         return self.norm(x)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """float32 [rows, vocabulary] of hidden states."""
+        """Return the logits of the hidden states in `rows`, float32 [rows, vocabulary]."""
         return self.head(rows).float()
 
 
@@ -215,7 +219,7 @@ _DEFAULTS = {
 
 
 def _kinds(text: dict[str, Any]) -> tuple[str, ...]:
-    """The kind of each layer; every fourth is attention where the config does not say."""
+    """Return the kind of each layer; by default every fourth layer is attention."""
     layers = positive(text, "num_hidden_layers")
     every = text.get("full_attention_interval") or 4
     kinds = text.get("layer_types") or [
@@ -228,7 +232,7 @@ def _kinds(text: dict[str, Any]) -> tuple[str, ...]:
         )
     if set(kinds) != {_ATTENTION, _DELTA_NET}:
         raise ModelError(
-            f"Layers of {', '.join(sorted(set(kinds)))} are not supported here; "
-            f"{_ATTENTION} and {_DELTA_NET} together are."
+            f"Layer types {', '.join(sorted(set(kinds)))} are not supported natively. "
+            f"The layers must be a mix of {_ATTENTION} and {_DELTA_NET}."
         )
     return tuple(kinds)

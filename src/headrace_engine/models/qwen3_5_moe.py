@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE, its text side: Qwen3.5 whose MLPs are many experts, and one that all tokens take."""
+"""The text model of Qwen3.5-MoE: Qwen3.5 whose MLPs are routed experts plus a shared expert."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ WEIGHTS = _QWEN3_5 | _EXPERTS | SHARED
 class Qwen35MoeConfig(msgspec.Struct, frozen=True):
     hybrid: Qwen35Config
     experts: ExpertsConfig
-    routed: tuple[bool, ...]  # per layer, whether it has experts
+    # Whether each layer has experts.
+    routed: tuple[bool, ...]
 
     @property
     def num_layers(self) -> int:
@@ -36,7 +37,8 @@ class Qwen35Moe(Qwen35):
     def read(config: dict[str, Any]) -> Qwen35MoeConfig:  # type: ignore[override]
         text = config.get("text_config") or config
         shared = positive(text, "shared_expert_intermediate_size")
-        # no layer has an MLP without experts, and configs give it no size
+        # Every layer has experts, so configs omit the size of a plain MLP, which Qwen35.read
+        # requires.
         hybrid = Qwen35.read(config | {"text_config": text | {"intermediate_size": shared}})
         experts = read_experts(text, sums_to_one=True, shared_size=shared)
         return Qwen35MoeConfig(hybrid, experts, (True,) * hybrid.num_layers)

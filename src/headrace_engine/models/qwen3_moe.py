@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose MLPs are many experts; each token takes a few of them."""
+"""Qwen3-MoE: Qwen3 with experts in place of the MLP; each token uses a few of many experts."""
 
 from typing import Any
 
@@ -11,9 +11,11 @@ from headrace_engine.models.text_config import TextConfig
 
 
 class MoeConfig(msgspec.Struct, frozen=True):
-    text: TextConfig  # its mlp_size is that of the layers without experts
+    # `text.mlp_size` is the MLP size of the layers without experts.
+    text: TextConfig
     experts: ExpertsConfig
-    routed: tuple[bool, ...]  # per layer, whether it has experts
+    # Whether each layer has experts.
+    routed: tuple[bool, ...]
 
     @property
     def num_layers(self) -> int:
@@ -33,7 +35,8 @@ class Qwen3Moe(Qwen3):
     def read(config: dict[str, Any]) -> MoeConfig:  # type: ignore[override]
         window = config.get("sliding_window") if config.get("use_sliding_window") else None
         text = Qwen3.read(config | {"use_sliding_window": False})
-        windows = (window,) * text.num_layers  # unlike in Qwen3, all layers or none
+        # Unlike in Qwen3, the window applies to all layers or to no layer.
+        windows = (window,) * text.num_layers
         return MoeConfig(
             msgspec.structs.replace(text, windows=windows),
             read_experts(config, sums_to_one=config.get("norm_topk_prob", False)),

@@ -1,5 +1,8 @@
-"""Qwen3-Next: as Qwen3.5-MoE computes. Its files hold a delta net's projections head by head, which
-checkpoints/parts.py takes apart."""
+"""Qwen3-Next: computes like Qwen3.5-MoE from differently stored weights.
+
+Its files interleave the projections of a delta net by head; checkpoints/stacked_tensors.py
+separates them.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The architectures with a native implementation: strings, imported on demand."""
+"""Maps each natively supported architecture to a class, which is imported on demand."""
 
 import importlib
 from typing import Any
@@ -21,7 +21,7 @@ FAMILIES = {
 
 
 def has_head(architecture: str) -> bool:
-    """Whether its checkpoints can draw tokens: `Qwen3Model` is `Qwen3ForCausalLM` without head."""
+    """Return whether the architecture has a language model head; `Qwen3Model` has none."""
     return not architecture.endswith("Model")
 
 
@@ -30,7 +30,7 @@ def is_native(architecture: str) -> bool:
 
 
 def family(architecture: str) -> Any:
-    """The class that implements an architecture; KeyError if none does."""
+    """Return the class that implements an architecture; KeyError if there is none."""
     module, name = FAMILIES[_with_head(architecture)].split(":")
     return getattr(importlib.import_module(module), name)
 

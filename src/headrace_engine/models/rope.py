@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions, plain or stretched; never touches a model or a device."""
+"""Computes the frequencies of rotary positions, plain or stretched to a longer context."""
 
 import math
 
@@ -9,10 +9,11 @@ from headrace_engine.models.text_config import Rope
 
 
 def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair, float32 [dim/2], and the factor on cosine and sine.
+    """Return each pair's angle per position, float32 [dim/2], and a factor on cos and sin.
 
-    `dynamic` changes nothing within the positions that the model was made for, and no others are
-    served: past them its frequencies would depend on how a prompt was cut.
+    The kind `dynamic` uses the plain frequencies here. It differs only beyond the model's original
+    context. The engine serves no positions beyond this context, because the frequencies would
+    depend on the chunk sizes.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     plain = 1.0 / rope.theta**exponents
@@ -26,7 +27,7 @@ def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
 
 
 def interleaved_axes(rope: Rope, dim: int) -> Tensor:
-    """The axis (time, row, column) that rotates each pair, int64 [dim/2]; axes alternate."""
+    """Return the axis (0 time, 1 row, 2 column) that rotates each pair, int64 [dim/2]."""
     axes = torch.zeros(dim // 2, dtype=torch.int64, device="cpu")
     for axis, num in enumerate(rope.mrope_section):
         if axis:
@@ -35,19 +36,23 @@ def interleaved_axes(rope: Rope, dim: int) -> Tensor:
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Slow pairs are slowed by the factor, fast ones kept, those between blended (Llama 3.1)."""
-    turns = rope.original_positions * plain / (2 * math.pi)  # within the original context
+    """Slow down slow pairs, keep fast pairs and blend the pairs in between (Llama 3.1)."""
+    # How many full rotations each pair makes within the original context.
+    rotations = rope.original_positions * plain / (2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * (kept + (1 - kept) / rope.factor)
+    weight = ((rotations - low) / (high - low)).clamp(0, 1)
+    return plain * (weight + (1 - weight) / rope.factor)
 
 
 def _yarn(rope: Rope, plain: Tensor, dim: int) -> Tensor:
-    """The same as above with a ramp over the pair's number (Peng et al., 2023, section 3.2)."""
+    """Stretch as `_llama3` does, but blend by the pair's index (Peng et al., 2023, 3.2)."""
 
-    def pair_with(turns: float) -> float:
-        """The pair, counted in halves of dim, that turns so often in the original context."""
-        ratio = rope.original_positions / (turns * 2 * math.pi)
+    def pair_with(rotations: float) -> float:
+        """Return the fractional index of the pair that makes `rotations` full rotations.
+
+        Rotations are counted within the original context.
+        """
+        ratio = rope.original_positions / (rotations * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(rope.theta))
 
     first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
@@ -55,8 +60,8 @@ def _yarn(rope: Rope, plain: Tensor, dim: int) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     ramp = (torch.arange(dim // 2, device="cpu") - first) / max(last - first, 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return plain * (kept + (1 - kept) / rope.factor)
+    weight = 1 - ramp.clamp(0, 1)
+    return plain * (weight + (1 - weight) / rope.factor)
 
 
 def _yarn_amplitude(rope: Rope) -> float:

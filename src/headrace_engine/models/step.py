@@ -1,4 +1,4 @@
-"""The step as a model sees it: positions, and access to what was computed before."""
+"""Defines what models see of a step: positions, the cache, and linear layers with adapters."""
 
 from typing import Protocol
 
@@ -6,15 +6,14 @@ from torch import Tensor, nn
 
 
 class Linears(Protocol):
-    """How the linear layers of a step's rows are computed."""
+    """Computes linear layers for the rows of a step."""
 
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """The layer's own result for x [tokens, inputs], plus what adapters of its rows add."""
-        ...
+        """Return layer(x) for x [tokens, inputs], plus what the adapter of each row adds."""
 
 
 class BareLinears:
-    """Linear layers that no adapter changes, such as those of experts."""
+    """Computes linear layers that no adapter changes, such as the linear layers of experts."""
 
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x)
@@ -24,34 +23,33 @@ BARE = BareLinears()
 
 
 class Step(Linears, Protocol):
-    """One step's packed tokens, as the layers see them."""
+    """The packed tokens of one step, and the operations of layers that use the cache."""
 
-    positions: Tensor  # int64 [tokens]; [3, tokens]: time, row and column of each
+    # int64 [tokens], or [3, tokens] with the time, row and column of each token.
+    positions: Tensor
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None
     ) -> Tensor:
-        """Writes k and v into block memory, then attends from q to all positions up to its own.
+        """Write k and v into the cache; then each row of q attends to all positions up to its own.
 
         q: [tokens, heads, key_dim], k: [tokens, kv_heads, key_dim], v: [tokens, kv_heads,
-        value_dim]; returns [tokens, heads, value_dim]. Scores are scaled by key_dim ** -0.5; with a
-        cap they become cap * tanh(score / cap).
+        value_dim]; returns [tokens, heads, value_dim]. Scores are scaled by key_dim ** -0.5. With a
+        cap, scores become cap * tanh(score / cap).
         """
-        ...
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """silu of each channel's weighed sum over its last inputs, the newest weighed by the last.
+        """Return silu of each channel's weighted sum over its last `width` inputs.
 
-        x: [tokens, channels], weight: [width, channels]; returns float32 [tokens, channels].
+        The last weight belongs to the newest input. x: [tokens, channels], weight: [width,
+        channels]; returns float32 [tokens, channels].
         """
-        ...
 
     def delta_rule(
         self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor
     ) -> Tensor:
-        """Moves the layer's state on by each token (models/delta_rule.py) and reads it.
+        """Update the layer's state by each token and return its outputs (see delta_rule.py).
 
-        q and k: [tokens, key_heads, key_dim], v: [tokens, value_heads, value_dim]; decay (its
-        logarithm) and beta: [tokens, value_heads]. All, and what is returned like v, are float32.
+        q and k: [tokens, key_heads, key_dim], v: [tokens, value_heads, value_dim]; decay (a
+        logarithm) and beta: [tokens, value_heads]. The result has the shape of v. All are float32.
         """
-        ...

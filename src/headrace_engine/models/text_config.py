@@ -1,4 +1,4 @@
-"""The part of config.json that the dense families share, under our own names."""
+"""Reads the parts of config.json that the text models share."""
 
 from typing import Any
 
@@ -14,17 +14,18 @@ _ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
-"""Kinds of rotary positions, and what each must be given."""
+"""Supported kinds of rotary positions, and the parameters that each kind requires."""
 
 Windows = tuple[int | None, ...]
-"""Per layer how many positions a token sees, its own included; None: all."""
+"""For each layer, how many positions a token attends to, including its own; None means all."""
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """Rotary positions: the base, and how they are stretched over a longer context."""
+    """Settings of rotary positions: the base, and how a context is stretched."""
 
     theta: float
-    original_positions: int  # context before stretching
+    # The context length before stretching.
+    original_positions: int
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -35,7 +36,8 @@ class Rope(msgspec.Struct, frozen=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    mrope_section: tuple[int, ...] = (11, 11, 10)  # pairs per axis, where positions have three
+    # How many pairs each axis rotates, in models whose positions have three axes.
+    mrope_section: tuple[int, ...] = (11, 11, 10)
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +46,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int  # leading numbers of a head that are turned by position
+    # How many numbers at the start of each head are rotated.
+    rotary_dim: int
     vocab_size: int
     norm_eps: float
     rope: Rope
@@ -60,7 +63,7 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache(self) -> ModelCache:
-        """The cache where every layer attends."""
+        """Return the cache of a model in which every layer attends."""
         heads, dim = self.num_kv_heads, self.head_dim
         return tuple(LayerCache(heads, dim, dim, window) for window in self.windows)
 
@@ -71,19 +74,25 @@ def read_text_config(
     has_qkv_bias: bool = False,
     has_out_bias: bool = False,
     has_mlp_bias: bool = False,
-    can_turn_part: bool = False,
+    can_rotate_part: bool = False,
 ) -> TextConfig:
-    """Reads a config; the flags say what it leaves to the family. ModelError if unsupported."""
+    """Read a config; ModelError if the config is not supported.
+
+    The other parameters are settings that each model family determines separately.
+    """
     heads = positive(config, "num_attention_heads")
     hidden = positive(config, "hidden_size")
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"Activation {config['hidden_act']} is not supported here; silu is.")
-    head_dim = config.get("head_dim") or hidden // heads
-    rope, share = read_rope(config)
-    if share != 1 and not can_turn_part:
         raise ModelError(
-            f"Rotary positions over {share:g} of a head are not supported here; "
-            "those over the whole of it are."
+            f"Activation {config['hidden_act']} is not supported natively; the only supported "
+            "activation is silu."
+        )
+    head_dim = config.get("head_dim") or hidden // heads
+    rope, fraction = read_rope(config)
+    if fraction != 1 and not can_rotate_part:
+        raise ModelError(
+            f"A partial_rotary_factor of {fraction:g} is not supported natively for this "
+            "architecture; the only supported value is 1."
         )
     return TextConfig(
         hidden_size=hidden,
@@ -91,7 +100,7 @@ def read_text_config(
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        rotary_dim=int(head_dim * share),
+        rotary_dim=int(head_dim * fraction),
         vocab_size=positive(config, "vocab_size"),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=rope,
@@ -104,7 +113,11 @@ def read_text_config(
 
 
 def layer_windows(config: dict[str, Any], window: int | None) -> Windows:
-    """`window` for the layers that layer_types names, else for those from max_window_layers on."""
+    """Return `window` for some layers and None for the others.
+
+    If the config has `layer_types`, the window applies to the layers with sliding attention.
+    Otherwise, the window applies from layer `max_window_layers` on.
+    """
     layers = positive(config, "num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds:
@@ -126,22 +139,24 @@ def positive(config: dict[str, Any], key: str) -> int:
 
 
 def read_rope(config: dict[str, Any]) -> tuple[Rope, float]:
-    """Reads the present form (rope_parameters) and the older one (rope_theta, rope_scaling).
+    """Return the rotary settings, and the fraction of each head that is rotated.
 
-    With the share of a head that is turned.
+    Reads the current config key (rope_parameters) and the older keys (rope_theta, rope_scaling).
+    Raises ModelError if a setting is invalid or not supported.
     """
     given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     given = {key: value for key, value in given.items() if value is not None}
     kind = given.get("rope_type") or given.get("type") or "default"
-    share = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    fraction = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if kind not in _ROPE_KINDS:
         raise ModelError(
-            f"Rotary positions of kind {kind} are not supported here; {', '.join(_ROPE_KINDS)} are."
+            f"Rope type {kind} is not supported natively. Supported types: "
+            f"{', '.join(_ROPE_KINDS)}."
         )
     for key in _ROPE_KINDS[kind]:
         if key not in given:
             raise ModelError(
-                f"config.json gives {kind} rope no {key}; download it again.", "model_corrupt"
+                f"config.json has no {key} for {kind} rope; download it again.", "model_corrupt"
             )
     given["theta"] = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
     given["original_positions"] = (
@@ -152,9 +167,9 @@ def read_rope(config: dict[str, Any]) -> tuple[Rope, float]:
     if kind == "yarn" and "factor" not in given:
         given["factor"] = positive(config, "max_position_embeddings") / given["original_positions"]
     try:
-        return msgspec.convert(given | {"kind": kind}, Rope), msgspec.convert(share, float)
+        return msgspec.convert(given | {"kind": kind}, Rope), msgspec.convert(fraction, float)
     except msgspec.ValidationError as error:
         raise ModelError(
-            "config.json has rope parameters that are no numbers; download it again.",
+            "config.json has invalid rope parameters; download it again.",
             "model_corrupt",
         ) from error

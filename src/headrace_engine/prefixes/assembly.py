@@ -1,8 +1,8 @@
-"""Makes runs of the blocks that memory offers, in whatever portions it does; does no I/O.
+"""Joins the blocks that memory offers into segments for the disk; does no I/O.
 
-A run is whole when it ends at a multiple of the blocks in one. What is left of a prompt becomes a
-run of its own a little later. Where a state belongs to it, a run ends where a state was saved, and
-nowhere else.
+A segment is complete when it ends at a multiple of `blocks_per_segment`. The rest of a prompt
+becomes a shorter segment after a delay. For a model with recurrent states, a segment ends only
+where a state was saved.
 """
 
 from array import array
@@ -10,24 +10,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_common.ids import SlotId
-from headrace_common.prefix import PrefixRun
+from headrace_common.prefix import PrefixSegment
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.offers import FullBlocks, Offer, SavedState
 from headrace_engine.memory.prefix import NameChain
 
-DELAY_S = 0.5  # that the end of a prompt waits for more
-MAX_GROWING = 64  # runs; the oldest is dropped
+# How long the end of a prompt waits for more blocks, in seconds.
+DELAY_S = 0.5
+# If more segments than this are growing, the oldest is dropped.
+MAX_GROWING = 64
 
 
 @dataclass(slots=True)
-class GrowingRun:
-    """Blocks [first, end) that follow one another."""
+class GrowingSegment:
+    """Holds the consecutive blocks [first, end) of a segment that may still grow."""
 
     chain: NameChain
     token_ids: "array[int]"
     first: int
     block_ids: "array[int]"
-    takings: list[int]
+    take_counts: list[int]
     since: float
 
     @property
@@ -36,12 +38,15 @@ class GrowingRun:
 
 
 @dataclass(slots=True, frozen=True)
-class RunToKeep:
-    """A run, and where in memory its numbers are, if they are there still."""
+class SegmentToSave:
+    """Describes a complete segment and its blocks in memory.
 
-    run: PrefixRun
+    The blocks may have been overwritten since.
+    """
+
+    segment: PrefixSegment
     block_ids: "array[int]"
-    takings: tuple[int, ...]
+    take_counts: tuple[int, ...]
     state: SavedState | None
 
     @property
@@ -50,36 +55,43 @@ class RunToKeep:
 
 
 class Assembly:
-    """Runs that grow. `touch` hears of those that are on disk and were used again."""
+    """Collects offered blocks into segments.
+
+    `touch` is called for each offered segment that is already on disk.
+    """
 
     def __init__(
-        self, disk: DiskPrefixes, has_states: bool, touch: Callable[[PrefixRun], None]
+        self, disk: DiskPrefixes, has_states: bool, touch: Callable[[PrefixSegment], None]
     ) -> None:
         self._disk, self._has_states, self._touch = disk, has_states, touch
-        self._growing: dict[bytes, GrowingRun] = {}  # by the name of the last block
-        self._whole: list[RunToKeep] = []
+        # Keyed by the name of the last block.
+        self._growing: dict[bytes, GrowingSegment] = {}
+        self._complete: list[SegmentToSave] = []
 
     @property
     def is_growing(self) -> bool:
-        """Whether a run waits for more blocks."""
+        """Return whether a segment waits for more blocks."""
         return bool(self._growing)
 
     def add(self, offer: Offer, now: float) -> None:
         if isinstance(offer, SavedState):
             self._add_state(offer)
             return
-        size, start = self._disk.blocks_per_run, offer.first
+        size, start = self._disk.blocks_per_segment, offer.first
         while start < offer.end:
             end = min(offer.end, (start // size + 1) * size)
             self._add_blocks(offer, self._known_until(offer, start, end), end, now)
             start = end
 
     def _known_until(self, offer: FullBlocks, start: int, end: int) -> int:
-        """How far of [start, end) is on disk already."""
+        """Return the end of the longest part [start, end) of these blocks that is on disk.
+
+        Mark the segment with this part as used. Return `start` if no such part is on disk.
+        """
         for known in range(end, start, -1):
             name = offer.chain.name(offer.token_ids, known - 1)
             if self._disk.reaches(name, start):
-                self._touch(self._disk.run_of(offer.token_ids, offer.chain, name, known))
+                self._touch(self._disk.segment_of(offer.token_ids, offer.chain, name, known))
                 return known
         return start
 
@@ -87,42 +99,49 @@ class Assembly:
         if start == end:
             return
         share = slice(start - offer.first, end - offer.first)
-        block_ids, takings = offer.block_ids[share], list(offer.takings[share])
-        run = GrowingRun(offer.chain, offer.token_ids, start, block_ids, takings, now)
-        if start % self._disk.blocks_per_run:
+        block_ids, take_counts = offer.block_ids[share], list(offer.take_counts[share])
+        segment = GrowingSegment(offer.chain, offer.token_ids, start, block_ids, take_counts, now)
+        if start % self._disk.blocks_per_segment:
             before = offer.chain.name(offer.token_ids, start - 1)
             if (head := self._growing.pop(before, None)) is not None:
-                # the head may be another sequence's, which goes on otherwise
-                run.first, run.since = head.first, head.since
-                run.block_ids, run.takings = head.block_ids + block_ids, head.takings + takings
-        if end % self._disk.blocks_per_run == 0 and not self._has_states:
-            self._whole.append(self._kept(run, run.end, None))
+                # Name the joined blocks by the new offer. The head may come from another sequence,
+                # whose tokens can differ after the head.
+                segment.first, segment.since = head.first, head.since
+                segment.block_ids, segment.take_counts = (
+                    head.block_ids + block_ids,
+                    head.take_counts + take_counts,
+                )
+        if end % self._disk.blocks_per_segment == 0 and not self._has_states:
+            self._complete.append(self._kept(segment, segment.end, None))
             return
-        self._growing[run.chain.name(run.token_ids, run.end - 1)] = run
+        self._growing[segment.chain.name(segment.token_ids, segment.end - 1)] = segment
         if len(self._growing) > MAX_GROWING:
             del self._growing[next(iter(self._growing))]
 
     def _add_state(self, state: SavedState) -> None:
-        """The run that has this boundary, at its end or within, is whole up to there."""
-        for last, run in self._growing.items():
-            is_within = run.first < state.end <= run.end
-            if is_within and run.chain.name(run.token_ids, state.end - 1) == state.name:
-                self._whole.append(self._kept(run, state.end, state))
+        """Complete the segment that contains block number `state.end` - 1 and end it there."""
+        for last, segment in self._growing.items():
+            is_within = segment.first < state.end <= segment.end
+            if is_within and segment.chain.name(segment.token_ids, state.end - 1) == state.name:
+                self._complete.append(self._kept(segment, state.end, state))
                 del self._growing[last]
                 return
 
-    def _kept(self, run: GrowingRun, end: int, state: SavedState | None) -> RunToKeep:
-        num_blocks = end - run.first
-        described = self._disk.run(run.token_ids, run.chain, run.first, end)
-        block_ids, takings = run.block_ids[:num_blocks], tuple(run.takings[:num_blocks])
-        return RunToKeep(described, block_ids, takings, state)
+    def _kept(self, segment: GrowingSegment, end: int, state: SavedState | None) -> SegmentToSave:
+        num_blocks = end - segment.first
+        described = self._disk.segment(segment.token_ids, segment.chain, segment.first, end)
+        block_ids, take_counts = (
+            segment.block_ids[:num_blocks],
+            tuple(segment.take_counts[:num_blocks]),
+        )
+        return SegmentToSave(described, block_ids, take_counts, state)
 
-    def take(self, now: float, delay_s: float = DELAY_S) -> list[RunToKeep]:
-        """The runs that are whole, and those that have waited long enough for more."""
+    def take(self, now: float, delay_s: float = DELAY_S) -> list[SegmentToSave]:
+        """Return the complete segments, and the segments that have waited for `delay_s`."""
         if not self._has_states:
-            for last, run in list(self._growing.items()):
-                if now - run.since >= delay_s:
-                    self._whole.append(self._kept(run, run.end, None))
+            for last, segment in list(self._growing.items()):
+                if now - segment.since >= delay_s:
+                    self._complete.append(self._kept(segment, segment.end, None))
                     del self._growing[last]
-        taken, self._whole = self._whole, []
+        taken, self._complete = self._complete, []
         return taken

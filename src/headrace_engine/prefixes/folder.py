@@ -1,8 +1,9 @@
-"""The folder of prefix runs that engines and servers of one machine share; no locks, no index.
+"""Stores segments in a folder that engines and servers of one machine share, without locks.
 
-Below it each model has a folder, named by a key over all that its numbers depend on. A file's name
-says which blocks it holds; its time of change is when it was last used. A file appears whole, by a
-rename, so that a kill leaves at most a `.part` that a later sweep removes.
+Each model has a subfolder, named by a hash of everything that the model's cached data depends on.
+A file's name says which blocks the file holds. A file's modification time is the time of its last
+use. A file is renamed into place once it is complete. So a killed process leaves at most a `.part`
+file, which a later sweep removes.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace_common.prefix import PrefixRun
+from headrace_common.prefix import PrefixSegment
 from headrace_engine.prefixes import format
 
 KEY_BYTES = 16
@@ -25,15 +26,20 @@ DAY_S = 86400.0
 ABOUT = "model.json"
 _PART = ".part"
 _PART_AGE_S = 3600.0
-_SPELL_S = 600.0  # files used within one leave deepest first: what is left is then a prefix
-_ENTRIES_AT_ONCE, _REST_S = 64, 0.002  # of a listing, so that no step waits for it
-_KEPT_FREE, _KEPT_FREE_SHARE = 1 << 30, 0.1  # of the disk, for the logs of streams
+# Files whose last use was in the same period are removed in the order from last block to first.
+# So the start of a prefix remains.
+_PERIOD_S = 600.0
+# A listing pauses for `_REST_S` seconds after this many entries, to avoid delaying a step.
+_ENTRIES_AT_ONCE, _REST_S = 64, 0.002
+# Disk space that stays free for the logs of streams: 1 GiB or a tenth of the disk, whichever is
+# smaller.
+_FREE_BYTES, _FREE_SHARE = 1 << 30, 0.1
 
 _counter = itertools.count()
 
 
-class StoredRun(NamedTuple):
-    """A file, by what its name says: the last block's name, and the blocks [first, end)."""
+class StoredSegment(NamedTuple):
+    """Holds the parts of a file's name: the last block's name, and the blocks [first, end)."""
 
     name: bytes
     first: int
@@ -41,16 +47,17 @@ class StoredRun(NamedTuple):
 
 
 class StoredFile(NamedTuple):
-    """A file as a listing shows it."""
+    """Describes a file in a directory listing."""
 
     path: str
     used_at: float
     num_bytes: int
-    first: int  # block; -1: not of a whole run
+    # The first block; -1 for an unfinished file.
+    first: int
 
 
 class About(msgspec.Struct, frozen=True):
-    """A model as far as its cached numbers depend on it; the key is made of this."""
+    """Describes everything that a model's cached data depends on. `key` is a hash of the fields."""
 
     model: str
     fingerprint: str
@@ -58,19 +65,21 @@ class About(msgspec.Struct, frozen=True):
     dtype: str
     kernels: str
     block_size: int
-    cache: str  # its layers
-    libraries: str  # whose products and attention these are
+    # The cache layout of the model's layers, as JSON.
+    cache: str
+    # The libraries that compute the data, with their versions.
+    libraries: str
     version: int = format.VERSION
 
     @property
     def key(self) -> bytes:
-        """16 bytes; the name by which it is served does not count."""
+        """Return the 16 bytes of the key, which does not depend on the model's path."""
         packed = msgspec.msgpack.encode(msgspec.structs.replace(self, model=""))
         return hashlib.blake2b(packed, digest_size=KEY_BYTES).digest()
 
 
 class PrefixFolder:
-    """One model's part of the folder. OSError from any call means that the disk does not work."""
+    """Reads and writes one model's subfolder. Every method raises OSError if the disk fails."""
 
     def __init__(self, root: Path, about: About) -> None:
         self.key = about.key
@@ -78,40 +87,40 @@ class PrefixFolder:
         self._about = about
 
     def open(self) -> None:
-        """Makes the folder, for its user alone."""
+        """Create the folder, readable only by its owner."""
         make_private(self.path.parent)
         self.path.mkdir(mode=0o700, exist_ok=True)
         if not (self.path / ABOUT).exists():
             self._put(ABOUT, [msgspec.json.encode(self._about)])
 
-    def stored(self) -> list[StoredRun]:
-        """The runs that are there."""
+    def stored(self) -> list[StoredSegment]:
+        """Return the segments in the folder."""
         return [found for name in os.listdir(self.path) if (found := parse(name)) is not None]
 
     def changed_at(self) -> float:
-        """When a file came or left last."""
+        """Return when a file was last added to or removed from the folder."""
         return self.path.stat().st_mtime
 
-    def write(self, run: PrefixRun, numbers: memoryview) -> None:
-        self._put(file_name(run), format.parts(self.key, run, numbers))
+    def write(self, segment: PrefixSegment, numbers: memoryview) -> None:
+        self._put(file_name(segment), format.parts(self.key, segment, numbers))
 
-    def read(self, run: PrefixRun, num_bytes: int) -> memoryview:
-        """Read a run as `format.read` does; FileNotFoundError if it has left."""
-        with FileIO(self.path / file_name(run)) as file:
+    def read(self, segment: PrefixSegment, num_bytes: int) -> memoryview:
+        """Read a segment as `format.read` does; FileNotFoundError if the file was removed."""
+        with FileIO(self.path / file_name(segment)) as file:
             size = os.fstat(file.fileno()).st_size
-            return format.read(file, size, format.head(self.key, run), num_bytes)
+            return format.read(file, size, format.head(self.key, segment), num_bytes)
 
-    def touch(self, run: PrefixRun) -> None:
-        """Notes that it is in use; FileNotFoundError if it has left."""
-        os.utime(self.path / file_name(run))
+    def touch(self, segment: PrefixSegment) -> None:
+        """Mark a segment as used now; FileNotFoundError if the file was removed."""
+        os.utime(self.path / file_name(segment))
 
-    def remove(self, run: PrefixRun) -> None:
-        (self.path / file_name(run)).unlink(missing_ok=True)
+    def remove(self, segment: PrefixSegment) -> None:
+        (self.path / file_name(segment)).unlink(missing_ok=True)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether the disk holds that much more, and what streams' logs may need."""
+        """Return whether the disk has space for `num_bytes` and for the logs of streams."""
         disk = os.statvfs(self.path)
-        kept = min(_KEPT_FREE, int(_KEPT_FREE_SHARE * disk.f_blocks * disk.f_frsize))
+        kept = min(_FREE_BYTES, int(_FREE_SHARE * disk.f_blocks * disk.f_frsize))
         return disk.f_bavail * disk.f_frsize - num_bytes >= kept
 
     def _put(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
@@ -121,7 +130,8 @@ class PrefixFolder:
             with open(descriptor, "wb", buffering=0) as file:
                 for data in parts:
                     _write_all(file.fileno(), data)
-                # no more than one file waits to be written, before the logs of streams
+                # Sync each file separately. If a stream's log has to be synced meanwhile, at most
+                # one file is still unwritten.
                 os.fsync(file.fileno())
             part.rename(self.path / name)
         except OSError:
@@ -131,22 +141,22 @@ class PrefixFolder:
 
 
 def make_private(root: Path) -> None:
-    """Makes the folder; one that holds other things keeps its mode."""
+    """Create the folder. Make the folder private unless it contains other files."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if all(_is_key(name) for name in os.listdir(root)):
         root.chmod(0o700)
 
 
-def file_name(run: PrefixRun | StoredRun) -> str:
-    return f"{run.name.hex()}-{run.first}-{run.end}"
+def file_name(segment: PrefixSegment | StoredSegment) -> str:
+    return f"{segment.name.hex()}-{segment.first}-{segment.end}"
 
 
-def parse(file_name: str) -> StoredRun | None:
-    """None for a name that is none of ours."""
+def parse(file_name: str) -> StoredSegment | None:
+    """Return the segment that a file name describes, or None."""
     name, *numbers = file_name.split("-")
     try:
         first, end = (int(number) for number in numbers)
-        return StoredRun(bytes.fromhex(name), first, end)
+        return StoredSegment(bytes.fromhex(name), first, end)
     except ValueError:
         return None
 
@@ -162,14 +172,14 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def model_folders(root: Path) -> list[Path]:
-    """The folders of models that were ever cached there."""
+    """Return the folders of all models in `root`, including models that are no longer used."""
     with contextlib.suppress(FileNotFoundError):
         return sorted(root / name for name in os.listdir(root) if _is_key(name))
     return []
 
 
 def files(folder: Path) -> Iterator[StoredFile]:
-    """Every file of ours in a model's folder; rests now and then."""
+    """Yield the finished and unfinished files of a model's folder, with short pauses."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for number, entry in enumerate(entries, 1):
             found = parse(entry.name)
@@ -182,41 +192,44 @@ def files(folder: Path) -> Iterator[StoredFile]:
                 time.sleep(_REST_S)
 
 
-def leaving(
+def files_to_remove(
     found: Iterable[StoredFile], max_bytes: int, max_days: float, now: float
 ) -> list[StoredFile]:
-    """The files that must go: too old ones, then those least recently used, deepest first."""
-    gone: list[StoredFile] = []
+    """Return the files to remove: first files that are too old, then the least recently used files.
+
+    Files whose last use was in the same period are removed in the order from last block to first.
+    """
+    removed: list[StoredFile] = []
     kept: list[StoredFile] = []
     for file in found:
         age = now - file.used_at
         is_over = age > _PART_AGE_S if file.first < 0 else age > max_days * DAY_S
-        (gone if is_over else kept).append(file)
-    kept.sort(key=lambda file: (file.used_at // _SPELL_S, -file.first))
+        (removed if is_over else kept).append(file)
+    kept.sort(key=lambda file: (file.used_at // _PERIOD_S, -file.first))
     num_bytes = sum(file.num_bytes for file in kept)
     for file in kept:
         if num_bytes <= max_bytes:
             break
         if file.first >= 0:
-            gone.append(file)
+            removed.append(file)
             num_bytes -= file.num_bytes
-    return gone
+    return removed
 
 
 def sweep(root: Path, max_bytes: int, max_days: float) -> int:
-    """Removes what must go, whoever wrote it; returns the bytes that are left."""
+    """Remove files of any model until the limits are met; return how many bytes remain."""
     found = [file for folder in model_folders(root) for file in files(folder)]
-    gone = leaving(found, max_bytes, max_days, time.time())
-    for number, file in enumerate(gone, 1):
+    removed = files_to_remove(found, max_bytes, max_days, time.time())
+    for number, file in enumerate(removed, 1):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(file.path)
         if number % _ENTRIES_AT_ONCE == 0:
             time.sleep(_REST_S)
-    return sum(file.num_bytes for file in found) - sum(file.num_bytes for file in gone)
+    return sum(file.num_bytes for file in found) - sum(file.num_bytes for file in removed)
 
 
 def about(folder: Path) -> About | None:
-    """The model of a folder; None if its description cannot be read."""
+    """Return the description of a folder's model; None if it cannot be read."""
     try:
         return msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
     except (OSError, msgspec.DecodeError):
@@ -224,7 +237,7 @@ def about(folder: Path) -> About | None:
 
 
 def clear(root: Path) -> tuple[int, int]:
-    """Removes every file of ours, and folders that are then empty: files, and bytes."""
+    """Remove all segments, then the empty folders; return the number of removed files and bytes."""
     num_files = num_bytes = 0
     for folder in model_folders(root):
         for file in list(files(folder)):

@@ -1,7 +1,7 @@
-"""A file of a prefix run as bytes: its head, the cached numbers, a checksum. Opens no file.
+"""Encodes and checks a segment's file: a head, the cached data, and a checksum. Opens no file.
 
-The head says everything that must be equal for the numbers to be of use, so a reader makes the head
-that it expects and compares: nothing in a file is believed, and nothing is decoded.
+The head contains everything that must match before the data may be used. A reader builds the
+expected head and compares the bytes. So a reader never decodes or trusts a file's head.
 """
 
 import zlib
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from io import FileIO
 from struct import Struct
 
-from headrace_common.prefix import PrefixRun
+from headrace_common.prefix import PrefixSegment
 
 MAGIC = b"headrace prefix\n"
 VERSION = 1
@@ -20,32 +20,33 @@ _READ_BYTES = 1 << 20
 
 
 class Unusable(Exception):
-    """A file that is not what it should be: `damaged`, `older` or `foreign`."""
+    """Raised for a file that cannot be used; the reason is `damaged`, `older` or `foreign`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
 
 
-def head(key: bytes, run: PrefixRun) -> bytes:
-    """The beginning of the file of a run that was computed under `key`."""
-    sizes = len(run.origin), len(run.token_ids)
-    fields = _FIELDS.pack(key, run.first, run.end, *sizes)
-    return _START.pack(MAGIC, VERSION) + fields + run.origin + run.token_ids
+def head(key: bytes, segment: PrefixSegment) -> bytes:
+    """Return the head of a segment's file. `key` identifies the model."""
+    sizes = len(segment.origin), len(segment.token_ids)
+    fields = _FIELDS.pack(key, segment.first, segment.end, *sizes)
+    return _START.pack(MAGIC, VERSION) + fields + segment.origin + segment.token_ids
 
 
-def parts(key: bytes, run: PrefixRun, numbers: memoryview) -> Iterator[bytes | memoryview]:
-    """The file's bytes, in order."""
-    begin = head(key, run)
+def parts(key: bytes, segment: PrefixSegment, numbers: memoryview) -> Iterator[bytes | memoryview]:
+    """Yield the parts of the file, in order."""
+    begin = head(key, segment)
     yield begin
     yield numbers
     yield zlib.crc32(numbers, zlib.crc32(begin)).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def read(file: FileIO, size: int, expected: bytes, num_bytes: int) -> memoryview:
-    """The numbers of a file of `size` bytes, which should begin with the head `expected`.
+    """Check a file of `size` bytes and return the cached data. `expected` is the expected head.
 
-    Unusable says why there are none.
+    Raise Unusable if the file is damaged, has another version, or belongs to another prefix or
+    model.
     """
     begin = file.read(len(expected))
     if begin[: len(MAGIC)] != MAGIC or len(begin) < _START.size:
@@ -60,7 +61,8 @@ def read(file: FileIO, size: int, expected: bytes, num_bytes: int) -> memoryview
         got = file.readinto(numbers[done : done + _READ_BYTES])
         if not got:
             raise Unusable("damaged")
-        checksum = zlib.crc32(numbers[done : done + got], checksum)  # while it is in the cache
+        # The checksum is computed in pieces, while the bytes are in the processor's cache.
+        checksum = zlib.crc32(numbers[done : done + got], checksum)
         done += got
     if file.read(CHECKSUM_BYTES) != checksum.to_bytes(CHECKSUM_BYTES, "little"):
         raise Unusable("damaged")

@@ -1,8 +1,8 @@
-"""The threads that write and read runs beside the step loop, which waits for neither.
+"""Runs the two threads that write and read cached prefixes; the step loop waits for neither.
 
-The writer copies what it was offered, asks whether that was overwritten meanwhile, writes, and
-rests as long as that took. The reader answers one wish after another. A disk that hangs takes a
-thread with it, and nothing else.
+The writer copies offered blocks and checks that the blocks were not overwritten meanwhile. Then
+the writer saves the copies, and pauses for as long as it worked. The reader answers one request
+after another. If the disk hangs, only these two threads hang.
 """
 
 import contextlib
@@ -17,45 +17,54 @@ from typing import NamedTuple, Protocol
 
 from headrace_common.config.settings import PrefixCacheConfig
 from headrace_common.ids import SlotId
-from headrace_common.prefix import DiskNews, PrefixRun, ReadRun, RunRead, RunsOnDisk
+from headrace_common.prefix import DiskNews, PrefixSegment, ReadSegment, SegmentRead, SegmentsOnDisk
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.offers import Offer
-from headrace_engine.prefixes.assembly import Assembly, RunToKeep
+from headrace_engine.prefixes.assembly import Assembly, SegmentToSave
 from headrace_engine.prefixes.folder import PrefixFolder, sweep
 from headrace_engine.prefixes.format import Unusable
 
 logger = logging.getLogger(__name__)
 
-MAX_OFFERS = 256  # portions that wait for the writer; what is more is dropped
+# How many lists of offers may wait for the writer. Additional lists are dropped.
+MAX_OFFERS = 256
 _POLL_S, _IDLE_POLL_S = 0.1, 1.0
 _LISTED_EVERY_S, _SWEPT_EVERY_S, _TOUCHED_EVERY_S = 5.0, 60.0, 600.0
-_SWEPT_SHARE = 0.05  # of the size allowed; a sweep is due once so much was written
-_PAUSE_S = 60.0  # after a write failed
+# A sweep is due after this fraction of the size limit has been written.
+_SWEPT_SHARE = 0.05
+# Nothing is written for this many seconds after a failed write.
+_PAUSE_S = 60.0
 _CLOSE_S = 2.0
+_UNUSABLE = {
+    "damaged": "is damaged",
+    "older": "has the format of another version",
+    "foreign": "belongs to another prompt or model",
+}
 
-Tell = Callable[[DiskNews], None]
+SendNews = Callable[[DiskNews], None]
 
 
-class Numbers(Protocol):
-    """The memory that holds the blocks; `get` copies them."""
+class BlockData(Protocol):
+    """Reads the memory that contains the blocks. `get` returns a copy of the blocks."""
 
     def get(self, block_ids: "array[int]", slot_id: SlotId | None) -> memoryview: ...
 
 
-class Books(Protocol):
-    """The knowledge whether blocks and states are what they were."""
+class BlockStatus(Protocol):
+    """Answers whether blocks and states are unchanged since the offer."""
 
-    def still_holds(self, block_ids: Iterable[int], takings: Iterable[int]) -> bool: ...
+    def still_holds(self, block_ids: Iterable[int], take_counts: Iterable[int]) -> bool: ...
 
     def still_saved(self, slot_id: SlotId, taking: int) -> bool: ...
 
 
 class DiskSite(NamedTuple):
-    """The folder, and what may be in it."""
+    """Holds the folder, the folder's limits, and the keeper's list of segments in the folder."""
 
     folder: PrefixFolder
     limits: PrefixCacheConfig
-    disk: DiskPrefixes  # the keeper's own view, as large as the scheduler's
+    # The keeper's list of segments, separate from the scheduler's list.
+    disk: DiskPrefixes
     has_states: bool
 
     @property
@@ -63,89 +72,107 @@ class DiskSite(NamedTuple):
         return self.folder.path.parent
 
 
-class Warnings:
-    """Says each kind of trouble once."""
+class OneTimeWarnings:
+    """Logs each kind of problem only once."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
-    def say(self, kind: str, message: str, *values: object) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning(message + " This is told once.", *values)
+    def log_once(self, kind: str, message: str, *values: object) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning(message + " This warning is logged only once.", *values)
 
 
 class PrefixKeeper:
-    """Keeps what memory offers, and reads what the scheduler wishes. Threads from `start` on."""
+    """Saves offered blocks to disk and reads segments for the scheduler, in two threads."""
 
-    def __init__(self, site: DiskSite, numbers: Numbers, books: Books) -> None:
-        warnings = Warnings()
-        self._writer = RunWriter(site, numbers, books, warnings)
-        self._reader = RunReader(site, warnings)
+    def __init__(self, site: DiskSite, numbers: BlockData, block_status: BlockStatus) -> None:
+        warnings = OneTimeWarnings()
+        self._writer = SegmentWriter(site, numbers, block_status, warnings)
+        self._reader = SegmentReader(site, warnings)
 
-    def start(self, tell: Tell) -> None:
-        """`tell` gets the news, from either thread."""
-        self._writer.start(tell)
-        self._reader.start(tell)
+    def start(self, send_news: SendNews) -> None:
+        """Start both threads, which call `send_news` to report reads and stored segments."""
+        self._writer.start(send_news)
+        self._reader.start(send_news)
 
-    def serve(self, offers: list[Offer], wishes: list[ReadRun]) -> None:
-        """Takes over; never waits."""
-        for wish in wishes:
-            self._reader.wishes.put(wish)
+    def serve(self, offers: list[Offer], requests: list[ReadSegment]) -> None:
+        """Queue these offers and read requests; never block."""
+        for request in requests:
+            self._reader.requests.put(request)
         if offers:
             self._writer.offer(offers)
 
     def close(self) -> None:
-        """Writes what was offered, if that takes no longer than a moment."""
-        self._reader.wishes.put(None)
+        """Write the blocks that were already offered, for at most two seconds."""
+        self._reader.requests.put(None)
         self._writer.close()
 
 
-class RunReader:
-    """Reads one run after another. A run that was a miss is written again once it is computed."""
+class SegmentReader:
+    """Reads one segment after another.
 
-    def __init__(self, site: DiskSite, warnings: Warnings) -> None:
-        self.wishes: queue.SimpleQueue[ReadRun | None] = queue.SimpleQueue()
+    A segment that could not be read is removed from the list of segments on disk. So the segment is
+    written again after its blocks are computed.
+    """
+
+    def __init__(self, site: DiskSite, warnings: OneTimeWarnings) -> None:
+        self.requests: queue.SimpleQueue[ReadSegment | None] = queue.SimpleQueue()
         self._folder, self._disk, self._warnings = site.folder, site.disk, warnings
 
-    def start(self, tell: Tell) -> None:
-        threading.Thread(target=self._run, args=(tell,), name="prefix-reader", daemon=True).start()
+    def start(self, send_news: SendNews) -> None:
+        threading.Thread(
+            target=self._run, args=(send_news,), name="prefix-reader", daemon=True
+        ).start()
 
-    def _run(self, tell: Tell) -> None:
-        while (wish := self.wishes.get()) is not None:
+    def _run(self, send_news: SendNews) -> None:
+        while (request := self.requests.get()) is not None:
             began = time.perf_counter()
-            numbers, miss = self._read(wish)
+            numbers, miss = self._read(request)
             if miss:
-                self._disk.forget(wish.run.name)
-            tell(RunRead(wish.number, numbers, time.perf_counter() - began, miss))
+                self._disk.forget(request.run.name)
+            send_news(SegmentRead(request.number, numbers, time.perf_counter() - began, miss))
 
-    def _read(self, wish: ReadRun) -> tuple[memoryview | None, str]:
+    def _read(self, request: ReadSegment) -> tuple[memoryview | None, str]:
         try:
-            numbers = self._folder.read(wish.run, wish.num_bytes)
-            self._folder.touch(wish.run)
+            numbers = self._folder.read(request.run, request.num_bytes)
+            self._folder.touch(request.run)
         except FileNotFoundError:
             return None, "gone"
         except Unusable as error:
-            self._warnings.say(
-                error.reason, "A cached prefix on disk is %s; it is computed instead.", error.reason
+            self._warnings.log_once(
+                error.reason,
+                "A file in %s %s. The prompts of this file are computed instead.",
+                self._folder.path,
+                _UNUSABLE[error.reason],
             )
             if error.reason != "foreign":
                 with contextlib.suppress(OSError):
-                    self._folder.remove(wish.run)
+                    self._folder.remove(request.run)
             return None, error.reason
         except (OSError, MemoryError) as error:
-            self._warnings.say(
-                "read", "Cached prefixes cannot be read from %s: %s.", self._folder.path, error
+            self._warnings.log_once(
+                "read",
+                "Cached prefixes cannot be read from %s (%s). Prompts are computed instead.",
+                self._folder.path,
+                error,
             )
             return None, "failed"
         return numbers, ""
 
 
-class RunWriter:
-    """Writes one run after another, and keeps the folder within its limits."""
+class SegmentWriter:
+    """Writes one segment after another, and keeps the folder within the limits."""
 
-    def __init__(self, site: DiskSite, numbers: Numbers, books: Books, warnings: Warnings) -> None:
-        self._site, self._numbers, self._books = site, numbers, books
+    def __init__(
+        self,
+        site: DiskSite,
+        numbers: BlockData,
+        block_status: BlockStatus,
+        warnings: OneTimeWarnings,
+    ) -> None:
+        self._site, self._numbers, self._block_status = site, numbers, block_status
         self._warnings = warnings
         self._offers: queue.SimpleQueue[list[Offer] | None] = queue.SimpleQueue()
         self._assembly = Assembly(site.disk, site.has_states, self._touch)
@@ -154,14 +181,14 @@ class RunWriter:
         self._swept_at, self._unswept_bytes = 0.0, 0
         self._paused_until = 0.0
         self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
-        self._tell: Tell
+        self._send_news: SendNews
 
     def offer(self, offers: list[Offer]) -> None:
         if self._offers.qsize() < MAX_OFFERS:
             self._offers.put(offers)
 
-    def start(self, tell: Tell) -> None:
-        self._tell = tell
+    def start(self, send_news: SendNews) -> None:
+        self._send_news = send_news
         self._thread.start()
 
     def close(self) -> None:
@@ -186,55 +213,61 @@ class RunWriter:
                 if has_more:
                     time.sleep(time.monotonic() - began)
             if has_more:
-                self._look_after()
+                self._maintain()
 
-    def _keep(self, kept: RunToKeep) -> None:
-        run, now = kept.run, time.monotonic()
-        if now < self._paused_until or self._site.disk.reaches(run.name, run.first):
+    def _keep(self, kept: SegmentToSave) -> None:
+        segment, now = kept.segment, time.monotonic()
+        if now < self._paused_until or self._site.disk.reaches(segment.name, segment.first):
             return
         try:
             numbers = self._numbers.get(kept.block_ids, kept.slot_id)
         except MemoryError:
             return
-        if not self._books.still_holds(kept.block_ids, kept.takings):
-            return  # others needed the blocks
-        if kept.state and not self._books.still_saved(kept.state.slot_id, kept.state.taking):
+        if not self._block_status.still_holds(kept.block_ids, kept.take_counts):
+            # Another sequence has taken the blocks.
+            return
+        if kept.state and not self._block_status.still_saved(kept.state.slot_id, kept.state.taking):
             return
         try:
-            self._write(run, numbers)
+            self._write(segment, numbers)
         except OSError as error:
             self._paused_until = now + _PAUSE_S
-            self._warnings.say(
+            self._warnings.log_once(
                 "write",
-                "Prefixes cannot be kept in %s: %s. Serving goes on without.",
+                "Cached prefixes cannot be written to %s (%s). Serving continues, and "
+                "writing is tried again after %d s.",
                 self._site.root,
                 error,
+                _PAUSE_S,
             )
             return
         self._unswept_bytes += len(numbers)
-        self._site.disk.add(run.name, run.first, run.end)
-        self._tell(RunsOnDisk(((run.name, run.first, run.end),), num_bytes=len(numbers)))
+        self._site.disk.add(segment.name, segment.first, segment.end)
+        self._send_news(
+            SegmentsOnDisk(((segment.name, segment.first, segment.end),), num_bytes=len(numbers))
+        )
 
-    def _write(self, run: PrefixRun, numbers: memoryview) -> None:
+    def _write(self, segment: PrefixSegment, numbers: memoryview) -> None:
         folder = self._site.folder
         if not folder.path.exists():
-            folder.open()  # it was cleared
+            # Another program has removed the folder, so create it again.
+            folder.open()
         if not folder.has_room(len(numbers)):
             raise OSError("the disk is nearly full")
-        folder.write(run, numbers)
+        folder.write(segment, numbers)
 
-    def _touch(self, run: PrefixRun) -> None:
-        """Notes that a run is in use, though memory has it: it stays on disk, too."""
+    def _touch(self, segment: PrefixSegment) -> None:
+        """Mark a segment on disk as used, because its blocks were offered again."""
         now = time.monotonic()
-        if now - self._touched.get(run.name, -_TOUCHED_EVERY_S) < _TOUCHED_EVERY_S:
+        if now - self._touched.get(segment.name, -_TOUCHED_EVERY_S) < _TOUCHED_EVERY_S:
             return
-        self._touched[run.name] = now
+        self._touched[segment.name] = now
         try:
-            self._site.folder.touch(run)
+            self._site.folder.touch(segment)
         except OSError:
-            self._site.disk.forget(run.name)
+            self._site.disk.forget(segment.name)
 
-    def _look_after(self) -> None:
+    def _maintain(self) -> None:
         now, limits = time.monotonic(), self._site.limits
         try:
             most = limits.prefix_cache_disk_bytes
@@ -246,13 +279,18 @@ class RunWriter:
                 self._listed_at = now
                 self._list()
         except OSError as error:
-            self._warnings.say("list", "%s cannot be read: %s.", self._site.root, error)
+            self._warnings.log_once(
+                "list",
+                "The folder of cached prefixes, %s, cannot be read (%s). Check its permissions.",
+                self._site.root,
+                error,
+            )
 
     def _list(self) -> None:
-        """Others write there and remove, too."""
+        """List the folder again if other processes have changed it."""
         changed_at = self._site.folder.changed_at()
         if changed_at != self._changed_at:
             self._changed_at = changed_at
-            runs = tuple(self._site.folder.stored())
-            self._site.disk.know(runs)
-            self._tell(RunsOnDisk(runs, is_all=True))
+            segments = tuple(self._site.folder.stored())
+            self._site.disk.set_segments(segments)
+            self._send_news(SegmentsOnDisk(segments, is_all=True))

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of a loaded model: which layers they fit, and what they add in each step."""
+"""Loads LoRA adapters, and adds their changes to the linear layers of a loaded model."""
 
 import re
 from array import array
@@ -33,23 +33,27 @@ from headrace_kernels import (
     compile_low_rank,
 )
 
-MOST_ADAPTERS = 64  # of one model at once
+# The maximum number of adapters that one model can have loaded.
+MAX_ADAPTERS = 64
 ADAPTABLE = re.compile(r"layers\.\d+\.(attention|delta_net|mlp)\.(qkv|out|project|gate_up|down)")
-"""The layers of a native family that are computed by `Step.linear` of whole steps."""
-_SMALL_STEP = 256  # tokens, for which there are fixed books: what is replayed reads them
+"""The layers of native models that `Step.linear` computes for all rows of a step."""
+# Steps of up to this many tokens share one fixed array of adapter slots, because a captured
+# forward pass reads the same array each time.
+_SMALL_STEP = 256
 _COMMON_RANK = 64
 
 
 class Site(NamedTuple):
-    """A linear layer that can be adapted, and the checkpoint's modules that it is stacked of."""
+    """A linear layer that adapters can change, and the checkpoint modules that it combines."""
 
     layer: nn.Module
     inputs: int
-    parts: Mapping[str, tuple[int, int]]  # the first of its outputs, and their number
+    # For each module, the index of its first output and its number of outputs.
+    parts: Mapping[str, tuple[int, int]]
 
 
 class AdaptableLane(Protocol):
-    """The part of a native lane that adapters need, beside `forward`."""
+    """The part of a native lane that `Adapters` uses."""
 
     spec: ModelSpec
     device: torch.device
@@ -57,20 +61,18 @@ class AdaptableLane(Protocol):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether products are computed by kernels of ours."""
-        ...
+        """Return whether Headrace's kernels compute matrix products."""
 
     def sites(self) -> dict[str, Site]: ...
 
     def adapted(self, adapt: Callable[[Step], Step]) -> "AdaptableLane":
-        """The same model over the same memory, its steps as `adapt` changes them."""
-        ...
+        """Return a lane with the same model and memory that applies `adapt` to each step."""
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor: ...
 
 
 def sites_of(model: nn.Module, table: Table, spec: ModelSpec) -> dict[str, Site]:
-    """The sites of a loaded model, by the paths of its layers."""
+    """Return the layers of a loaded model that adapters can change, by path in the model."""
     headers = text_headers(spec)
     found = {}
     for path, layer in model.named_modules():
@@ -86,7 +88,7 @@ def sites_of(model: nn.Module, table: Table, spec: ModelSpec) -> dict[str, Site]
 
 
 class ReadAdapter(NamedTuple):
-    """An adapter in memory, by the paths of the layers that it changes."""
+    """An adapter in memory; `parts` maps the path of a layer to the changes of that layer."""
 
     adapter: Adapter
     parts: dict[str, list[LowRankPart]]
@@ -94,21 +96,26 @@ class ReadAdapter(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The largest sum of ranks at one layer."""
+        """Return the largest sum of ranks at one layer."""
         return max(sum(len(part.down) for part in parts) for parts in self.parts.values())
 
 
 class Adapters:
-    """The adapters of one lane. `read` may run beside steps, all else between them."""
+    """Holds the adapters of one lane.
+
+    `read` may be called while a step runs. All other methods may be called only between steps.
+    """
 
     def __init__(self, lane: AdaptableLane) -> None:
         self._lane = lane
         self._sites = lane.sites()
-        self._layers = {path: LowRankLayer(MOST_ADAPTERS) for path in self._sites}
-        self._slots: dict[str, int] = {}  # by fingerprint
+        self._layers = {path: LowRankLayer(MAX_ADAPTERS) for path in self._sites}
+        # The slot of each loaded adapter, by the adapter's fingerprint.
+        self._slots: dict[str, int] = {}
         self._rows = SlotRows(_SMALL_STEP)
         self._small, self._width = self._rows, 0
-        self._changed: set[str] = set()  # paths of layers that any of them has changed
+        # The paths of layers that an adapter has changed so far.
+        self._changed: set[str] = set()
         self._adapted: AdaptableLane
 
     def __len__(self) -> int:
@@ -118,27 +125,34 @@ class Adapters:
         return fingerprint in self._slots
 
     def read(self, adapter: Adapter) -> ReadAdapter:
-        """Reads one; ModelError if it is not fit, or there is no room. Compiles what it needs."""
+        """Read an adapter and compile its kernels.
+
+        Raises ModelError if the adapter does not match the model, does not fit into free memory,
+        or has changed files.
+        """
         files = read_adapter(Path(adapter.path), self._lane.spec.architecture)
         by_path = self._by_path(adapter.name, files)
         num_bytes = files.num_values * self._lane.dtype.itemsize
         free = free_bytes(self._lane.device)
-        if 2 * num_bytes > free:  # as it is read, and as it is kept
+        # While an adapter is read, memory holds both the stored and the converted tensors.
+        if 2 * num_bytes > free:
             raise ModelError(
-                f"The adapter {adapter.name} takes {num_bytes >> 20} MiB, twice that while it is "
-                f"read, and {free >> 20} MiB are free; unload another one.",
+                f"The adapter {adapter.name} takes {num_bytes >> 20} MiB, and twice as much while "
+                f"it is read, but only {free >> 20} MiB are free; unload another adapter.",
                 "model_too_large",
             )
         if (found := fingerprint_of(files)) != adapter.fingerprint:
             raise ModelError(
-                f"The files of adapter {adapter.name} have changed since it was loaded (now "
-                f"{found}); unload it, and load it again.",
+                f"The files of adapter {adapter.name} have changed since it was loaded (their "
+                f"fingerprint is now {found}); unload the adapter and load it again.",
                 "model_changed",
             )
         with AdapterTensors(files, self._lane.spec) as tensors:
             parts = {
                 path: [
-                    LowRankPart(first, *(it.to(self._lane.device) for it in tensors.pair(module)))
+                    LowRankPart(
+                        first, *(it.to(self._lane.device) for it in tensors.read_factors(module))
+                    )
                     for module, first in modules
                 ]
                 for path, modules in by_path.items()
@@ -148,7 +162,10 @@ class Adapters:
         return ReadAdapter(adapter, parts, num_bytes)
 
     def _by_path(self, name: str, files: AdapterFiles) -> dict[str, list[tuple[str, int]]]:
-        """The modules that it changes at each path, with the first of their outputs, in order."""
+        """Return the adapter's modules, by the path of the layer that the modules change.
+
+        Each module comes with the index of its first output in the layer.
+        """
         found: dict[str, list[tuple[str, int]]] = {}
         left = dict(files.factors)
         for path, site in self._sites.items():
@@ -159,21 +176,26 @@ class Adapters:
         if left:
             module = min(left)
             raise ModelError(
-                f"The adapter {name} changes {module}, of rank {left[module].rank}; of "
-                f"{self._lane.spec.architecture} only these are changed here: "
+                f"The adapter {name} changes {module} (rank {left[module].rank}), which is not "
+                f"supported; adapters of {self._lane.spec.architecture} can change only "
                 f"{', '.join(_kinds(self._sites.values()))}."
             )
         if not found:
-            raise ModelError(f"The adapter {name} has no tensors; save it again.")
+            raise ModelError(f"The adapter {name} has no tensors; save the adapter again.")
         return found
 
     def put(self, read: ReadAdapter) -> None:
-        """Lets sequences use it from the next step on; ModelError if there are too many."""
-        free = set(range(MOST_ADAPTERS)) - set(self._slots.values())
+        """Let sequences use an adapter from the next step on.
+
+        Raises ModelError if MAX_ADAPTERS adapters are loaded already.
+        """
+        free = set(range(MAX_ADAPTERS)) - set(self._slots.values())
         if read.adapter.fingerprint in self._slots:
             return
         if not free:
-            raise ModelError(f"{MOST_ADAPTERS} adapters are loaded already; unload one.")
+            raise ModelError(
+                f"{MAX_ADAPTERS} adapters are loaded, and this is the limit; unload an adapter."
+            )
         slot = self._slots[read.adapter.fingerprint] = min(free)
         for path, parts in read.parts.items():
             self._layers[path].put(slot, parts, self._lane.dtype)
@@ -185,14 +207,14 @@ class Adapters:
             self._adapted = self._lane.adapted(lambda step: AdaptedStep(step, layers, self._add))
 
     def drop(self, fingerprint: str) -> None:
-        """No sequence uses it any more, or ever will."""
+        """Forget an adapter that no sequence uses any more."""
         if (slot := self._slots.pop(fingerprint, None)) is None:
             return
         for layer in self._layers.values():
             layer.clear(slot)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        """The lane's, where rows of a chunk are changed by the chunk's adapter."""
+        """Run the lane's forward, with each chunk's adapter applied to the chunk's rows."""
         if not any(chunk.adapter for chunk in chunks):
             return self._lane.forward(chunks, token_ids)
         slots = [self._slots[chunk.adapter] if chunk.adapter else -1 for chunk in chunks]
@@ -209,7 +231,7 @@ class Adapters:
 
 
 class AdaptedStep:
-    """A step whose linear layers add what adapters change; all else is the step's own."""
+    """A step whose linear layers add the changes of adapters; everything else is unchanged."""
 
     def __init__(
         self,
@@ -234,8 +256,8 @@ def _check_fits(name: str, module: str, factors: FactorHeaders, expected: tuple[
     if found != expected:
         raise ModelError(
             f"The adapter {name} has {found[0]} inputs and {found[1]} outputs at {module} (rank "
-            f"{factors.rank}), and the model {expected[0]} and {expected[1]}; it was made for "
-            "another one."
+            f"{factors.rank}); the model has {expected[0]} and {expected[1]} there. Use an adapter "
+            "that was trained on this model."
         )
 
 

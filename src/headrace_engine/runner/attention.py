@@ -1,4 +1,4 @@
-"""Attention over what was computed before a step: the seam, and its naive implementation."""
+"""Defines the interface through which models use the cache, and implements it in plain torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -14,13 +14,16 @@ from headrace_engine.runner.storage import CacheStorage
 
 
 class Attention(Protocol):
-    """Bound to one storage; makes the object through which a model sees the past in one step."""
+    """Serves one cache: creates the Step through which a model uses the cache."""
 
     def step(self, batch: Batch) -> Step: ...
 
 
 class NaiveAttention:
-    """`sinks` are per layer float32 [heads], scores that hold no value."""
+    """Implements attention in plain torch, as the reference for the kernels.
+
+    `sinks` has a float32 tensor [heads] or None for each layer.
+    """
 
     def __init__(self, storage: CacheStorage, sinks: Sequence[Tensor | None] = ()) -> None:
         self.storage, self.sinks = storage, sinks
@@ -30,7 +33,7 @@ class NaiveAttention:
 
 
 class _NaiveStep:
-    """Gathers each chunk's past through its block table and attends in float32."""
+    """Gathers the keys and values of each chunk by block table, and attends in float32."""
 
     def __init__(self, attention: NaiveAttention, batch: Batch) -> None:
         self._attention = attention
@@ -73,7 +76,10 @@ class _NaiveStep:
         return out
 
     def _by_sequence(self, memory: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Each chunk's rows and its sequence's part of the memory, zeroed where it begins."""
+        """Yield each chunk's slice of rows, with the part of `memory` in the chunk's slot.
+
+        If the chunk starts at position 0, this part is set to zero first.
+        """
         batch = self._batch
         for start, length, first, slot in zip(
             batch.starts, batch.lengths, batch.first_rows, batch.slots, strict=True
@@ -89,7 +95,7 @@ class _NaiveStep:
         memory[index // size, :, index % size] = new
 
     def _gather(self, memory: Tensor, chunk: int) -> Tensor:
-        """All positions of one chunk's sequence so far, float32 [kv_heads, positions, dim]."""
+        """Return all positions of a chunk's sequence, float32 [kv_heads, positions, dim]."""
         num_positions = int(self._batch.starts[chunk] + self._batch.lengths[chunk])
         blocks = memory[self._tables[chunk]]  # [blocks, kv_heads, block_size, dim]
         return blocks.transpose(0, 1).flatten(1, 2)[:, :num_positions].float()
@@ -124,7 +130,7 @@ def _weigh(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same with scores capped at cap * tanh(score / cap), and a score more for each head."""
+    """Attend with scores capped as cap * tanh(score / cap), and with an optional sink per head."""
     group = len(q) // len(keys)
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = q @ keys.transpose(1, 2) * q.shape[2] ** -0.5  # [heads, length, positions]

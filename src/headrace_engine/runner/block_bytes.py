@@ -1,4 +1,4 @@
-"""The numbers of blocks and slots as flat bytes, in and out; knows no file and no owner."""
+"""Copies the contents of blocks and slots from the cache to flat bytes and back."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,10 +9,10 @@ from headrace_engine.runner.storage import CacheStorage
 
 
 class BlockBytes:
-    """Copies by NumPy on the calling thread, so that torch's threads stay with the step.
+    """Copies with NumPy on the calling thread, so that torch's threads stay free for the step.
 
-    The order: of each layer the keys, then the values of all blocks, block by block; then each
-    layer's state and inputs.
+    The bytes have this order: for each layer the keys of all blocks, then for each layer the
+    values of all blocks, then each layer's state and each layer's convolution inputs.
     """
 
     def __init__(self, storage: CacheStorage) -> None:
@@ -22,32 +22,37 @@ class BlockBytes:
         self.slot_bytes = sum(rows.shape[1] for rows in self._slots)
 
     def get(self, block_ids: Sequence[int], slot_id: int | None = None) -> memoryview:
-        """A copy of these blocks, and of a slot."""
+        """Return the bytes of these blocks, and of the slot if `slot_id` is set."""
         num_slots = int(slot_id is not None)
         size = len(block_ids) * self.block_bytes + num_slots * self.slot_bytes
-        numbers, start = np.empty(size, np.uint8), 0
+        data, start = np.empty(size, np.uint8), 0
         ids = np.asarray(block_ids, np.intp)
         for rows in self._blocks:
             end = start + len(ids) * rows.shape[1]
-            part = numbers[start:end].reshape(len(ids), -1)
-            np.take(rows, ids, axis=0, out=part, mode="clip")  # any other mode copies twice
+            part = data[start:end].reshape(len(ids), -1)
+            # In the default mode, `take` would copy the data twice.
+            np.take(rows, ids, axis=0, out=part, mode="clip")
             start = end
         for rows in self._slots if slot_id is not None else ():
             end = start + rows.shape[1]
-            numbers[start:end] = rows[slot_id]
+            data[start:end] = rows[slot_id]
             start = end
-        return numbers.data
+        return data.data
 
     def put(
         self,
-        numbers: memoryview,
+        data: memoryview,
         num_blocks: int,
         skip: int,
         block_ids: Sequence[int],
         slot_id: int | None,
     ) -> None:
-        """Fills blocks with all but the first `skip` of `num_blocks`, and a slot."""
-        flat, start = np.frombuffer(numbers, np.uint8), 0
+        """Copy bytes from `get` into blocks, and into the slot if `slot_id` is set.
+
+        `data` has the bytes of `num_blocks` blocks. The first `skip` blocks are omitted, and the
+        remaining blocks are copied into `block_ids`.
+        """
+        flat, start = np.frombuffer(data, np.uint8), 0
         ids = np.asarray(block_ids, np.intp)
         for rows in self._blocks:
             end = start + num_blocks * rows.shape[1]
@@ -60,5 +65,5 @@ class BlockBytes:
 
 
 def _as_rows(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
-    """uint8 [blocks or slots, bytes] over the tensors' own memory; none of empty ones."""
+    """Return the nonempty tensors as uint8 views [blocks or slots, bytes]."""
     return [tensor.flatten(1).view(torch.uint8).numpy() for tensor in tensors if tensor.numel() > 0]

@@ -1,4 +1,4 @@
-"""The memory that a model's weights will take, worked out before any value is read."""
+"""Computes how much memory a model's weights will take, before any weight is read."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from headrace_common.checkpoints.headers import read_headers, text_side
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.messages import InstructionSet, Quantize
 from headrace_engine.models.registry import family, has_head
-from headrace_engine.runner.mapped_file import room_for
+from headrace_engine.runner.mapped_file import aligned_bytes
 from headrace_engine.weights.gguf_groups import GroupScheme
 from headrace_engine.weights.weights import group_schemes, loading_order
 from headrace_kernels import packing_bytes
@@ -20,9 +20,9 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Footprint(NamedTuple):
-    """Bytes of the weights: once they are loaded, and at the worst moment until then.
+    """Holds the bytes of the weights in memory: `held` after loading, `peak` while loading.
 
-    `mapped`: those of experts that lie in a file instead (mapped_file.py).
+    `mapped` is the number of bytes of experts that are in a file instead (see mapped_file.py).
     """
 
     held: int
@@ -30,13 +30,18 @@ class Footprint(NamedTuple):
     mapped: int = 0
 
     def __str__(self) -> str:
-        loading = f", {self.peak >> 20} MiB while loading" if self.peak > self.held else ""
+        loading = (
+            f", {self.peak >> 20} MiB while loading" if self.peak >> 20 > self.held >> 20 else ""
+        )
         beside = f" and {self.mapped >> 20} MiB of experts on disk" if self.mapped else ""
         return f"{self.held >> 20} MiB{beside}{loading}"
 
 
 def is_expert(path: str) -> bool:
-    """Whether a layer is of one of many experts, which may be read as they are chosen."""
+    """Return whether a layer belongs to an expert of a mixture-of-experts model.
+
+    Experts can stay on disk until the router selects them for a token.
+    """
     return _EXPERT.search(path) is not None
 
 
@@ -47,10 +52,11 @@ def footprint(
     quantize: Quantize,
     maps_experts: bool = False,
 ) -> Footprint:
-    """`instructions` are the kernels'; plain: no kernel of ours computes the model."""
-    if instructions == "plain":  # each tensor once, as it is
+    """Return the memory of the weights; with instructions "plain", no kernel packs the weights."""
+    # Without kernels, memory holds each tensor once: in `dtype`, or in the format of the file.
+    if instructions == "plain":
         headers = text_side(read_headers(spec)).values()
-        if quantize == "own":  # or as its file has it
+        if quantize == "own":
             stored = sum(end - start for start, end in (each.data_offsets for each in headers))
             return Footprint(stored, stored)
         needed = sum(header.num_values for header in headers) * dtype.itemsize
@@ -61,17 +67,17 @@ def footprint(
 
 
 def kept_groups(spec: ModelSpec) -> frozenset[GroupScheme]:
-    """The schemes that the files' own groups are kept in."""
+    """Return the quantization schemes that weights can keep from the model's files."""
     return frozenset(_model(spec)[1].values())
 
 
 def _model(spec: ModelSpec) -> tuple[nn.Module, dict[str, GroupScheme]]:
-    make = family(spec.architecture)
+    model_class = family(spec.architecture)
     with torch.device("meta"):
-        model = make(make.read(spec.config))
+        model = model_class(model_class.read(spec.config))
     if not has_head(spec.architecture):
         del model.head
-    return model, group_schemes(model, make.weights, spec)
+    return model, group_schemes(model, model_class.weights, spec)
 
 
 def _packed_one_by_one(
@@ -80,7 +86,13 @@ def _packed_one_by_one(
     schemes: Mapping[str, GroupScheme],
     maps_experts: bool,
 ) -> Footprint:
-    """Follows `load_weights`: a linear layer is packed as soon as all of it is there."""
+    """Return the memory of weights that are packed one layer after the other.
+
+    The calculation follows `load_weights`, which packs a linear layer as soon as the layer is
+    complete. At that time, memory holds everything loaded so far, the layer's packed copy and the
+    buffers for packing. The peak is the largest sum of these parts. Afterwards the unpacked copy
+    is freed, unless the weight is tied to another weight.
+    """
     order = loading_order(model)
     shared = {name for names in order if len(names) > 1 for name in names}
     missing = {name for names in order for name in names}
@@ -90,14 +102,16 @@ def _packed_one_by_one(
         missing.difference_update(names)
         for path in [name.rpartition(".")[0] for name in names]:
             layer, kept = model.get_submodule(path), schemes.get(f"{path}.weight")
-            own = {f"{path}.{name}": p.nbytes for name, p in layer.named_parameters(recurse=False)}
+            sizes = {
+                f"{path}.{name}": p.nbytes for name, p in layer.named_parameters(recurse=False)
+            }
             packing = packing_bytes(model, path, kept, quantize)
-            if not missing.isdisjoint(own) or packing is None:
+            if not missing.isdisjoint(sizes) or packing is None:
                 continue
             packed, beside = packing
             peak = max(peak, held + packed + beside)
-            held += packed - sum(own[name] for name in own.keys() - shared - schemes.keys())
+            held += packed - sum(sizes[name] for name in sizes.keys() - shared - schemes.keys())
             if maps_experts and is_expert(path):
-                held, mapped = held - packed, mapped + room_for(packed)
+                held, mapped = held - packed, mapped + aligned_bytes(packed)
         peak = max(peak, held)
     return Footprint(held, peak, mapped)

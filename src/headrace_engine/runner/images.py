@@ -1,7 +1,7 @@
-"""Images on their way to a model: decoded within limits, and made into tensors by its processor.
+"""Decodes images within limits, and converts them to tensors with a model's processor.
 
-Runs in a worker process of its own, at the lowest priority. The tensors go to a file in memory that
-both the gateway's process and the engine's can open.
+The module runs in a separate worker process at the lowest priority. The tensors are written to a
+file in memory that the gateway and the engine can both open.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ from transformers import (
 
 from headrace_common.checkpoints.small_file import check_texts
 from headrace_common.errors import ModelError, RequestError
-from headrace_common.plan import EncodeWork, PromptInputs
+from headrace_common.plan import EncoderInput, PromptInputs
 from headrace_common.system.panics import STEERING
 from headrace_engine.runner.lanes.foreign import Signature
 from headrace_engine.runner.lanes.image_tensors import ImageTensors
@@ -38,37 +38,45 @@ MAX_PIXELS = 40_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _NO_PIXELS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_crops")
 _GRID_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-_BOTH_WAYS = "token_type_ids"  # a processor that makes them has images that attend both ways
+# If a processor returns this tensor, attention within an image is bidirectional.
+_BIDIRECTIONAL = "token_type_ids"
 
 
 class Prepared(NamedTuple):
-    """A prompt with images: its ids, the placeholders among them, and what they stand for."""
+    """A prompt with images: the token ids, including placeholders, and the prepared images."""
 
     token_ids: "array[int]"
     inputs: PromptInputs
 
 
 def open_image(data: bytes, param: str) -> Image.Image:
-    """RGB, upright, the first frame; RequestError, for too many pixels before any is decoded."""
+    """Decode the first frame to upright RGB; RequestError for an invalid or too large image.
+
+    The size is checked before any pixel is decoded.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the limit below is stricter than the library's
+            # The limit MAX_PIXELS, checked below, is stricter than the library's limit.
+            warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         known = ", ".join(FORMATS)
-        raise _invalid(f"This is no image in one of these formats: {known}.", param) from None
-    except Exception as error:  # a decoder runs on whatever a client sends
-        raise _invalid("This image cannot be read.", param) from error
+        raise _invalid(
+            f"This is not an image in a supported format; send one of {known}.", param
+        ) from None
+    # A decoder can raise any exception for the bytes that a client sends.
+    except Exception as error:
+        raise _invalid("This image cannot be read; it may be damaged.", param) from error
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise RequestError(
             "image_too_large",
-            f"The image has {width} × {height} pixels, and {MAX_PIXELS} are taken; send a smaller "
-            "one.",
+            f"The image has {width} × {height} pixels; the limit is {MAX_PIXELS} pixels. Send a "
+            "smaller image.",
             param,
         )
     if not width * height:
-        raise _invalid("The image has no pixels.", param)
+        raise _invalid("The image has no pixels; send another image.", param)
     try:
         image.load()
         return ImageOps.exif_transpose(image).convert("RGB")
@@ -81,7 +89,7 @@ def _invalid(message: str, param: str) -> RequestError:
 
 
 class _GridProcessor:
-    """The part of Qwen-VL's processor that sees images; its whole needs torchvision, for videos."""
+    """The image part of Qwen-VL's processor. The full processor needs torchvision for videos."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         self._images = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
@@ -93,14 +101,14 @@ class _GridProcessor:
         return repr(self._images)
 
     def __call__(self, text: list[str], images: list[Image.Image]) -> dict[str, Tensor]:
-        made = dict(self._images(images=images, return_tensors="pt"))
+        processed = dict(self._images(images=images, return_tensors="pt"))
         head, *rest = text[0].split(self.image_token)
-        cells = (made["image_grid_thw"].prod(-1) // self._images.merge_size**2).tolist()
+        cells = (processed["image_grid_thw"].prod(-1) // self._images.merge_size**2).tolist()
         parts = [self.image_token * num + after for num, after in zip(cells, rest, strict=True)]
         ids = self._tokenizer("".join([head, *parts]), add_special_tokens=False).input_ids
-        made["input_ids"] = torch.tensor([ids])
-        made["mm_token_type_ids"] = made["input_ids"].eq(self._image_id).int()
-        return made
+        processed["input_ids"] = torch.tensor([ids])
+        processed["mm_token_type_ids"] = processed["input_ids"].eq(self._image_id).int()
+        return processed
 
 
 def _load_processor(folder: Path, config: Any) -> Any:
@@ -111,9 +119,9 @@ def _load_processor(folder: Path, config: Any) -> Any:
 
 
 class ImageProcessor:
-    """A model's own processor; ModelError if the folder has none that can be used.
+    """Prepares images with the model's processor; ModelError if the processor cannot be used.
 
-    `in_pieces`: the lane sees an image block by block.
+    `in_pieces` says whether the lane runs the image encoder block by block.
     """
 
     def __init__(self, folder: Path, in_pieces: bool = False) -> None:
@@ -123,9 +131,10 @@ class ImageProcessor:
             self._processor: Any = _load_processor(folder, self._config)
         except (MemoryError, *STEERING):
             raise
-        except BaseException as error:  # a library reads the folder's files, and may panic
+        # A library that reads the folder's files may panic, and a panic is not an Exception.
+        except BaseException as error:
             raise ModelError(
-                f"The image processor of {folder.name} cannot be loaded; the server's log says why."
+                f"The image processor of {folder.name} cannot be loaded; see the server's log."
             ) from error
         self._signature = Signature.of(type(self._processor).__call__)
         self._num_units = self._config.vision_config.depth + 1 if in_pieces else 1
@@ -135,42 +144,52 @@ class ImageProcessor:
     def prepare(
         self, text: str, images: Sequence[bytes], params: Sequence[str], path: str
     ) -> Prepared:
-        """`text` has one placeholder for each image; their tensors are written to `path`."""
+        """Prepare a prompt, and append the tensors of the images to the file at `path`.
+
+        `text` has one placeholder per image.
+        """
         opened = [open_image(data, param) for data, param in zip(images, params, strict=True)]
         try:
-            made = self._process(text, opened)
+            processed = self._process(text, opened)
         except (MemoryError, *STEERING):
             raise
-        except BaseException as error:  # a library's panic is not an Exception
-            raise _invalid("The model's processor cannot take this image.", params[0]) from error
-        ids = array("i", made["input_ids"].reshape(-1).tolist())
+        # A panic in a library is a BaseException, not an Exception.
+        except BaseException as error:
+            raise _invalid(
+                "The model's image processor failed on this image; send another image.", params[0]
+            ) from error
+        ids = array("i", processed["input_ids"].reshape(-1).tolist())
         is_image = [token_id in self._placeholder_ids for token_id in ids]
-        places = self._places(is_image, made, len(images))
-        tensors = {k: v for k, v in made.items() if k not in _NO_PIXELS and isinstance(v, Tensor)}
+        ranges = self._placeholder_ranges(is_image, processed, len(images))
+        tensors = {
+            k: v for k, v in processed.items() if k not in _NO_PIXELS and isinstance(v, Tensor)
+        }
         parts = _split(tensors, len(images))
-        if len(places) != len(parts):
-            places, parts = [(places[0][0], places[-1][1])], [tensors]
-        positions = self._positions(made)
+        if len(ranges) != len(parts):
+            ranges, parts = [(ranges[0][0], ranges[-1][1])], [tensors]
+        positions = self._positions(processed)
         works = []
         with Path(path).open("r+b") as file:
             file.seek(0, io.SEEK_END)
             at = _write(file, "positions", positions) if positions is not None else None
-            for number, ((start, end), part) in enumerate(zip(places, parts, strict=True)):
+            for number, ((start, end), part) in enumerate(zip(ranges, parts, strict=True)):
                 written = tuple(_write(file, name, tensor) for name, tensor in part.items())
                 num_rows = sum(is_image[start:end])
                 image = ImageTensors(path, num_rows, written, at if number == 0 else None)
-                one = images[number : number + 1] if len(parts) == len(images) else images
-                works.append(self._work(start, end, image, one))
-        spans = tuple(places) if _BOTH_WAYS in made else ()
+                sources = images[number : number + 1] if len(parts) == len(images) else images
+                works.append(self._work(start, end, image, sources))
+        spans = tuple(ranges) if _BIDIRECTIONAL in processed else ()
         return Prepared(ids, PromptInputs(tuple(works), spans))
 
-    def _work(self, start: int, end: int, image: ImageTensors, sent: Sequence[bytes]) -> EncodeWork:
+    def _work(
+        self, start: int, end: int, image: ImageTensors, sent: Sequence[bytes]
+    ) -> EncoderInput:
         mark = blake2b(self._settings, digest_size=16)
         for data in sent:
             mark.update(blake2b(data).digest())
         data = msgspec.msgpack.encode(image)
         num, is_whole = self._num_units, self._num_units == 1
-        return EncodeWork(start, end, end - start, num, is_whole, data=data, mark=mark.digest())
+        return EncoderInput(start, end, end - start, num, is_whole, data=data, mark=mark.digest())
 
     def _process(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
         offered = {
@@ -179,59 +198,66 @@ class ImageProcessor:
             "add_special_tokens": False,
             "return_tensors": "pt",
         }
-        made = self._processor(**self._signature.accepted(offered))
-        return {key: made[key] for key in made}
+        processed = self._processor(**self._signature.accepted(offered))
+        return {key: processed[key] for key in processed}
 
     @cached_property
     def _placeholder_ids(self) -> frozenset[int]:
         names = ("image_token_id", "image_token_index")
         return frozenset(i for n in names if (i := getattr(self._config, n, None)) is not None)
 
-    def _places(
-        self, is_image: list[bool], made: dict[str, Any], num_images: int
+    def _placeholder_ranges(
+        self, is_image: list[bool], processed: dict[str, Any], num_images: int
     ) -> list[tuple[int, int]]:
-        """Where each image's placeholders begin and end; in one, if they cannot be told apart."""
-        at = [index for index, here in enumerate(is_image) if here]
+        """Return each image's range of placeholders; one range if images cannot be separated."""
+        at = [index for index, is_set in enumerate(is_image) if is_set]
         if not at:
-            raise RequestError("template_failed", "The chat template shows no image.", "messages")
-        runs = [
-            [i for i, _ in run]
-            for here, run in groupby(enumerate(is_image), lambda x: x[1])
-            if here
+            raise RequestError(
+                "template_failed",
+                "The model's chat template omits the images of this request.",
+                "messages",
+            )
+        groups = [
+            [i for i, _ in group]
+            for is_set, group in groupby(enumerate(is_image), lambda x: x[1])
+            if is_set
         ]
-        if len(runs) == num_images:
-            return [(run[0], run[-1] + 1) for run in runs]
+        if len(groups) == num_images:
+            return [(group[0], group[-1] + 1) for group in groups]
         counts = [len(at) // num_images] * num_images
-        if (grid := made.get("image_grid_thw")) is not None:
+        if (grid := processed.get("image_grid_thw")) is not None:
             cells = grid.prod(-1).tolist()
             counts = [len(at) * cell // sum(cells) for cell in cells]
         if sum(counts) != len(at):
             return [(at[0], at[-1] + 1)]
-        places, first = [], 0
+        ranges, first = [], 0
         for count in counts:
-            places.append((at[first], at[first + count - 1] + 1))
+            ranges.append((at[first], at[first + count - 1] + 1))
             first += count
-        return places
+        return ranges
 
     @cached_property
     def _model(self) -> Any:
-        """Without weights: it only counts positions."""
+        """Return the model without weights, for computing positions."""
         with torch.device("meta"):
             return AutoModelForImageTextToText.from_config(self._config)
 
-    def _positions(self, made: dict[str, Any]) -> Tensor | None:
-        """[3, 1, tokens] of the whole prompt, where the model has rows and columns."""
-        if "image_grid_thw" not in made:
+    def _positions(self, processed: dict[str, Any]) -> Tensor | None:
+        """Return the positions of the whole prompt, [3, 1, tokens].
+
+        Returns None if the positions of the model do not have three axes.
+        """
+        if "image_grid_thw" not in processed:
             return None
         count = self._model.model.get_rope_index
         names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
-        offered = {name: made[name] for name in names if name in made}
+        offered = {name: processed[name] for name in names if name in processed}
         positions: Tensor = count(**Signature.of(count).accepted(offered))[0]
         return positions
 
 
 def _split(tensors: dict[str, Tensor], num_images: int) -> list[dict[str, Tensor]]:
-    """The tensors of each image; all in one where they cannot be told apart."""
+    """Return the tensors of each image, or a single entry if the images cannot be separated."""
     grid = tensors.get("image_grid_thw")
     if grid is not None:
         pieces = tensors["pixel_values"].split(grid.prod(-1).tolist())

@@ -1,4 +1,4 @@
-"""Packs the chunks of a plan into one batch: tokens of all chunks in a row, chunk by chunk."""
+"""Packs the chunks of a plan into one batch by concatenating the tokens of the chunks."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tensors lie on the model's device; the arrays describe the chunks and lie on the host."""
+    """The inputs of a forward: tensors on the model's device, and arrays on the host."""
 
     token_ids: Tensor  # int64 [tokens]
-    positions: Tensor  # int64 [tokens], or [3, tokens] where there are images
+    positions: Tensor  # int64 [tokens], or [3, tokens] if there are images
     write_index: Tensor  # int64 [tokens]: block * block_size + offset
-    rows: Tensor  # int64 [rows asked]: which tokens' hidden states are wanted
+    rows: Tensor  # int64 [rows]: indices of the tokens whose hidden states are needed
     starts: Ints  # [chunks]: position of each chunk's first token
     lengths: Ints  # [chunks]
-    first_rows: Ints  # [chunks]: where its first token lies in the batch
-    slots: Ints  # [chunks]: where its sequence's state lies; -1 where it has none
+    first_rows: Ints  # [chunks]: the index of each chunk's first token in the batch
+    slots: Ints  # [chunks]: the slot with the state of the chunk's sequence; -1 without a slot
     block_table: Ints  # [chunks, max_blocks], padded with 0; covers start + length positions
 
 
@@ -35,7 +35,7 @@ def pack(
     block_size: int,
     device: torch.device,
 ) -> Batch:
-    """`token_ids` holds the ids of each chunk's own tokens."""
+    """Pack chunks; `token_ids` has the token ids of each chunk."""
     figures = np.empty((3, len(chunks)), dtype=np.int32)
     rows, end = [], 0
     for number, chunk in enumerate(chunks):
@@ -45,7 +45,7 @@ def pack(
     starts, lengths, slots = figures
     first_rows = np.cumsum(lengths, dtype=np.int32) - lengths
     table = _block_table(chunks, block_size)
-    owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: the chunk of each token
+    owner = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]: the index of each token's chunk
     positions = np.arange(len(owner)) + (starts - first_rows)[owner]
     blocks = table[owner, positions // block_size].astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Loads a model's folder into a warm runner, with the figures that describe it."""
+"""Loads a model's folder into a runner, warms up the runner, and describes the loaded model."""
 
 import logging
 from pathlib import Path
@@ -19,10 +19,10 @@ from headrace_engine.runner.lanes.lane import Lane, LaneOptions, LaneTraits
 from headrace_engine.runner.pooling import VectorHead
 from headrace_engine.runner.probe import free_bytes, num_threads
 from headrace_engine.runner.room import (
-    check_beside,
-    guarded,
+    check_cache_fits,
     step_bytes,
     stored_as,
+    watch_memory,
     weights_that_fit,
 )
 from headrace_engine.runner.runner import Runner
@@ -34,22 +34,52 @@ from headrace_kernels import ON_COMPILE, choose_instructions
 logger = logging.getLogger(__name__)
 
 _MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
-CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free after loading
-_MIN_POSITIONS = 1024  # a model that cannot hold one sequence of that length is not served
-_MAX_POSITIONS = 4096  # of a model that states no limit
+# The default size of the cache, as a fraction of the memory that is free after loading.
+CACHE_SHARE = {"cpu": 0.25, "cuda": 0.9}
+# A model is not served if the cache has no room for one sequence of this length.
+_MIN_POSITIONS = 1024
+# The maximum number of positions if neither the model nor the user sets a limit.
+_MAX_POSITIONS = 4096
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 
 
-class Computing(NamedTuple):
-    """How weights are kept, and the instructions that compute with them, with the reason."""
+class ComputeChoice(NamedTuple):
+    """The quantization of the weights, the instruction set of the kernels, and the reason."""
 
     quantize: Quantize
     instructions: InstructionSet
     reason: str
 
 
+class LoadPlan(NamedTuple):
+    """How a model will run, as far as its files and this machine tell before the load."""
+
+    spec: ModelSpec
+    lane_class: Any
+    device: torch.device
+    torch_dtype: torch.dtype
+    choice: ComputeChoice
+    weights: Footprint
+
+    @property
+    def dtype(self) -> str:
+        return _name(self.torch_dtype)
+
+    @property
+    def kernels(self) -> InstructionSet:
+        return self.choice.instructions
+
+    @property
+    def quantize(self) -> Quantize:
+        return self.choice.quantize
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self.weights.mapped
+
+
 class LoadedLane(NamedTuple):
-    """A lane with its weights and memory, its vector head, and its limits and figures."""
+    """A lane with weights and memory, the vector head, and the Ready message."""
 
     lane: Lane
     head: VectorHead
@@ -57,7 +87,7 @@ class LoadedLane(NamedTuple):
 
 
 def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
-    """Loads and warms a runner without grammars; ModelError if the model cannot be served."""
+    """Load and warm up a runner without grammars; ModelError if the model cannot be served."""
     lane, head, ready = load_lane(config, folder)
     runner = Runner(lane, head)
     warm(runner, ready.layout)
@@ -65,34 +95,32 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
 
 
 def warm(runner: Runner, layout: MemoryLayout) -> None:
-    """Computes a few steps, so that the first request finds every kernel compiled."""
+    """Compute a few steps, so that all kernels are compiled before the first request."""
     tell(WARMING)
     for _ in one_round(runner, layout):
         pass
 
 
 def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
-    """Loads the weights and takes the memory; ModelError if the model cannot be served."""
+    """Load the weights and allocate the cache; ModelError if the model cannot be served."""
     tell(READING)
     torch.set_num_threads(num_threads(config.threads))
-    device = _device(config)
-    spec = read_spec(folder)
-    dtype = dtype_of(config, spec)
-    make = choose_lane(spec, config.lane)
-    tell(CHECKING)
-    quantize, instructions, reason = how_computed(config, spec, make, device, dtype)
-    mapped = _check_fits(config, spec, make, dtype, (quantize, instructions)).mapped
+    plan = plan_load(config, folder)
+    spec, lane_class, device, dtype, choice, _ = plan
+    quantize, instructions, reason = choice
+    mapped = plan.mapped_bytes
     if mapped:
         logger.warning(
-            "Memory has no room for %d MiB of experts: they lie on disk, and what memory does not "
-            "keep of them is read as they are chosen. `headrace doctor` says how much that is.",
+            "%d MiB of experts do not fit into memory. The experts are kept on disk and read when "
+            "tokens use them; `headrace doctor` shows how much is read per token.",
             mapped >> 20,
         )
     options = LaneOptions(quantize, instructions, config.kernels, config.device != "cpu", mapped)
     tell_weights(0.0)
-    with guarded(device):
-        lane: Lane = make(spec, dtype, device, options)
-    device = lane.device  # where its sequences lie
+    with watch_memory(device):
+        lane: Lane = lane_class(spec, dtype, device, options)
+    # The device of the caches, which can differ from the requested device.
+    device = lane.device
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     layout = _layout(config, spec, lane, max_num_seqs)
     head = vector_head(spec, lane.traits, config.pooling)
@@ -123,32 +151,55 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
     return LoadedLane(lane, head, ready)
 
 
-def how_computed(
-    config: ModelConfig, spec: ModelSpec, lane: Any, device: torch.device, dtype: torch.dtype
-) -> Computing:
-    """ModelError if what is asked for is computed by our kernels alone, and they cannot be used."""
+def plan_load(config: ModelConfig, folder: Path, checks_kernels: bool = True) -> LoadPlan:
+    """Decide how the model will run; ModelError if the model cannot be served.
+
+    Reads no weights. Without `checks_kernels`, no kernel is compiled.
+    """
+    device = _device(config)
+    spec = read_spec(folder)
+    dtype = dtype_of(config, spec)
+    lane_class = choose_lane(spec, config.lane)
+    tell(CHECKING)
+    choice = choose_kernels(config, spec, lane_class, device, dtype, checks_kernels)
+    weights = _check_fits(config, spec, lane_class, dtype, choice[:2])
+    return LoadPlan(spec, lane_class, device, dtype, choice, weights)
+
+
+def choose_kernels(
+    config: ModelConfig,
+    spec: ModelSpec,
+    lane: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    checks: bool = True,
+) -> ComputeChoice:
+    """Choose quantization and kernels; ModelError if the settings need unavailable kernels.
+
+    Without `checks`, no kernel is compiled.
+    """
     ON_COMPILE.set(_tell_compiling)
     traits: LaneTraits = lane.traits
     if traits.has_kernels and device.type == "cpu":
         quantize = "none" if config.quantize == "auto" else config.quantize
-        # in float32 a file's values are computed exactly, as none of them is then rounded
+        # With float32, the quantized groups of a file are dequantized, so that results are exact.
         keeps = config.quantize == "auto" and dtype == torch.bfloat16
         groups = kept_groups(spec) if keeps else frozenset()
         kinds = lane.layer_kinds(spec)
         try:
-            choice = choose_instructions(config.kernels, dtype, quantize, groups, kinds)
+            choice = choose_instructions(config.kernels, dtype, quantize, groups, kinds, checks)
         except ValueError as error:
             raise ModelError(str(error)) from error
         is_own = groups and choice.instructions != "plain"
-        return Computing("own" if is_own else quantize, *choice)
-    plain = ("auto",) if traits.own_products else ("none", "auto", "plain")
+        return ComputeChoice("own" if is_own else quantize, *choice)
+    plain = ("auto",) if traits.own_kernels else ("none", "auto", "plain")
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
         if value not in plain:
             raise ModelError(f"--{flag} {value} needs a native lane on a CPU, not {traits.id}.")
-    if traits.own_products:
-        return Computing("own", "plain", f"the products are {traits.own_products}")
-    reason = f"the products of lane {traits.id} on {device.type} are torch's"
-    return Computing("none", "plain", reason)
+    if traits.own_kernels:
+        return ComputeChoice("own", "plain", f"the lane uses {traits.own_kernels} kernels")
+    reason = f"lane {traits.id} computes matrix products with torch on {device.type}"
+    return ComputeChoice("none", "plain", reason)
 
 
 def _tell_compiling(done: int, total: int) -> None:
@@ -161,16 +212,19 @@ def _tell_compiling(done: int, total: int) -> None:
 def _device(config: ModelConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
-        raise ModelError("PyTorch finds no CUDA device here; use --device cpu.")
+        raise ModelError("PyTorch finds no CUDA device on this machine; use --device cpu.")
     return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
 
 
 def dtype_of(config: ModelConfig, spec: ModelSpec) -> torch.dtype:
-    """The checkpoint's own by default; float16 is computed in float32, which holds it exactly."""
+    """Return the dtype to compute in; the default is the checkpoint's dtype.
+
+    float16 models are computed in float32, which represents every float16 value exactly.
+    """
     name = spec.dtype if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:
         raise ModelError(
-            f"{spec.name} has {name} weights, which are not supported; give --dtype bfloat16."
+            f"{spec.name} has {name} weights, which are not supported; use --dtype bfloat16."
         )
     return _DTYPES[name]
 
@@ -178,19 +232,23 @@ def dtype_of(config: ModelConfig, spec: ModelSpec) -> torch.dtype:
 def _check_fits(
     config: ModelConfig,
     spec: ModelSpec,
-    make: Any,
+    lane_class: Any,
     dtype: torch.dtype,
     stored: tuple[Quantize, InstructionSet],
 ) -> Footprint:
-    """ModelError if there is no room; before anything is read of the weights."""
-    free, asked = free_bytes(_device(config)), config.kv_cache_memory_bytes
+    """Return the memory of the weights.
+
+    Raises ModelError, before any weight is read, if there is too little memory.
+    """
+    free, wanted = free_bytes(_device(config)), config.kv_cache_memory_bytes
     weights = weights_that_fit(spec, dtype, *stored, free)
-    if not make.traits.has_kernels:
-        return weights  # what it keeps of a token is known once it is loaded
+    if not lane_class.traits.has_kernels:
+        # For a lane without kernels, the cache's size per token is known only after loading.
+        return weights
     num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS["cpu"]
-    each = bytes_per_position(make.cache_of(spec), dtype.itemsize)
+    each = bytes_per_position(lane_class.cache_of(spec), dtype.itemsize)
     least = each * min(_MIN_POSITIONS, _max_positions(config, spec))
-    check_beside(spec, weights, asked, (least, step_bytes(spec, num_seqs)), free)
+    check_cache_fits(spec, weights, wanted, (least, step_bytes(spec, num_seqs)), free)
     return weights
 
 
@@ -208,18 +266,21 @@ def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int)
     room, free = config.kv_cache_memory_bytes, free_bytes(lane.device)
     if room is None:
         room = int(CACHE_SHARE[lane.device.type] * free)
-    elif room > free:  # the system would promise it, and end the engine when it is written
+    # The system would grant the memory at first, and kill the engine when the cache is written.
+    elif room > free:
         raise ModelError(
-            f"--kv-cache-memory-bytes asks for {room >> 20} MiB and {free >> 20} MiB are free; "
-            "ask for less.",
+            f"--kv-cache-memory-bytes asks for {room >> 20} MiB, but only {free >> 20} MiB are "
+            "free; lower this value.",
             "model_too_large",
         )
     layout = lane.layout(room, max_num_seqs, max_positions, config.block_size)
     needed = min(_MIN_POSITIONS, max_positions)
-    if layout.max_positions < needed and not lane.traits.is_whole:  # that keeps nothing
+    # A lane that runs prompts whole has no cache that could be too small.
+    if layout.max_positions < needed and not lane.traits.is_whole:
         raise ModelError(
-            f"{room >> 20} MiB for the cache hold {layout.max_positions} tokens of {spec.name}, "
-            f"and one sequence of {needed} must fit; give it more with --kv-cache-memory-bytes.",
+            f"A cache of {room >> 20} MiB has room for {layout.max_positions} tokens of "
+            f"{spec.name}, but one sequence of {needed} tokens must fit; raise "
+            "--kv-cache-memory-bytes.",
             "model_too_large",
         )
     return layout

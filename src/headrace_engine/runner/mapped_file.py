@@ -1,7 +1,8 @@
-"""Weights that do not fit memory, in a file without a name that goes with the process.
+"""Keeps weights that do not fit into memory in an unnamed file that vanishes with the process.
 
-It is mapped: the system keeps in memory as much of it as it can, drops what it needs for others
-without writing, and reads again what is asked for. So nothing of it is ever swapped.
+The file is mapped, and the system caches as much of the file as fits into memory. When memory is
+short, the system drops pages, and reads a dropped page again when the page is used. Pages are
+dropped without being written, so nothing is ever swapped.
 """
 
 import mmap
@@ -14,13 +15,16 @@ from torch import Tensor
 
 from headrace_common.errors import ModelError
 
-_ALIGNED = 64  # bytes: a line of the cache
-_SYNC_BYTES = 256 << 20  # written at once; what waits to be written is memory that nobody can take
+# The alignment of tensors in bytes: the size of a cache line.
+_ALIGNED = 64
+# Data is flushed in parts of this many bytes, because the memory of unwritten pages cannot be
+# reclaimed.
+_SYNC_BYTES = 256 << 20
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def room_for(layer_bytes: int) -> int:
-    """Bytes of the file that a packed layer takes: weight, scale and bias, each from a line on."""
+def aligned_bytes(layer_bytes: int) -> int:
+    """Return the bytes that a packed layer's aligned weight, scale and bias take in the file."""
     return layer_bytes + 3 * _ALIGNED
 
 
@@ -29,20 +33,20 @@ def folder() -> Path:
 
 
 def objection(size: int) -> str | None:
-    """The reason why there can be no such file, as a sentence; None if there can."""
-    own = folder()
-    existing = next(path for path in (own, *own.parents) if path.exists())
+    """Return a sentence that says why a file of this size cannot be created, or None."""
+    location = folder()
+    existing = next(path for path in (location, *location.parents) if path.exists())
     if _kind(existing) in _IN_MEMORY:
-        return f"{existing} lies in memory, not on a disk."
+        return f"{existing} is in memory, not on a disk."
     facts = os.statvfs(existing)
     free = facts.f_bavail * facts.f_frsize
     if free < size:
-        return f"{existing} has {free >> 20} MiB free for {size >> 20} MiB of experts."
+        return f"{existing} has only {free >> 20} MiB free for {size >> 20} MiB of experts."
     return None
 
 
 def _kind(path: Path) -> str:
-    """The type of the file system that a path is on; empty where the system does not say."""
+    """Return the type of the path's file system; empty if the system reports no type."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -52,30 +56,33 @@ def _kind(path: Path) -> str:
         before, _, after = line.partition(" - ")
         found[Path(before.split()[4])] = after.split()[0]
     real = path.resolve()
-    return next((found[own] for own in (real, *real.parents) if own in found), "")
+    return next((found[location] for location in (real, *real.parents) if location in found), "")
 
 
 class MappedFile:
     def __init__(self, size: int) -> None:
-        own = folder()
+        location = folder()
         try:
-            own.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=own) as file:
+            location.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=location) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._map = mmap.mmap(file.fileno(), size)
-                # else a miss reads all around it, which may be much more than one expert
+                # By default, a page fault also reads the surrounding pages, which can be much more
+                # than one expert.
                 self._map.madvise(mmap.MADV_SEQUENTIAL)
         except OSError as error:
             raise ModelError(
-                f"{own} cannot hold {size >> 20} MiB of experts ({error.strerror}); free some of "
-                "its disk, set XDG_CACHE_HOME to another, or use a smaller model or --quantize.",
+                f"{location} cannot hold {size >> 20} MiB of experts ({error.strerror}). Free "
+                "space on that disk, set XDG_CACHE_HOME to a folder on another disk, or use a "
+                "smaller model or --quantize.",
                 "model_too_large",
             ) from error
         self._end = self._synced = 0
-        self.num_bytes = 0  # that lie in it
+        # The bytes of tensors in the file, without padding.
+        self.num_bytes = 0
 
-    def place(self, tensor: Tensor) -> Tensor:
-        """The same numbers, in the file."""
+    def store(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor into the file; return a tensor that uses the memory of the copy."""
         raw = tensor.contiguous().view(torch.uint8).flatten().numpy()
         first = -(-self._end // _ALIGNED) * _ALIGNED
         self._end = first + raw.nbytes

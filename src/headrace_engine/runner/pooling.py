@@ -1,4 +1,4 @@
-"""Pools a prompt's rows into the one vector that stands for it, however the prompt was cut."""
+"""Pools the rows of a prompt into one vector, with the same result for any division into chunks."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ Stage = Callable[[Tensor], Tensor]
 
 
 class VectorHead:
-    """A model's way from rows to vectors of `size` numbers: the modes that pool, then stages."""
+    """Runs the stages that turn rows, pooled in `modes`, into a vector of `size` numbers."""
 
     def __init__(self, modes: tuple[PoolingMode, ...], stages: Sequence[Stage], size: int) -> None:
         self.modes = modes
@@ -24,51 +24,55 @@ class VectorHead:
         return pooled
 
 
-def to_unit(vector: Tensor) -> Tensor:
-    """The vector at length 1."""
-    vector = vector / vector.abs().amax()  # a large one may overflow when it is squared
+def normalize(vector: Tensor) -> Tensor:
+    """Scale a vector to length 1."""
+    # Squaring a large number could overflow, so divide by the largest number first.
+    vector = vector / vector.abs().amax()
     return vector / torch.linalg.vector_norm(vector)
 
 
-UNIT = VectorHead(("last",), (to_unit,), 0)
+UNIT = VectorHead(("last",), (normalize,), 0)
 
 
 class PooledRows:
-    """The pooled rows of the chunks so far: of each mode a float32 sum, a maximum, or one row."""
+    """Holds the pooled rows so far: a float32 sum, a maximum or one row for each mode."""
 
     def __init__(self, pooling: Pooling, head: VectorHead) -> None:
         self._modes = pooling.modes
         self._head = head
         self._num_rows = 0
-        self._kept: dict[PoolingMode, Tensor] = {}
+        self._pooled: dict[PoolingMode, Tensor] = {}
 
     def add(self, rows: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-        """The rows that `Pooling.num_rows` asked for of the next chunk."""
+        """Add the rows of the next chunk; `Pooling.num_rows` determines the number of rows."""
         if not len(rows):
             return
-        values, kept = rows.float(), self._kept
+        values, pooled = rows.float(), self._pooled
         for mode in self._modes:
             match mode:
                 case "score":
-                    kept[mode] = logits(rows[-1:])[0]
+                    pooled[mode] = logits(rows[-1:])[0]
                 case "last":
-                    kept[mode] = values[-1]
+                    pooled[mode] = values[-1]
                 case "cls":
-                    kept.setdefault(mode, values[0])
+                    pooled.setdefault(mode, values[0])
                 case "max":
                     largest = values.amax(dim=0)
-                    kept[mode] = torch.maximum(largest, kept.get(mode, largest))
+                    pooled[mode] = torch.maximum(largest, pooled.get(mode, largest))
                 case "mean" | "mean_sqrt_len":
-                    kept[mode] = kept.get(mode, 0) + values.sum(dim=0)
+                    pooled[mode] = pooled.get(mode, 0) + values.sum(dim=0)
                 case "weightedmean":
                     first = self._num_rows + 1
                     weights = torch.arange(first, first + len(values), device=values.device)
-                    kept[mode] = kept.get(mode, 0) + (values * weights[:, None]).sum(dim=0)
+                    pooled[mode] = pooled.get(mode, 0) + (values * weights[:, None]).sum(dim=0)
         self._num_rows += len(rows)
 
     def vector(self) -> bytes | None:
-        """Packed float32, as the head makes it unless it is a score; None if it is not finite."""
-        parts = [self._kept[mode] / self._divisor(mode) for mode in self._modes]
+        """Return the vector, or the score without the head, as packed float32.
+
+        Returns None if a value is not finite.
+        """
+        parts = [self._pooled[mode] / self._divisor(mode) for mode in self._modes]
         vector = torch.cat(parts).cpu()
         if self._modes != ("score",):
             vector = self._head(vector)

@@ -1,16 +1,16 @@
-"""The cores and the free memory of this machine."""
+"""Reads the number of cores and the free memory of this machine."""
 
 import ctypes
 import os
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
-_UNLIMITED = 1 << 60
+from headrace_common.system.memory_limits import free_group_bytes
 
-
-_PORTABLE = {"8", "9", "10", "11", "14", "30", "31", "32"}  # chassis of DMI: laptops, tablets, …
+# DMI's chassis types of laptops, tablets and similar devices.
+_PORTABLE = {"8", "9", "10", "11", "14", "30", "31", "32"}
 
 
 def num_cores() -> int:
@@ -18,18 +18,18 @@ def num_cores() -> int:
 
 
 def num_threads(wanted: int | Literal["auto"]) -> int:
-    """Compute threads. auto: as many as cores, on a laptop one less: somebody sits before it."""
+    """Return the number of compute threads; "auto" means one per core, and one less on a laptop."""
     if wanted != "auto":
         return wanted
     return max(1, num_cores() - is_portable())
 
 
 def is_portable(system: Path = Path("/sys/class")) -> bool:
-    """Whether this is a laptop or its like, by its chassis or its battery."""
+    """Return whether this machine is a laptop or similar, judged by its chassis or battery."""
     if _text(system / "dmi" / "id" / "chassis_type") in _PORTABLE:
         return True
     supplies = system.glob("power_supply/*")
-    # the battery of a mouse has the scope of its device
+    # The battery of a mouse or keyboard has the scope Device.
     return any(
         _text(it / "type") == "Battery" and _text(it / "scope") != "Device" for it in supplies
     )
@@ -43,62 +43,19 @@ def _text(file: Path) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken now."""
+    """Return how many bytes can be allocated now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():  # not Linux: half of what is built in
+    # Without /proc, assume that half of the installed memory is free.
+    if not meminfo.is_file():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return min(int(lines["MemAvailable"].split()[0]) << 10, _container_bytes())
+    return min(int(lines["MemAvailable"].split()[0]) << 10, free_group_bytes())
 
 
-def give_back_freed() -> None:
-    """Return freed memory to the system, where the C library can; it would keep most of it."""
+def release_freed_memory() -> None:
+    """Return freed memory to the system; otherwise the C library keeps most of the memory."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-class _GroupFiles(NamedTuple):
-    """The names by which a version of control groups tells of memory."""
-
-    limit: str
-    used: str
-    inactive: str  # in memory.stat: cached files that are given up first
-
-
-_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
-
-
-def _container_bytes(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> int:
-    """Free bytes of the control groups that hold this process, its container's among them.
-
-    Without a limit, more than any machine has.
-    """
-    free = [_left(root, _V2)]
-    for line in own.read_text().splitlines() if own.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        files = _V1 if controllers else _V2
-        base = root / "memory" if controllers else root
-        inner = [part for part in path.split("/") if part and part != ".."]
-        free += [_left(base.joinpath(*inner[:depth]), files) for depth in range(len(inner) + 1)]
-    return min(free)
-
-
-def _left(group: Path, files: _GroupFiles) -> int:
-    """Free bytes of one group. It counts cached files, a model's among them; they count as free."""
-    try:
-        limit = (group / files.limit).read_text().strip()
-        used = int((group / files.used).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:  # the root has no limit, and a container sees no group outside it
-        return _UNLIMITED
-    if limit == "max":
-        return _UNLIMITED
-    return max(0, int(limit) - max(0, used - int(stat.get(files.inactive, 0))))

@@ -1,7 +1,8 @@
-"""Owns whether a model fits the memory that is free: before it is loaded, and meanwhile.
+"""Checks whether a model fits into the free memory, before and during loading.
 
-What is free is what can be taken without swapping, and within the limits of the process's control
-groups. Other programs take memory, too, while a large model is read for minutes.
+Free memory is the memory that can be allocated without swapping, within the limits of the
+process's control groups. Loading a large model takes minutes, and other programs may take memory
+meanwhile.
 """
 
 import contextlib
@@ -18,14 +19,16 @@ from headrace_engine.runner.footprint import Footprint, footprint
 from headrace_engine.runner.mapped_file import objection
 from headrace_engine.runner.probe import free_bytes
 
-_LOGIT_COPIES = 4  # of a step's float32 logits: as computed, adjusted, sorted, summed
-_LEFT_BYTES, _LEFT_SHARE = 256 << 20, 0.05  # kept for others while weights are read: the smaller
+# Copies of a step's float32 logits: as computed, adjusted, sorted and summed.
+_LOGIT_COPIES = 4
+# Loading leaves this many bytes or this share to other programs, whichever is smaller.
+_LEFT_BYTES, _LEFT_SHARE = 256 << 20, 0.05
 _CHECK_S = 0.05
 _TOO_LARGE = "model_too_large"
 
 
 def stored_as(quantize: str, name: str) -> str:
-    """The form of weights in words, of that name's dtype where nothing else is said."""
+    """Describe how weights are stored, for messages and fingerprints."""
     how = {"none": "", "int4": " int4 with its head in int8"}.get(quantize, f" {quantize}")
     return name + how
 
@@ -33,9 +36,9 @@ def stored_as(quantize: str, name: str) -> str:
 def weights_that_fit(
     spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, instructions: InstructionSet, free: int
 ) -> Footprint:
-    """Bytes of the weights; ModelError if they do not fit, with options that take less.
+    """Return the memory of the weights; ModelError with smaller options if weights do not fit.
 
-    Where all else fits, experts may lie in a mapped file.
+    If everything else fits, experts may be kept in a mapped file.
     """
     needed = footprint(spec, dtype, instructions, quantize)
     if needed.peak <= free:
@@ -46,50 +49,51 @@ def weights_that_fit(
         return mapped
     stored = stored_as(quantize, str(dtype).removeprefix("torch."))
     raise ModelError(
-        f"The weights of {spec.name} take {needed} in {stored} and {free >> 20} MiB are "
+        f"The weights of {spec.name} take {needed} in {stored}, but only {free >> 20} MiB are "
         f"free; use a smaller model{_remedy(spec, dtype, quantize, instructions, free)}."
-        + (f" Its experts cannot stay on disk: {reason}" if reason else ""),
+        + (f" Its experts cannot be kept on disk: {reason}" if reason else ""),
         _TOO_LARGE,
     )
 
 
 def step_bytes(spec: ModelSpec, num_seqs: int) -> int:
-    """Bytes that a step of so many sequences takes beside weights and cache, roughly."""
+    """Estimate the bytes that a step of `num_seqs` sequences takes besides weights and cache."""
     return _LOGIT_COPIES * torch.float32.itemsize * spec.vocab_size * num_seqs
 
 
-def check_beside(
-    spec: ModelSpec, weights: Footprint, asked: int | None, least: tuple[int, int], free: int
+def check_cache_fits(
+    spec: ModelSpec, weights: Footprint, wanted: int | None, least: tuple[int, int], free: int
 ) -> None:
-    """ModelError if beside the weights there is no room for the cache, as `asked` or the least.
+    """Raise ModelError if the cache does not fit into memory with the weights.
 
-    `least`: bytes of the shortest cache that is served, and of a step.
+    `wanted` is the size of the cache in bytes, if the user has set a size. `least` has the bytes
+    of the smallest cache that may be served, and the bytes of a step.
     """
     shortest, step = least
     room = free - weights.held - step
-    if room >= (shortest if asked is None else asked):
+    if room >= (shortest if wanted is None else wanted):
         return
-    taken = f"{weights.held >> 20} MiB of weights and {step >> 20} for a step"
-    if asked is not None:
+    taken = f"{weights.held >> 20} MiB of weights and {step >> 20} MiB for a step"
+    if wanted is not None:
         raise ModelError(
-            f"--kv-cache-memory-bytes asks for {asked >> 20} MiB beside {taken}, and {free >> 20} "
-            f"MiB are free; ask for {max(0, room >> 20)} MiB or less.",
+            f"--kv-cache-memory-bytes asks for {wanted >> 20} MiB besides {taken}, but only "
+            f"{free >> 20} MiB are free; set it to at most {max(0, room >> 20)} MiB.",
             _TOO_LARGE,
         )
     raise ModelError(
-        f"{spec.name} takes {taken}, and a cache of {shortest >> 20} MiB for one sequence; "
-        f"{free >> 20} MiB are free. Close other programs, give fewer --max-num-seqs, or use a "
-        "smaller model or --quantize.",
+        f"{spec.name} takes {taken}, and {shortest >> 20} MiB to cache one sequence, but only "
+        f"{free >> 20} MiB are free. Close other programs, lower --max-num-seqs, or use a smaller "
+        "model or --quantize.",
         _TOO_LARGE,
     )
 
 
 @contextlib.contextmanager
-def guarded(device: torch.device) -> Iterator[None]:
-    """A load of weights that is given up as soon as others have taken the memory that it needs.
+def watch_memory(device: torch.device) -> Iterator[None]:
+    """Stop loading weights if other programs take the memory that the weights need.
 
-    ModelError then, before the system ends a process or swaps. It looks where the load tells how
-    far it is.
+    Free memory is checked at each progress report. ModelError is raised before the system would
+    swap or kill a process.
     """
     tell = ON_LOADING.get()
     keep = min(_LEFT_BYTES, int(_LEFT_SHARE * free_bytes(device)))
@@ -103,9 +107,9 @@ def guarded(device: torch.device) -> Iterator[None]:
         checked_at = time.monotonic()
         if (left := free_bytes(device)) < keep:
             raise ModelError(
-                f"Other programs have taken memory since the load began: {left >> 20} MiB are "
-                f"left at {100 * loading.share:.0f} % of the weights, and {keep >> 20} MiB are "
-                "kept free for them. Close some, or use a smaller model or --quantize.",
+                f"Loading stopped at {100 * loading.share:.0f} % of the weights, because other "
+                f"programs have taken memory: {left >> 20} MiB are free, and {keep >> 20} MiB must "
+                "stay free. Close programs, or use a smaller model or --quantize.",
                 _TOO_LARGE,
             )
 
@@ -119,7 +123,7 @@ def guarded(device: torch.device) -> Iterator[None]:
 def _remedy(
     spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, instructions: InstructionSet, free: int
 ) -> str:
-    """Options that take less, least loss first: one that fits, or else the smallest."""
+    """Return smaller options as text: the least lossy option that fits, or else the smallest."""
     if dtype == torch.float32 and quantize == "none":
         return " or --dtype bfloat16"
     all_smaller: dict[Quantize, tuple[Quantize, ...]] = {

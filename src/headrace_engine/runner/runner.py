@@ -1,4 +1,4 @@
-"""Executes a plan: computes its chunks, draws its tokens; remembers each sequence's tokens."""
+"""Executes plans: computes chunks, draws tokens and keeps the tokens of each sequence."""
 
 import functools
 import time
@@ -33,7 +33,8 @@ from headrace_engine.runner.sampling.logprobs import join, pack_logprobs
 from headrace_engine.runner.sampling.sampler import draw, draw_guessed
 from headrace_engine.runner.sampling.state import Constraint, SequenceState
 
-_ROWS_AT_ONCE = 64  # rows of prompt logits held at a time: 64 × 150,000 × 4 bytes = 38 MB
+# Prompt logits are computed for this many rows at a time: 64 × 150,000 × 4 bytes = 38 MB.
+_ROWS_AT_ONCE = 64
 
 
 def _unconstrained(sampling: Sampling) -> Constraint | None:
@@ -41,7 +42,7 @@ def _unconstrained(sampling: Sampling) -> Constraint | None:
 
 
 class Runner:
-    """Runs plans in the order in which they are launched."""
+    """Runs plans in launch order."""
 
     def __init__(
         self,
@@ -50,62 +51,67 @@ class Runner:
         constrain: Callable[[Sampling], Constraint | None] = _unconstrained,
         tells_forced: bool = False,
     ) -> None:
-        """`head` makes vectors; `constrain` returns the constraint of an answer that has one.
+        """`head` makes vectors; `constrain` returns the grammar state of a new sequence, if any.
 
-        With `tells_forced`, a draw also returns the tokens that its grammar forces next, which
-        guesses start with.
+        If `tells_forced` is true, a draw also returns the tokens that the grammar forces next,
+        for use as a guess.
         """
         self.lane = lane
         self.head = head
         self._constrain = constrain
         self._tells_forced = tells_forced
-        self.forward = lane.forward  # another one while adapters are loaded
-        self._known: dict[SequenceId, SequenceState] = {}
-        self._inputs: dict[SequenceId, PromptInputs] = {}  # of those that have works
+        # While any adapter is loaded, this is the forward of `Adapters`.
+        self.forward = lane.forward
+        self._sequences: dict[SequenceId, SequenceState] = {}
+        # The inputs of all sequences with encoder inputs.
+        self._inputs: dict[SequenceId, PromptInputs] = {}
 
     @functools.cached_property
     def numbers(self) -> BlockBytes | None:
-        """The lane's memory as bytes, if it may be kept elsewhere."""
+        """Return an object that copies the cache as bytes; None if the lane has no `storage`."""
         storage = self.lane.storage
         return None if storage is None else BlockBytes(storage)
 
     @functools.cached_property
     def adapters(self) -> Adapters:
-        """ModelError if the lane takes none."""
+        """Return the adapters of the lane; ModelError if the lane does not support adapters."""
         if not self.lane.traits.takes_adapters:
             raise ModelError(
-                f"Lane {self.lane.traits.id} takes no adapters; the native lanes do. "
-                "`headrace merge` makes a model of base and adapter."
+                f"Lane {self.lane.traits.id} does not support adapters. Use a native lane, or "
+                "merge the model and the adapter with `headrace merge`."
             )
         return Adapters(cast(AdaptableLane, self.lane))
 
     @torch.inference_mode()
     def read_adapter(self, adapter: Adapter) -> ReadAdapter:
-        """May run beside steps; ModelError if it cannot be had."""
+        """Read an adapter, possibly during a step; ModelError if the adapter cannot be read."""
         return self.adapters.read(adapter)
 
     @torch.inference_mode()
     def put_adapter(self, read: ReadAdapter) -> None:
-        """Lets chunks name it."""
+        """Let chunks use an adapter that was read."""
         self.adapters.put(read)
         self.forward = self.adapters.forward
 
     def drop_adapter(self, fingerprint: str) -> None:
-        """No chunk names it any more."""
+        """Remove an adapter that no chunk uses any more."""
         self.adapters.drop(fingerprint)
         if not self.adapters:
             self.forward = self.lane.forward
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "PendingStep":
-        """Computes the chunks; MemoryError, here or with the result, if the device is full."""
-        began = time.perf_counter()
+        """Compute the chunks of a plan.
+
+        Raises MemoryError, here or from `PendingStep.result`, if the device is out of memory.
+        """
+        started = time.perf_counter()
         for sequence_id in plan.ended:
-            self._known.pop(sequence_id, None)
+            self._sequences.pop(sequence_id, None)
             if self._inputs.pop(sequence_id, None) is not None:
                 self._encoding.end(sequence_id)
         for begin in plan.begun:
-            self._known[begin.sequence_id] = SequenceState.from_begin(
+            self._sequences[begin.sequence_id] = SequenceState.from_begin(
                 begin, self._constrain(begin.sampling), self.head
             )
             if begin.inputs.works:
@@ -120,7 +126,7 @@ class Runner:
                 load_s = self._load(plan.loads)
             for encoded in plan.encoded:
                 if self._encode(encoded):
-                    encode_s += time.perf_counter() - began
+                    encode_s += time.perf_counter() - started
             if plan.chunks:
                 rows = self._compute(plan.chunks)
             if plan.block_copies or plan.slot_copies:
@@ -128,21 +134,22 @@ class Runner:
         except RuntimeError as error:
             _raise_if_memory_is_short(error)
             raise
-        return PendingStep(self, plan, rows, began, encode_s, load_s)
+        return PendingStep(self, plan, rows, started, encode_s, load_s)
 
     def _load(self, loads: Sequence[Load]) -> float:
-        """Returns the seconds that it took."""
-        began = time.perf_counter()
-        assert self.numbers is not None, "nothing is loaded that was never kept"
+        """Copy cached prefixes into their blocks; return the seconds that the copy took."""
+        started = time.perf_counter()
+        assert self.numbers is not None, "only lanes with `storage` can load cached prefixes"
         for load in loads:
             slot_id = None if load.slot_id == NO_SLOT else load.slot_id
             for run in load.runs:
                 self.numbers.put(run.numbers, run.num_blocks, run.skip, run.block_ids, slot_id)
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     @property
     def _encoding(self) -> EncodingLane:
-        return cast(EncodingLane, self.lane)  # no other lane has sequences with works
+        # Only encoding lanes have sequences with encoder inputs.
+        return cast(EncodingLane, self.lane)
 
     def _encode(self, chunk: EncodeChunk) -> bool:
         work = self._inputs[chunk.sequence_id].works[chunk.work]
@@ -153,7 +160,7 @@ class Runner:
         tokens = []
         for chunk in chunks:
             num_known = chunk.length - len(chunk.guess)
-            known = self._known[chunk.sequence_id].token_ids
+            known = self._sequences[chunk.sequence_id].token_ids
             token_ids = known[chunk.start : chunk.start + num_known]
             assert len(token_ids) == num_known, "a chunk goes past the known tokens"
             token_ids.extend(chunk.guess)
@@ -161,36 +168,43 @@ class Runner:
         return self.forward(chunks, tokens)
 
     def finish(self, plan: StepPlan, rows: Tensor) -> tuple[ChunkResult, ...]:
-        """Draws the tokens of a computed plan and remembers them."""
+        """Draw the tokens of a computed plan, and append each token to its sequence."""
         if not plan.chunks:
             return ()
         parts = rows.split([chunk.num_rows for chunk in plan.chunks])
         drawn = iter(self._draw(plan.chunks, parts))
         results = []
         for chunk, part in zip(plan.chunks, parts, strict=True):
-            known = self._known[chunk.sequence_id]
-            if known.pooled is not None:
-                results.append(self._pooled(chunk, part, known.pooled))
+            sequence = self._sequences[chunk.sequence_id]
+            if sequence.pooled is not None:
+                results.append(self._pooled(chunk, part, sequence.pooled))
                 continue
             logprobs = None
-            if known.sampling.num_prompt_logprobs is not None:
+            if sequence.sampling.num_prompt_logprobs is not None:
                 logprobs = self._prompt_logprobs(chunk, part)
-            own = tuple(islice(drawn, len(chunk.draws)))
-            results.append(ChunkResult(drawn=own, prompt_logprobs=logprobs))
+            draws = tuple(islice(drawn, len(chunk.draws)))
+            results.append(ChunkResult(drawn=draws, prompt_logprobs=logprobs))
         return tuple(results)
 
     def _pooled(self, chunk: Chunk, rows: Tensor, pooled: PooledRows) -> ChunkResult:
         pooled.add(rows, self.lane.logits)
-        if chunk.start + chunk.length < self._known[chunk.sequence_id].num_prompt:
+        if chunk.start + chunk.length < self._sequences[chunk.sequence_id].num_prompt:
             return ChunkResult()
         vector = pooled.vector()
-        error = None if vector else "The model's output for this input is not a number."
+        error = None if vector else "The model's output for this input contains NaN or infinity."
         return ChunkResult(vector=vector or b"", error=error)
 
     def _draw(self, chunks: Sequence[Chunk], parts: Sequence[Tensor]) -> list[Drawn]:
-        """Draws for each sequence, chunk by chunk; siblings draw from the same row."""
+        """Draw for each sequence, chunk by chunk.
+
+        Choices of one prompt draw from the same row. A chunk with a guess of n tokens has n + 1
+        rows: row i, counted from 0, was computed after the first i tokens of the guess. The
+        output layer computes all rows together. Each sequence draws from row 0, and continues
+        with the next row while the drawn token equals the guessed token.
+        """
         rows: list[Tensor] = []
-        places: list[int] = []  # the number of each sequence's first row
+        # For each sequence, the index of the sequence's first row.
+        row_indices: list[int] = []
         sequences: list[SequenceState] = []
         guesses: list[tuple[int, ...]] = []
         num_rows = 0
@@ -199,55 +213,55 @@ class Runner:
                 continue
             rows.append(part[len(part) - 1 - len(chunk.guess) :])
             for sequence_id in chunk.draws:
-                places.append(num_rows)
-                sequences.append(self._known[sequence_id])
+                row_indices.append(num_rows)
+                sequences.append(self._sequences[sequence_id])
                 guesses.append(chunk.guess)
             num_rows += 1 + len(chunk.guess)
         if not rows:
             return []
         logits = self.lane.logits(torch.cat(rows))  # [rows, vocab]
-        first_rows = logits if places == list(range(num_rows)) else logits[places]
+        first_rows = logits if row_indices == list(range(num_rows)) else logits[row_indices]
         results = []
-        for place, known, drawn, guess in zip(
-            places, sequences, draw(first_rows, sequences), guesses, strict=True
+        for row, sequence, drawn, guess in zip(
+            row_indices, sequences, draw(first_rows, sequences), guesses, strict=True
         ):
-            known.token_ids.extend(drawn.token_ids)
+            sequence.token_ids.extend(drawn.token_ids)
             if guess:
-                drawn = draw_guessed(logits[place:], known, drawn, guess)
-            if self._tells_forced and known.constraint is not None:
-                drawn = _with_forced(known, drawn)
+                drawn = draw_guessed(logits[row:], sequence, drawn, guess)
+            if self._tells_forced and sequence.constraint is not None:
+                drawn = _with_forced(sequence, drawn)
             results.append(drawn)
         return results
 
     def _prompt_logprobs(self, chunk: Chunk, rows: Tensor) -> Logprobs | None:
-        """Rows for the prompt tokens that follow this chunk's, a bounded group at a time."""
-        known = self._known[chunk.sequence_id]
-        count = known.sampling.num_prompt_logprobs
-        end = min(chunk.start + chunk.length, known.num_prompt - 1)
+        """Return the log probabilities of the prompt tokens that follow the chunk's tokens."""
+        sequence = self._sequences[chunk.sequence_id]
+        count = sequence.sampling.num_prompt_logprobs
+        end = min(chunk.start + chunk.length, sequence.num_prompt - 1)
         if count is None or end <= chunk.start or chunk.num_rows != chunk.length:
             return None
         parts = []
         for first in range(chunk.start, end, _ROWS_AT_ONCE):
             last = min(first + _ROWS_AT_ONCE, end)
             logits = self.lane.logits(rows[first - chunk.start : last - chunk.start])
-            parts.append(pack_logprobs(logits, known.token_ids[first + 1 : last + 1], count))
+            parts.append(pack_logprobs(logits, sequence.token_ids[first + 1 : last + 1], count))
         return join(parts)
 
 
 class PendingStep:
-    """A launched plan."""
+    """A plan whose chunks are being computed; `result` draws the tokens."""
 
     def __init__(
         self,
         runner: Runner,
         plan: StepPlan,
         rows: Tensor,
-        began: float,
+        started: float,
         encode_s: float,
         load_s: float,
     ) -> None:
         self._runner, self._plan, self._rows = runner, plan, rows
-        self._began, self._encode_s, self._load_s = began, encode_s, load_s
+        self._started, self._encode_s, self._load_s = started, encode_s, load_s
 
     @torch.inference_mode()
     def result(self) -> StepResult:
@@ -256,19 +270,20 @@ class PendingStep:
         except RuntimeError as error:
             _raise_if_memory_is_short(error)
             raise
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._started
         return StepResult(chunks, seconds, self._encode_s, self._load_s)
 
 
-def _with_forced(known: SequenceState, drawn: Drawn) -> Drawn:
+def _with_forced(sequence: SequenceState, drawn: Drawn) -> Drawn:
     """Add the tokens that the grammar forces next, if the request allows guesses."""
-    if not known.sampling.guess or drawn.error is not None or known.is_over:
+    if not sequence.sampling.guess or drawn.error is not None or sequence.is_over:
         return drawn
-    return msgspec.structs.replace(drawn, forced=known.forced())
+    return msgspec.structs.replace(drawn, forced=sequence.forced())
 
 
 def _raise_if_memory_is_short(error: RuntimeError) -> None:
-    """Raise MemoryError if torch ran out of memory, which it reports in several ways."""
+    """Raise MemoryError if `error` means that torch ran out of memory."""
     is_short = isinstance(error, torch.OutOfMemoryError)
-    if is_short or "you tried to allocate" in str(error):  # the CPU's allocator has no type
+    # On a CPU, torch raises a plain RuntimeError with this text.
+    if is_short or "you tried to allocate" in str(error):
         raise MemoryError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Steps of a made-up sequence before the first request: they compile kernels and are timed."""
+"""Runs steps of a made-up sequence before the first request, to compile and time the kernels."""
 
 import time
 from array import array
@@ -11,7 +11,7 @@ from headrace_common.plan import (
     Begin,
     Chunk,
     EncodeChunk,
-    EncodeWork,
+    EncoderInput,
     PromptInputs,
     StepPlan,
 )
@@ -19,15 +19,19 @@ from headrace_common.sampling import Pooling, Sampling
 from headrace_engine.runner.runner import Runner
 
 _TRIALS = ((4, 1), (16, 1), (64, 8, 1))
-"""Lengths of a sequence's chunks: prompt steps of four sizes, every way through the kernels."""
+"""The chunk lengths of each trial sequence.
+
+The prompt chunks have four different sizes, so that the trials use every kernel.
+"""
 _NUM_ROUNDS = 4
-_NO_MORE_AFTER_S = 4.0
-_SOURCE = 16  # tokens of the source that goes with the other trials
+_MAX_TIMING_S = 4.0
+# The number of source tokens of an encoder-decoder model in these trials.
+_SOURCE = 16
 _SOURCES = (16, 48, 144)
 _ID = SequenceId(-1)
 
 Timed = tuple[tuple[int, int], float]
-"""Tokens that were computed before and new ones, and the seconds of their step."""
+"""The number of tokens computed earlier, the number of new tokens, and the seconds of the step."""
 
 
 def one_round(runner: Runner, layout: MemoryLayout) -> Iterator[Timed]:
@@ -38,11 +42,11 @@ def one_round(runner: Runner, layout: MemoryLayout) -> Iterator[Timed]:
 
 
 def timed_steps(runner: Runner, layout: MemoryLayout) -> Iterator[Timed]:
-    """Rounds on a warm runner; a slow model is timed for a few seconds only, shortest steps first.
+    """Run and time steps on a warm runner, the shortest first; stop early if the model is slow.
 
     A chunk of one token is a decode chunk.
     """
-    end = time.monotonic() + _NO_MORE_AFTER_S
+    end = time.monotonic() + _MAX_TIMING_S
     for _ in range(_NUM_ROUNDS):
         for timed in one_round(runner, layout):
             yield timed
@@ -57,7 +61,7 @@ def _trial(runner: Runner, layout: MemoryLayout, lengths: tuple[int, ...]) -> It
     ids = array("i", [0] * total)
     draws_any = "generate" in runner.lane.traits.tasks
     pooling = None if draws_any else Pooling(runner.head.modes)
-    works = _works(runner, _SOURCE)
+    works = _encoder_inputs(runner, _SOURCE)
     sampling = Sampling(temperature=0, ignore_eos=True, pooling=pooling)
     begin = Begin(_ID, ids, total, 0, sampling, works)
     runner.launch(StepPlan(begun=(begin,))).result()
@@ -77,10 +81,14 @@ def _trial(runner: Runner, layout: MemoryLayout, lengths: tuple[int, ...]) -> It
 
 
 def timed_encoding(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, int, float]]:
-    """Size, units and seconds of pieces of sources, if the lane has any; the first are warm-up."""
-    end = time.monotonic() + _NO_MORE_AFTER_S
+    """Run and time parts of the encoder, if prompts are sources for an encoder.
+
+    Yields the number of source tokens, the number of encoder units, and the seconds. Times of the
+    first source are not yielded, because that source only warms up the kernels.
+    """
+    end = time.monotonic() + _MAX_TIMING_S
     for is_warm, size in enumerate((_SOURCE, *_SOURCES)):
-        works = _works(runner, min(size, layout.max_positions))
+        works = _encoder_inputs(runner, min(size, layout.max_positions))
         for number, work in enumerate(works.works):
             start_ids = array("i", [0])
             begin = Begin(_ID, start_ids, 1, 0, Sampling(), works)
@@ -95,10 +103,10 @@ def timed_encoding(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, 
             runner.launch(StepPlan(ended=(_ID,))).result()
 
 
-def _works(runner: Runner, size: int) -> PromptInputs:
+def _encoder_inputs(runner: Runner, size: int) -> PromptInputs:
     spec = runner.lane.traits.source
     if spec is None:
         return PromptInputs()
     data = array("i", [0] * size).tobytes()
-    work = EncodeWork(0, 1 << 40, size, spec.num_units, not spec.can_be_cut, True, data)
+    work = EncoderInput(0, 1 << 40, size, spec.num_units, not spec.can_be_cut, True, data)
     return PromptInputs((work,))

@@ -1,4 +1,7 @@
-"""How many prompt tokens fit a step beside its decode chunks; picks no sequence."""
+"""Computes how many prompt tokens a step can take in addition to its decode chunks.
+
+The planner chooses the sequences.
+"""
 
 from collections import Counter, deque
 from dataclasses import replace
@@ -10,42 +13,59 @@ import msgspec
 
 from headrace_common.config.settings import SchedulerConfig
 from headrace_common.layout import MemoryLayout
-from headrace_common.plan import Elsewhere, EncodeWork, SourceSpec
+from headrace_common.plan import Elsewhere, EncoderInput, SourceSpec
 from headrace_engine.scheduler.cost import Coefficients, CostModel, StepShape
 from headrace_engine.scheduler.row_times import RowTimes
 
 MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 MAX_STALL_MS = {"cpu": 200.0, "cuda": 50.0}
 MAX_GUESS = 8
-# Nobody asked for the default target, so it gives way where it would starve prompts: a cold one
-# should wait at most twice as long for its first token as without a target, and no less than that
-# lets: prompts get 1.4 of 2.4 parts of a step, and a token costs more in a small chunk.
-DEFAULT_SHARE, ASKED_SHARE = 1.4, 0.25
+# Prompts always get at least this fraction of the time of the decode chunks. The first value
+# applies to the default stall target: prompts get at least 1.4 seconds for each second of decode
+# chunks. A step may exceed the default target, because the user did not choose that target. A
+# smaller fraction makes chunks smaller, and each token of a smaller chunk costs more. With 1.4,
+# the first token of an uncached prompt takes at most twice as long as without a target. No
+# smaller fraction meets this bound. The second value applies to a target that the user has set.
+DEFAULT_SHARE, EXPLICIT_SHARE = 1.4, 0.25
 
-COLD_TOKENS = 64  # prompt tokens of the first step, while nothing is measured
+# The maximum number of prompt tokens in a step before any step was timed.
+COLD_TOKENS = 64
 NUM_OVERHEADS = 64
 QUARANTINE, WHOLE, SPAN = "quarantine", "whole", "span"
-SAT_OUT = (QUARANTINE, WHOLE)  # steps that streams have no part in
+# Causes of a missed stall target. In a step with one of these causes, streams get no token.
+WITHOUT_STREAMS = (QUARANTINE, WHOLE)
 UNMEASURED_TOKENS_PER_S = 500.0
-TAIL = 8  # the end of a prompt joins the chunk before it if it is at most 1/TAIL as long
+# A chunk also computes the rest of its prompt if the rest is at most 1/TAIL of the chunk's length.
+TAIL = 8
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers a scheduler works under once device and model are known; none are measured."""
+    """Holds the scheduler's limits, which follow from settings, device and model."""
 
     max_num_seqs: int
     max_step_tokens: int
-    max_model_len: int  # the model's positions, or fewer if the user said so
-    max_stall_s: float | None = None  # for a step while a stream decodes; None: no target
-    max_step_s: float | None = None  # for any other step
-    prompt_share: float = 0.25  # prompts always get this fraction of the decode chunks' time
-    forward_per_chunk: bool = False  # the lane runs its chunks one after another
-    is_whole: bool = False  # the lane cannot go on from a cache: prompts are never cut
-    source: SourceSpec | None = None  # if prompts are sources to encode
-    max_guess: int = 0  # tokens that one chunk may guess
+    # The maximum number of tokens in a sequence: the model's number of positions, or a smaller
+    # limit that the user has set.
+    max_model_len: int
+    # The stall target: how many seconds a step may take if a stream waits for the step. None
+    # means no target.
+    max_stall_s: float | None = None
+    # How many seconds a step may take if no stream waits for the step. None means no limit.
+    max_step_s: float | None = None
+    # Prompts always get at least this fraction of the time of the decode chunks.
+    prompt_share: float = 0.25
+    # Whether the lane (the way of running this kind of model) computes each chunk of a step in a
+    # separate forward pass.
+    forward_per_chunk: bool = False
+    # Whether prompts are never split, because the lane cannot continue from a cache.
+    is_whole: bool = False
+    # How to encode prompts, if the model has an encoder and a decoder.
+    source: SourceSpec | None = None
+    # The largest number of guessed tokens in a chunk.
+    max_guess: int = 0
 
     def max_total(self, layout: MemoryLayout) -> int:
-        """Length of the longest sequence, prompt and answer: what an empty memory can hold."""
+        """Return the maximum number of tokens in a sequence: the prompt and the answer together."""
         bounds = [self.max_model_len]
         if layout.num_blocks:
             bounds.append(layout.num_blocks * layout.block_size)
@@ -61,9 +81,9 @@ def resolve(
     max_num_seqs: int,
     max_model_len: int,
 ) -> Limits:
-    """Fill in what the configuration leaves open; `device` is cpu or cuda."""
+    """Return the limits. Unset settings get the defaults of `device`, which is cpu or cuda."""
     stall_ms = config.max_stall_ms or MAX_STALL_MS[device]
-    default_share = ASKED_SHARE if config.max_stall_ms else DEFAULT_SHARE
+    default_share = EXPLICIT_SHARE if config.max_stall_ms else DEFAULT_SHARE
     return Limits(
         max_num_seqs=max_num_seqs,
         max_step_tokens=config.max_step_tokens or MAX_STEP_TOKENS[device],
@@ -76,16 +96,25 @@ def resolve(
 
 
 class StepTimes(NamedTuple):
-    """Times of a step, in seconds."""
+    """Holds the measured times of one step, in seconds."""
 
-    computing: float  # in the runner, but for encoding
+    # Seconds in the runner, without encoding and loading.
+    computing: float
     encoding: float
-    elapsed: float  # in all
+    # Seconds of the whole step, including the engine's own overhead.
+    elapsed: float
     loading: float = 0.0
 
 
 class Room:
-    """The room that one step has for prompts, in tokens and seconds; `seconds` None: no target."""
+    """Holds the tokens and seconds that one step has left for prompts.
+
+    `seconds` is None if the step has no target. A chunk takes time to read its context (the
+    tokens already computed), even if few tokens are new. After a very long context, even one
+    token can cost more than the room of a step. In this case, several steps leave their room
+    unused. The unused seconds add up in `TimeBudget.saved_s` until the sum pays for one larger
+    chunk.
+    """
 
     def __init__(
         self,
@@ -99,18 +128,22 @@ class Room:
         self._forwards = budget.forwards
         self.tokens = tokens
         self.seconds = seconds
-        self.target: float | None = None  # of the whole step
-        self.is_awaited = False  # whether a stream waits for this step
-        self.cause = ""  # why the step may be predicted to miss its target
+        # Seconds for the whole step. Set only while the cost model has too few measurements.
+        self.target: float | None = None
+        # Whether a stream waits for this step and the step may save its seconds for a larger chunk.
+        self.is_awaited = False
+        # Why the step is expected to miss the stall target; empty if no miss is expected.
+        self.cause = ""
 
     @property
     def is_open(self) -> bool:
         return self.tokens > 0 and (self.seconds is None or self.seconds > 0)
 
     def largest_chunk(self, context: int, wanted: int, is_first: bool) -> int:
-        """How many of `wanted` tokens fit behind `context` computed ones; 0 if none do.
+        """Return how many of `wanted` tokens fit after `context` computed tokens; 0 if none fits.
 
-        The first prompt of a step always advances in the long run, however long its context.
+        The first prompt of a step gets at least one token, or the step saves its room for a later
+        chunk. So every prompt advances sooner or later, even after a very long context.
         """
         length = self._fitting_chunk(context, wanted)
         if self._budget.is_whole:
@@ -119,17 +152,18 @@ class Room:
             return length
         if self.is_awaited and (not length or self._should_save(context, length, wanted)):
             return self._chunk_from_savings(context, wanted)
-        self._budget.kept = 0.0
+        self._budget.saved_s = 0.0
         return max(length, 1)
 
     def fits(self, context: int, length: int) -> bool:
-        """Whether a chunk is within tokens and seconds."""
+        """Return whether a chunk of this length fits into the remaining tokens and seconds."""
         return self._fitting_chunk(context, length) >= length
 
     def largest_piece(self, size: int, wanted: int, is_first: bool) -> int:
-        """How many of `wanted` units of an encoder fit; 0 if none do.
+        """Return how many of the `wanted` encoder units of this size fit; 0 if no unit fits.
 
-        One that is larger than any room is saved for, as a token is.
+        If one unit takes longer than the room of a step, several steps save their room for the
+        unit.
         """
         seconds = self.target if self.seconds is None else self.seconds
         if seconds is None:
@@ -137,15 +171,19 @@ class Room:
         units = self._budget.units_within(seconds, size)
         if units or not is_first:
             return min(units, wanted)
-        self._budget.kept += seconds
-        if self.is_awaited and self._budget.kept < self._budget.seconds_of_units(size, 1):
+        self._budget.saved_s += seconds
+        if self.is_awaited and self._budget.saved_s < self._budget.seconds_of_units(size, 1):
             return 0
-        self._budget.kept = 0.0
+        self._budget.saved_s = 0.0
         self.cause = "token"
         return 1
 
+    def set_cause(self, cause: str) -> None:
+        """Set why the step is expected to miss the stall target; empty if no miss is expected."""
+        self.cause = cause
+
     def spend_seconds(self, seconds: float) -> None:
-        """Spends them on what is no chunk: loads, and an encoder's units."""
+        """Subtract the seconds that loaded blocks or encoder units take."""
         if self.seconds is not None:
             self.seconds -= seconds
 
@@ -163,10 +201,11 @@ class Room:
         return fitting
 
     def _should_save(self, context: int, length: int, wanted: int) -> bool:
-        """Whether one larger chunk in several steps beats `length` tokens in each.
+        """Return whether saving for a larger chunk is faster than a chunk of `length` in each step.
 
-        Only if no step can meet its target anyway. Reading a long context may then take nearly
-        all of the room, however few tokens follow it.
+        Saving is considered only if the decode chunks alone already miss the target. In this
+        case, reading a long context can take nearly all of the room, even if few new tokens
+        follow the context.
         """
         if self.cause != "decode" or not self.seconds:
             return False
@@ -174,18 +213,18 @@ class Room:
         return several > length * ceil(price / self.seconds)
 
     def _chunk_from_savings(self, context: int, wanted: int) -> int:
-        """Save the room of each step until it pays for a larger chunk."""
+        """Add this step's room to the saved seconds; return the chunk length they pay for, or 0."""
         assert self.seconds is not None
         price, several = self._chunk_to_save_for(context, wanted)
-        self._budget.kept += self.seconds
-        if self._budget.kept < price:
+        self._budget.saved_s += self.seconds
+        if self._budget.saved_s < price:
             return 0
-        self._budget.kept = 0.0
+        self._budget.saved_s = 0.0
         self.cause = "token"
         return several
 
     def _chunk_to_save_for(self, context: int, wanted: int) -> tuple[float, int]:
-        """The price of two tokens in steps of their own, and how many it buys in one step."""
+        """Return the cost of two chunks of one token, and the length of one chunk at that cost."""
         price = 2 * self._coefficients.cost(context, 1, self._forwards)
         several = self._coefficients.largest_chunk(context, price, self._forwards) or 1
         foreseen = self._budget.model.largest_foreseen(context)
@@ -198,20 +237,36 @@ class Room:
 
 
 class TimeBudget:
-    """The stall target, and what is learned and kept from step to step to hold it."""
+    """Decides how much time each step has for prompts, so that steps meet the stall target.
+
+    `open` computes the room of each step, which is the time for prompts. A margin for the cost
+    model's recent errors reduces the target first. From the reduced target, `open` subtracts the
+    predicted time of the decode chunks, the usual time outside the runner, and the time of other
+    engines on the same cores. If the decode chunks alone use up the target, prompts still get a
+    fixed fraction (`prompt_share`) of the decode time. So prompts advance slowly instead of
+    never.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.model = CostModel()
         self.encoding = CostModel()
-        self.rows = RowTimes() if limits.max_guess else None  # only guesses use them
-        self.missed: Counter[str] = Counter()  # steps that missed the stall target, by cause
-        self.kept = 0.0  # seconds saved for a chunk that fits no single step
-        self.starved_s = 0.0  # how long prompts have had no more than a small share
-        self.forwards = int(limits.forward_per_chunk)  # that each further chunk adds to a step
+        # The times of decode steps by number of rows; None if no guesses are allowed.
+        self.rows = RowTimes() if limits.max_guess else None
+        # How many steps missed the stall target, by cause.
+        self.missed: Counter[str] = Counter()
+        # Seconds saved for a chunk that does not fit the room of any single step.
+        self.saved_s = 0.0
+        # For how many seconds, until now, prompts have had only the guaranteed share of each step.
+        self.starved_s = 0.0
+        # How many forward passes each additional chunk adds to a step.
+        self.forwards = int(limits.forward_per_chunk)
         self.is_whole = limits.is_whole
         self.elsewhere = Elsewhere()
-        self.decode_s = 0.0  # of the step opened last, for streams alone
-        self._is_excused = False  # whether a late next step is counted already
+        # Predicted seconds of the decode chunks alone, as of the last call of `open`.
+        self.decode_s = 0.0
+        # Whether a stall before the next step was counted already. If so, a late next step is not
+        # counted.
+        self._is_excused = False
         self._limits = limits
         self._max_tokens = limits.max_step_tokens
         self._cold_tokens = COLD_TOKENS
@@ -221,28 +276,38 @@ class TimeBudget:
 
     @property
     def overhead(self) -> float:
-        """Usual time of a step outside the runner."""
+        """Return the median time that recent steps spent outside the runner, in seconds."""
         return median(self._overheads) if self._overheads else 0.0
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Rate of recent steps that had prompt tokens; 0 if there were none."""
+        """Return the prompt tokens per second, averaged over recent steps with prompt tokens.
+
+        Return 0 if no recent step had prompt tokens.
+        """
         seconds = sum(seconds for _, seconds in self._prompt_steps)
         return sum(tokens for tokens, _ in self._prompt_steps) / seconds if seconds else 0.0
 
+    def drop_savings(self) -> None:
+        """Set the saved seconds to zero, because the prompt advances in this step anyway."""
+        self.saved_s = 0.0
+
     def leave_room(self, elsewhere: Elsewhere) -> None:
-        """Leave room in the steps to come for engines beside this one."""
+        """Reserve time in later steps for the other engines on the same cores."""
         self.elsewhere = elsewhere
 
     def halve_tokens(self, at_least: int) -> bool:
-        """Make steps smaller until the engine restarts; False if they would get too small."""
+        """Halve the token limit of steps until the engine restarts.
+
+        Return False, and change nothing, if the limit would fall below `at_least`.
+        """
         if self._max_tokens // 2 < at_least:
             return False
         self._max_tokens //= 2
         return True
 
     def seconds_alone(self, context: int, new: int) -> float:
-        """How long a prompt takes by itself, in the largest steps that the cap allows."""
+        """Return the predicted seconds to compute a prompt alone, in steps of the maximum size."""
         if not self.model.is_measured:
             return new / UNMEASURED_TOKENS_PER_S
         num_steps = -(-new // self._max_tokens)
@@ -250,20 +315,23 @@ class TimeBudget:
         reading_again = coefficients.g * (num_steps - 1) * (context + new / 2)
         return coefficients.c_prompt * num_steps + (coefficients.cost(context, new) + reading_again)
 
-    def seconds_encoding(self, work: EncodeWork) -> float:
-        """How long it takes by itself; a rough guess while nothing is measured."""
+    def seconds_encoding(self, work: EncoderInput) -> float:
+        """Return the predicted seconds to encode the input alone.
+
+        Until enough encodings were timed, the prediction is a rough guess.
+        """
         if not self.encoding.is_measured:
             return work.size / UNMEASURED_TOKENS_PER_S
         return self.seconds_of_units(work.size, work.num_units)
 
     def seconds_of_units(self, size: int, num_units: int) -> float:
-        """Seconds that an encoder's units add to a step, with the margin of their model."""
+        """Return the seconds that encoder units add to a step, including an error margin."""
         shape = StepShape()
         shape.encode(size, num_units)
         return self.encoding.margin(True) * self.encoding.predict(shape.encoding)
 
     def units_within(self, room: float, size: int) -> int:
-        """How many units of an encoder fit that many seconds."""
+        """Return how many encoder units of this size fit into `room` seconds."""
         if not self.encoding.is_measured:
             return self._cold_units
         first, second = self.seconds_of_units(size, 1), self.seconds_of_units(size, 2)
@@ -273,7 +341,7 @@ class TimeBudget:
         return 1 + int((room - first) / each + 1e-9) if each > 0 else 1 << 30
 
     def predict(self, shape: StepShape) -> float:
-        """Seconds of a step in the runner; 0 while unmeasured."""
+        """Return the predicted seconds of a step in the runner; 0 if too few steps were timed."""
         computing = self.model.predict(shape) if self.model.is_measured else 0.0
         if not shape.num_encoded:
             return computing
@@ -284,10 +352,11 @@ class TimeBudget:
     def open(
         self, decoding: StepShape, is_awaited: bool, part: float = 1.0, can_save: bool = True
     ) -> Room:
-        """The room beside these decode chunks; `is_awaited`: a stream waits for the step.
+        """Return the room that the decode chunks in `decoding` leave for prompts.
 
-        `part` is the share of the target that the step may take. With `can_save`, the step may
-        leave its room unused, to save it for a larger chunk.
+        `is_awaited` says whether a stream waits for the step. `part` is the fraction of the
+        target that the step may use. If `can_save` is true, the step may leave its room unused to
+        save for a larger chunk.
         """
         tokens = max(1, self._max_tokens - decoding.num_new)
         elsewhere = self.elsewhere
@@ -303,7 +372,7 @@ class TimeBudget:
             return room
         alone = self.decode_s
         left = target / self.model.margin(True) - self.overhead - alone
-        # the steps of all engines follow one another, so what one stream waits for is their sum
+        # Engines on the same cores take turns, so a stream waits for one step of every engine.
         left = (left - elsewhere.decode_s) / (1 + elsewhere.num_with_prompts)
         share = part * self._limits.prompt_share * (alone + elsewhere.decode_s)
         tokens = min(tokens, 2 * self.model.largest_measured)
@@ -317,24 +386,27 @@ class TimeBudget:
         return self._limits.max_stall_s if is_awaited else self._limits.max_step_s
 
     def _decode_seconds(self, coefficients: Coefficients, decoding: StepShape) -> float:
-        """Time of the decode chunks alone, in the forward that prompts share with them."""
-        shape = replace(decoding)
+        """Return the predicted seconds of the decode chunks in a forward pass with prompts."""
         if not self._limits.forward_per_chunk:
-            shape.num_forwards = 1
-        return coefficients.seconds(shape, with_prompt=True)
+            decoding = replace(decoding, num_forwards=1)
+        return coefficients.seconds(decoding, with_prompt=True)
 
     def excuse(self, cause: str) -> None:
-        """Count a stall before the next step; the model is not blamed if that step is late."""
+        """Count a stall that happens before the next step.
+
+        A miss in the next step is not counted as an error of the cost model.
+        """
         self.missed[cause] += 1
         self._is_excused = True
 
     def expect_miss(self, shape: StepShape, cause: str, predicted: float) -> str:
-        """Count a step that a stream waits for if it should miss the target; returns why.
+        """Return why a step is expected to miss the target; "" if no miss is expected.
 
-        `predicted` is the result of `predict` for this step. A step that streams sit out
-        always counts.
+        Call this method only for a step that a stream waits for. Expected misses are counted by
+        cause. `predicted` is the result of `predict` for the step. A step in which streams get no
+        token always counts as a miss.
         """
-        if cause not in SAT_OUT:
+        if cause not in WITHOUT_STREAMS:
             computing = self.model.predict(shape) if shape.num_encoded else predicted
             if self.is_in_time(shape, computing):
                 return ""
@@ -343,7 +415,10 @@ class TimeBudget:
         return cause
 
     def is_in_time(self, shape: StepShape, computing: float) -> bool:
-        """Whether a step should meet the stall target; `computing`: its chunks' seconds."""
+        """Return whether a step is expected to meet the stall target.
+
+        `computing` is the predicted time of the step's chunks, in seconds.
+        """
         target = self._limits.max_stall_s
         if target is None or not self.model.is_measured:
             return True
@@ -353,8 +428,8 @@ class TimeBudget:
             seconds += self.encoding.margin(True) * self.encoding.predict(shape.encoding)
         return seconds <= target * (1 + 1e-9)
 
-    def took(self, shape: StepShape, times: StepTimes, is_awaited: bool, cause: str) -> None:
-        """Learn from a step. `cause`: why it was expected to miss the target."""
+    def learn_step(self, shape: StepShape, times: StepTimes, is_awaited: bool, cause: str) -> None:
+        """Learn from a finished step; `cause` says why a miss of the target was expected."""
         computing, encoding, elapsed, loading = times
         self._overheads.append(max(0.0, elapsed - computing - encoding - loading))
         target = self._target(is_awaited)
@@ -372,10 +447,11 @@ class TimeBudget:
             self.learn(shape, computing, is_awaited)
 
     def learn(self, shape: StepShape, seconds: float, is_awaited: bool = False) -> None:
-        """Learn from the time of a step in the runner.
+        """Learn from the seconds that a step took in the runner.
 
-        Until enough is measured, steps double while they are short and halve when they are long,
-        so a slow machine is measured after a few steps, too.
+        Until enough steps were timed, the number of prompt tokens per step is limited. A short
+        step doubles the limit, and a long step halves the limit. So a few steps are enough to
+        measure even a slow machine.
         """
         if shape.num_prompt_tokens and (target := self._target(is_awaited)) is not None:
             if seconds < target / 2:
@@ -386,7 +462,11 @@ class TimeBudget:
         self.model.observe(shape, seconds)
 
     def learn_encoding(self, shape: StepShape, seconds: float, is_awaited: bool = False) -> None:
-        """Learn from the time that encoding took; until enough is measured, pieces double."""
+        """Learn from the seconds that encoding took.
+
+        Until enough encodings were timed, the number of encoder units per step is limited. A
+        short encoding doubles the limit, and a long encoding halves the limit.
+        """
         target = self._target(is_awaited)
         if target is None or seconds < target / 2:
             self._cold_units = min(2 * self._cold_units, 1 << 20)

@@ -1,4 +1,4 @@
-"""Steps in flight, and what their results make of the sequences they name."""
+"""Tracks the steps in flight, and applies the result of each step to the step's sequences."""
 
 from collections import deque
 
@@ -29,7 +29,7 @@ from headrace_engine.scheduler.table import OutputBuffer, Quarantine, SequenceTa
 
 
 class InFlight:
-    """Steps between launch and commit; committed in the order of their launch."""
+    """Holds the launched steps, and commits the steps in launch order."""
 
     def __init__(
         self,
@@ -49,8 +49,10 @@ class InFlight:
         self._restores = restores
         self._budget = budget
         self._steps: deque[PlannedStep] = deque()
-        self._ended_at = 0.0  # the last step
-        self._was_busy = False  # whether it left something to do
+        # The time at which the last step ended, in seconds.
+        self._ended_at = 0.0
+        # Whether any sequence was left after the last step.
+        self._was_busy = False
 
     @property
     def is_empty(self) -> bool:
@@ -61,13 +63,13 @@ class InFlight:
         return step.launch(self._table.take_ended())
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepTrace | None:
-        """Apply the result of the oldest step; return its figures if it was timed."""
+        """Apply the result of the oldest step; return the step's trace if the step was timed."""
         step = self._steps.popleft()
         assert step.plan is plan
         if plan.loads:
             for load in plan.loads:
                 self._commit_load(load)
-            num_bytes = sum(len(run.numbers) for load in plan.loads for run in load.runs)
+            num_bytes = sum(len(segment.numbers) for load in plan.loads for segment in load.runs)
             if num_bytes:
                 self._restores.copied(num_bytes, result.load_seconds, now)
         for encoded in plan.encoded:
@@ -97,12 +99,15 @@ class InFlight:
         self._table.close_if_over(sequence)
 
     def _commit_chunk(self, chunk: Chunk, named: list[Sequence], result: ChunkResult) -> None:
-        """Apply the result of a chunk: `named[0]` computed it, and its siblings draw with it."""
+        """Apply the result of a chunk that belongs to `named[0]`.
+
+        All sequences in `named` draw tokens from the chunk's last row of logits.
+        """
         sequence = named[0]
         lease, block_size = sequence.lease, self._memory.layout.block_size
         assert lease is not None
 
-        # 1. Count the chunk's tokens as computed, and those of its guesses that were right.
+        # 1. Count the chunk's tokens and the correct guesses as computed.
         end = chunk.start + chunk.length - len(chunk.guess)
         if chunk.guess:
             end += self._commit_guess(sequence, chunk, result.drawn[0])
@@ -113,28 +118,32 @@ class InFlight:
                 self._report(sequence, chunk.start, result)
             family = sequence.family
             if family is not None and family.waiting and end >= sequence.num_prompt:
-                self._table.scatter(family)
-            if end == sequence.max_total:  # nothing was to be drawn
+                self._table.queue_siblings(family)
+            # The sequence has its full length, so no token was drawn.
+            if end == sequence.max_total:
                 finish = FinishReason.ERROR if result.error is not None else FinishReason.LENGTH
                 sequence.decide(finish, result.error or "", result.vector)
 
-        # 2. Append to each sequence the tokens that were drawn for it, up to one that ends it.
+        # 2. Append the drawn tokens to each sequence, up to a token that ends the sequence.
         for drawing, drawn in zip(named if chunk.draws else (), result.drawn, strict=True):
-            drawing.commit_draw(drawn.forced)
+            drawing.commit_draw(drawn.forced, drawn.state)
+            last = len(drawn.token_ids) - 1
             for number, token_id in enumerate(drawn.token_ids):
                 if drawing.outcome is not None:
                     break
                 finish_reason = drawing.append(token_id)
                 logprobs = drawn.logprobs and drawn.logprobs.row(number)
-                self._outputs.tokens.append(NewToken(drawing.id, token_id, logprobs))
+                state = drawn.state if number == last else b""
+                self._outputs.tokens.append(NewToken(drawing.id, token_id, logprobs, state))
                 if finish_reason is not None:
                     drawing.decide(finish_reason)
             if drawn.error is not None and drawing.outcome is None:
                 drawing.decide(FinishReason.ERROR, drawn.error)
 
-        # 3. Publish the blocks that are full now, and close the sequences that have an outcome.
-        #    With a disk, `publish` also offers it blocks that were public before.
-        num_public = min(end, len(sequence.token_ids)) - sequence.num_again
+        # 3. Publish the full blocks to the prefix cache, and close the sequences that have an
+        # outcome. If prefixes are stored on disk, `publish` also offers blocks that were public
+        # before.
+        num_public = min(end, len(sequence.token_ids)) - sequence.num_to_recompute
         has_filled = num_public >= (lease.num_published + 1) * block_size
         if has_filled or self._memory.offers is not None:
             self._memory.publish(lease, sequence.token_ids, sequence.chain, num_public)
@@ -143,22 +152,26 @@ class InFlight:
                 self._table.close_if_over(computed)
 
     def _commit_guess(self, sequence: Sequence, chunk: Chunk, drawn: Drawn) -> int:
-        """How many of the guessed tokens were right; the others were never computed.
+        """Return how many guessed tokens were correct; wrong guesses do not count as computed.
 
-        A state that took in a wrong one is as it was before the chunk.
+        If a wrong guess changed a recurrent state, the state from before the chunk is restored.
+        In this case, the chunk's known tokens and the correct guesses have to be computed again.
         """
         num_right = max(0, len(drawn.token_ids) - 1)
-        num_again = 0
+        num_to_recompute = 0
         if chunk.slot_id != NO_SLOT and num_right < len(chunk.guess):
-            num_again = chunk.num_known + num_right
-        sequence.commit_guess(num_right, num_again)
+            num_to_recompute = chunk.num_known + num_right
+        sequence.commit_guess(num_right, num_to_recompute)
         self._outputs.guessed.append(Guessed(sequence.id, len(chunk.guess), num_right))
         self.num_guessed += len(chunk.guess)
         self.num_accepted += num_right
         return num_right
 
     def _report(self, sequence: Sequence, start: int, result: ChunkResult) -> None:
-        """Tokens from `start` on are computed; what was reported once is not reported again."""
+        """Report the prompt's progress, unless this progress was reported before a preemption.
+
+        `start` is the index of the first token in the computed chunk.
+        """
         processed = sequence.num_processed
         if processed <= sequence.num_reported:
             return
@@ -171,7 +184,8 @@ class InFlight:
             self._outputs.prompt_logprobs.append(rows)
 
     def _learn(self, step: PlannedStep, result: StepResult, now: float) -> StepTrace | None:
-        # A stream waits from the end of the step before, unless nothing was to be done then.
+        # Streams wait from the end of the last step on. If no sequence was left after the last
+        # step, the wait starts when this step is planned.
         began_at = self._ended_at if self._was_busy else max(step.planned_at, self._ended_at)
         elapsed = now - began_at
         self._ended_at, self._was_busy = now, len(self._table) > 0
@@ -180,7 +194,7 @@ class InFlight:
             return None
         computing = result.seconds - result.encode_seconds - result.load_seconds
         times = StepTimes(computing, result.encode_seconds, elapsed, result.load_seconds)
-        self._budget.took(step.shape, times, step.is_awaited, step.cause)
+        self._budget.learn_step(step.shape, times, step.is_awaited, step.cause)
         if self._budget.rows is not None and step.only_decodes:
             self._budget.rows.observe(step.num_decoding, step.shape.num_new, elapsed)
         return StepTrace(
@@ -194,7 +208,10 @@ class InFlight:
         )
 
     def suspect(self, plan: StepPlan, message: str) -> None:
-        """The oldest plan raised: hold its sequences; one that was alone in it is to blame."""
+        """Make all sequences of the oldest plan suspects, because the plan raised an exception.
+
+        If the plan has only one sequence, that sequence is to blame and ends with `message`.
+        """
         assert self._steps[0].plan is plan
         for chunk in plan.chunks:
             for sequence_id in chunk.draws or (chunk.sequence_id,):
@@ -214,7 +231,7 @@ class InFlight:
             self._table.end(blamed, FinishReason.ERROR, message)
 
     def drop(self, now: float) -> None:
-        """No step in flight counts: their sequences wait again, as if preempted."""
+        """Drop all steps in flight; their sequences wait again, as after a preemption."""
         dropped, self._steps = self._steps, deque()
         for sequence_id in dict.fromkeys(i for step in dropped for i in step.plan.named):
             sequence = self._table[sequence_id]

@@ -1,4 +1,7 @@
-"""How long a step takes, fitted to the steps so far; knows no clock and sets no budget."""
+"""Predicts how long a step takes, with a linear model fitted to earlier steps.
+
+The module reads no clock and decides nothing.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -7,29 +10,42 @@ from statistics import median
 from typing import NamedTuple
 
 RING_SIZE = 32
-MIN_RING = 4  # a ring with fewer samples is new to the model, which rejects none of them
+# A ring is a buffer for samples of similar steps. A ring with fewer samples than this accepts
+# even outliers.
+MIN_RING = 4
 NUM_RATIOS = 64
 OUTLIER = 3.0
 DRIFT = 1.5
 DRIFT_STEPS = 8
-PACE_WEIGHT = 0.4  # of the last step
-USUAL = 1.25  # a pace between its inverse and itself is the machine's usual speed
-REFIT_EVERY = 8  # samples of known rings
+# The weight of the last step when the pace is updated. The pace is actual time / predicted time.
+PACE_WEIGHT = 0.4
+# At a pace from 1/USUAL to USUAL, the machine counts as running at its usual speed.
+USUAL = 1.25
+# Fit the coefficients again after this many new samples. A sample in a new ring causes an
+# immediate fit.
+REFIT_EVERY = 8
 MEASURED_STEPS = 8
 MEASURED_SIZES = 3
-RIDGE = 1e-9  # lets columns that always occur together share their weight
+# This value is added to the diagonal of the normal equations (ridge regression). As a result,
+# columns that always occur together share their weight.
+RIDGE = 1e-9
 
 
 @dataclass(slots=True)
 class StepShape:
-    """The figures that decide a step's time; L: tokens already computed, x: new, per chunk."""
+    """Holds sums over a step's chunks, from which the step's time is predicted.
+
+    For each chunk, L is the number of tokens already computed and x is the number of new tokens.
+    """
 
     num_forwards: int = 0
     num_context: int = 0  # Σ L
     num_new: int = 0  # Σ x
     num_pairs: int = 0  # Σ 2·L·x + x²
-    num_prompt_tokens: int = 0  # the part of num_new in prompt chunks
-    num_encoded: int = 0  # Σ size of the encoder's units, which have a cost model of their own
+    # The part of num_new that belongs to prompt chunks.
+    num_prompt_tokens: int = 0
+    # The sum of the sizes of encoded units. A separate cost model predicts the encoder's time.
+    num_encoded: int = 0
     num_encoded_pairs: int = 0  # Σ size²
 
     def encode(self, size: int, num_units: int) -> None:
@@ -38,7 +54,7 @@ class StepShape:
 
     @property
     def encoding(self) -> "StepShape":
-        """The encoder's part, as its own model takes it."""
+        """Return the encoder's part of the shape, for the encoder's separate cost model."""
         return StepShape(1, 0, self.num_encoded, self.num_encoded_pairs, self.num_encoded)
 
     def add(self, context: int, new: int, is_prompt: bool, forward_per_chunk: bool) -> None:
@@ -50,32 +66,44 @@ class StepShape:
         self.num_prompt_tokens += new if is_prompt else 0
 
     def decode(self, num_chunks: int, num_context: int, forward_per_chunk: bool) -> None:
-        """Chunks of one token, before all others; `num_context` is the sum of theirs."""
+        """Count `num_chunks` decode chunks of one token each, before any other chunk is added.
+
+        `num_context` is the sum of the chunks' contexts, the tokens already computed.
+        """
         self.num_forwards = num_chunks if forward_per_chunk else 1
         self.num_context = num_context
         self.num_new = num_chunks
         self.num_pairs = 2 * num_context + num_chunks
 
     def go_back(self, start: int, num_tokens: int) -> None:
-        """A chunk of one token begins so many before it, at `start`."""
+        """Make a chunk of one token start `num_tokens` tokens earlier, at token `start`."""
         self.num_context -= num_tokens
         self.num_new += num_tokens
         self.num_pairs += 2 * start * num_tokens + num_tokens * num_tokens
 
     def extend(self, context: int, new: int) -> None:
-        """One token more in a chunk of `new` tokens that is not a prompt's."""
+        """Add one token to a decode chunk that has `new` tokens so far."""
         self.num_new += 1
         self.num_pairs += 2 * (context + new) + 1
 
     @property
     def ring(self) -> tuple[int, int]:
-        """Steps that age together: alike in prompt tokens and context."""
+        """Return the key of the ring buffer that stores this step's sample.
+
+        Steps with similar numbers of prompt tokens and of context tokens share a ring buffer. In
+        a full ring buffer, a new sample replaces the oldest sample.
+        """
         return self.num_prompt_tokens.bit_length(), self.num_context.bit_length()
 
 
 @dataclass(slots=True, frozen=True)
 class Coefficients:
-    """t = c + g·ΣL + b·Σx + a·Σ(2·L·x + x²), in seconds; c once per forward."""
+    """Holds the coefficients of t = c·forwards + g·ΣL + b·Σx + a·Σ(2·L·x + x²), in seconds.
+
+    The fixed cost of a forward pass is c; steps with and without prompt tokens have separate
+    values. The cost of reading a cached token is g. The cost of a new token is b, and attention
+    for a pair of tokens costs a.
+    """
 
     c_decode: float = 0.0
     c_prompt: float = 0.0
@@ -98,14 +126,14 @@ class Coefficients:
         )
 
     def cost(self, context: int, new: int, forwards: int = 0) -> float:
-        """Seconds that one prompt chunk adds to a step, with the forwards that it adds."""
+        """Return the seconds that a prompt chunk and its forward passes add to a step."""
         linear = self.g * context + self.b * new + self.c_prompt * forwards
         return linear + self.a * new * (2 * context + new)
 
     def largest_chunk(self, context: int, room: float, forwards: int = 0) -> int | None:
-        """Largest number of new tokens that cost no more than `room`; None: any number.
+        """Return how many new tokens cost at most `room` seconds; None if any number fits.
 
-        Solves g·L + b·x + a·(2·L·x + x²) = room for x; L: context tokens already computed.
+        Solves g·L + b·x + a·(2·L·x + x²) = room - c·forwards for x, where L is `context`.
         """
         left = room - self.g * context - self.c_prompt * forwards
         slope = self.b + 2 * self.a * context
@@ -121,32 +149,45 @@ class Coefficients:
 
 
 class Sample(NamedTuple):
-    """A timed step; the seconds are those at the machine's usual speed."""
+    """Holds the shape of a timed step, and its seconds converted to the machine's usual speed."""
 
     shape: StepShape
     seconds: float
 
 
 class CostModel:
-    """Coefficients, and how far to trust them.
+    """Learns the coefficients from timed steps, and measures the errors of predictions.
 
-    A shared machine is slow for seconds at a time, so the coefficients describe its usual speed.
-    A step at another speed is kept with the time it would have taken at that one. The pace is how
-    long the last steps took relative to the coefficients; the next step is expected to match it.
-    Steps with prompt tokens have a pace of their own, since the coefficients may be off by more
-    for one kind than for the other.
+    A shared machine can be slow for some seconds. So the model learns two things separately. The
+    coefficients describe the machine's usual speed. The pace is a factor that says how much
+    slower or faster the last steps were. To predict a step's time, the model multiplies the time
+    at usual speed by the pace. If the pace is unusual, the time of a step is divided by the pace
+    before the time is stored. So a slow period does not spoil the coefficients.
+
+    Steps with and without prompt tokens have separate paces, because the coefficients can fit
+    these two kinds of steps differently well. Samples are stored in rings by size of the step, so
+    thousands of small steps do not displace the few large steps. A least-squares fit over all
+    rings gives the coefficients. If all of the last DRIFT_STEPS steps were much slower than the
+    pace, or all much faster, the pace is set to the median of these steps.
     """
 
     def __init__(self) -> None:
-        self.is_measured = False  # whether enough steps were timed to trust the coefficients
+        # Whether enough steps were timed to trust the coefficients.
+        self.is_measured = False
         self._fitted = Coefficients()
-        self._paces = {False: 1.0, True: 1.0}  # after the last step without and with prompt tokens
+        # The pace after the last step without prompt tokens (False), and after the last step with
+        # prompt tokens (True).
+        self._paces = {False: 1.0, True: 1.0}
         self._last_kind = True
-        self.largest_measured = 0  # prompt tokens in one step
-        self.most_pairs = 0  # of one that had any
+        # The largest number of prompt tokens in any timed step.
+        self.largest_measured = 0
+        # The largest `num_pairs` of any timed step with prompt tokens.
+        self.most_pairs = 0
         self._rings: dict[tuple[int, int], deque[Sample]] = {}
         self._fit = LeastSquares(5)
-        self._kinds: set[bool] = set()  # of the samples: with prompt tokens or without
+        # The kinds of steps among the samples: without prompt tokens (False), with prompt tokens
+        # (True).
+        self._kinds: set[bool] = set()
         self._num_new = 0
         self._num_prompt_steps = 0
         self._prompt_sizes: set[int] = set()
@@ -158,7 +199,7 @@ class CostModel:
 
     @property
     def coefficients(self) -> Coefficients:
-        """The coefficients of a step with prompt tokens."""
+        """Return the coefficients for a step with prompt tokens, at the current pace."""
         return self._fitted.scaled(self._pace(True))
 
     def predict(self, shape: StepShape) -> float:
@@ -166,15 +207,20 @@ class CostModel:
         return self._pace(with_prompt) * self._fitted.seconds(shape, with_prompt)
 
     def largest_foreseen(self, context: int) -> int:
-        """The largest chunk behind `context` tokens whose pairs are not far from all measured ones.
+        """Return the maximum length of a chunk after `context` computed tokens.
 
-        Short contexts say nothing of long ones: behind 100,000 a token may cost a hundred times as
-        much. Four times the pairs are twice the tokens of a prompt's first chunk.
+        The model extrapolates to at most four times the token pairs of any timed step. Short
+        contexts say nothing about long contexts: after 100,000 tokens, one token can cost a
+        hundred times as much. For the first chunk of a prompt, four times the pairs means twice
+        the tokens.
         """
         return max(1, isqrt(context * context + 4 * self.most_pairs) - context)
 
     def margin(self, with_prompt: bool) -> float:
-        """95th percentile of actual over predicted in recent steps of the kind, from 1 to 2."""
+        """Return the 95th percentile of actual time / predicted time, limited to [1, 2].
+
+        Only recent steps with prompt tokens count, or only recent steps without prompt tokens.
+        """
         ratios = sorted(self._ratios[with_prompt])
         if not ratios:
             return 1.0
@@ -210,18 +256,20 @@ class CostModel:
             self._refit()
 
     def _pace(self, with_prompt: bool) -> float:
-        """The pace to expect of a step.
+        """Return the pace to expect for the next step of this kind.
 
-        Steps of the other kind tell that the machine is slower than usual, or no longer: never
-        that it is faster, which may be the coefficients' error for that kind alone.
+        If the last step was of the other kind, a slow pace of this kind is outdated, and a slow
+        pace of the other kind counts instead. A fast pace of the other kind does not count,
+        because the coefficients may be wrong for the other kind alone.
         """
         own, other = self._paces[with_prompt], self._paces[not with_prompt]
         return own if with_prompt == self._last_kind else max(other, 1.0) * min(own, 1.0)
 
     def _follow(self, with_prompt: bool, pace: float, ratio: float, is_plausible: bool) -> float:
-        """Adapt the pace to a step; jump if the last ones were all off in the same direction.
+        """Move this kind's pace towards the pace of the last step, and return the new pace.
 
-        Returns the new pace of steps of this kind.
+        If all recent steps were much slower than the pace, or all much faster, set the paces of
+        both kinds to the median of these steps.
         """
         self._drift.append(pace * ratio)
         if is_plausible:
@@ -243,7 +291,10 @@ class CostModel:
         self._num_new += 1
 
     def _weigh(self, sample: Sample, sign: int) -> None:
-        """Fit relative errors, so short steps matter as much as long ones."""
+        """Add a sample to the fit, or remove the sample if `sign` is -1.
+
+        The fit minimizes relative errors, so short steps matter as much as long steps.
+        """
         shape = sample.shape
         with_prompt = shape.num_prompt_tokens > 0
         row = [
@@ -267,7 +318,7 @@ class CostModel:
 
 
 class LeastSquares:
-    """Keeps the normal equations of all rows added and not removed."""
+    """Holds the normal equations of all rows that were added and not removed."""
 
     def __init__(self, num_columns: int) -> None:
         self._columns = range(num_columns)
@@ -275,20 +326,21 @@ class LeastSquares:
         self._target = [0.0] * num_columns
 
     def add(self, row: list[float], value: float, weight: float) -> None:
-        """Add a row; a negative weight takes an equal one out again."""
+        """Add a row to the equations; an equal row with the negative weight removes the row."""
         for i in self._columns:
             if row[i]:
                 scaled = row[i] * weight
                 self._target[i] += scaled * value
-                line = self._matrix[i]
+                matrix_row = self._matrix[i]
                 for j in self._columns:
-                    line[j] += scaled * row[j]
+                    matrix_row[j] += scaled * row[j]
 
     def solve(self) -> list[float]:
-        """Coefficients of all columns; 0 for a column without data.
+        """Return a coefficient of at least 0 for each column.
 
-        Drops the most negative column until none is negative. Columns are scaled to equal length
-        because their sizes differ widely.
+        A column without data gets 0. While any coefficient is negative, the column with the most
+        negative coefficient is dropped and gets 0. The columns are scaled to equal length,
+        because the sizes of their numbers differ widely.
         """
         scale = [max(self._matrix[i][i], 0.0) ** 0.5 or 1.0 for i in self._columns]
         target = [self._target[i] / scale[i] for i in self._columns]
@@ -310,7 +362,7 @@ class LeastSquares:
 
 
 def _eliminate(matrix: list[list[float]], target: list[float], columns: list[int]) -> list[float]:
-    """Gaussian elimination with a trace of ridge."""
+    """Solve the equations of these columns by Gaussian elimination, with RIDGE on the diagonal."""
     size = len(columns)
     rows = [[matrix[i][j] for j in columns] + [target[i]] for i in columns]
     for k in range(size):

@@ -1,6 +1,6 @@
-"""Guesses of the tokens that follow those of a sequence, and how likely each is; pure.
+"""Guesses the next tokens of a sequence, with the probability of each guess.
 
-A guess is right if the model draws the same token. So a guesser may be wrong, but never harms.
+A guess counts only if the model draws the same token, so a wrong guess changes no text.
 """
 
 from array import array
@@ -8,10 +8,11 @@ from typing import NamedTuple, Protocol
 
 
 class Guess(NamedTuple):
-    """Tokens that may follow the last known one."""
+    """Holds tokens that may follow the last known token."""
 
     token_ids: tuple[int, ...] = ()
-    chances: tuple[float, ...] = ()  # of each that it and all before it are right; they fall
+    # For each token, the probability that the token and all earlier guessed tokens are correct.
+    chances: tuple[float, ...] = ()
 
     @property
     def num_expected(self) -> float:
@@ -19,32 +20,45 @@ class Guess(NamedTuple):
 
 
 class Guesser(Protocol):
-    """Guesses for one sequence, asked between its steps."""
+    """Guesses the next tokens of one sequence."""
 
     def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
-        """At most that many tokens; `forced` ones are what its grammar lets follow."""
-        ...
+        """Return a guess of at most `most` tokens.
+
+        `forced` are the tokens that the sequence's grammar requires next.
+        """
 
 
-_WINDOW = 16384  # tokens that are searched
-_LENGTHS = (8, 4, 3, 2)  # of what is searched for; the longest that is found counts
-_CHANCES = (0.0, 0.0, 0.3, 0.5, 0.7, 0.85)  # at first, by the bits of the number of equal tokens
-_FORCED_CHANCE = 0.9  # at first; a model may write a forced text in other tokens
-_WEIGHT = 1 / 8  # of the last guess in a chance
+# Once the searched text has more than twice this number of tokens, the text is cut to this number.
+_WINDOW = 16384
+# How many of the last tokens are searched for in the earlier text, in this order. The first match
+# is used.
+_LENGTHS = (8, 4, 3, 2)
+# The initial probabilities that a guess is correct. The index is the bit length of the number of
+# tokens that match before the guess.
+_CHANCES = (0.0, 0.0, 0.3, 0.5, 0.7, 0.85)
+# The initial probability that a forced token is correct. The value is below 1 because a model may
+# split a forced text into other tokens.
+_FORCED_CHANCE = 0.9
+# The weight of the last guess when a probability is updated.
+_WEIGHT = 1 / 8
 
 
 class PastTokens:
-    """Guesses that the last tokens go on as they did before.
+    """Guesses that the text repeats itself.
 
-    The tokens are kept as the characters of a string, whose search is by far the fastest there is.
-    Whether its next token was right is seen from the tokens, also where it was not asked for.
+    If the last tokens also occur earlier in the text, the tokens after the earlier occurrence are
+    the guess. The tokens are stored as the characters of a string, because string search is
+    fastest. Each new token is compared with its guess, even if no step used the guess.
     """
 
     def __init__(self) -> None:
         self._text = ""
         self._num_taken = 0
-        self._at = -1  # where the text has the next token; -1: nowhere
-        self._num_equal = 0  # tokens before that place which equal the last ones
+        # The index of the guessed next token in the text; -1 if there is no guess.
+        self._at = -1
+        # How many tokens before index `_at` match the last tokens of the text.
+        self._num_equal = 0
         self._chances = list(_CHANCES)
 
     def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
@@ -52,7 +66,8 @@ class PastTokens:
         if self._at < 0:
             return Guess()
         found = self._text[self._at : self._at + most]
-        found = (found * most)[:most]  # what ends here repeats
+        # Repeat a found text that is shorter than `most`.
+        found = (found * most)[:most]
         chances, chance = [], 1.0
         for number in range(most):
             chance *= self._chances[_bits(self._num_equal + number)]
@@ -71,8 +86,8 @@ class PastTokens:
     def _take_next(self, token: str) -> None:
         is_right = self._at >= 0 and self._text[self._at] == token
         if self._at >= 0:
-            place = _bits(self._num_equal)
-            self._chances[place] += _WEIGHT * (is_right - self._chances[place])
+            index = _bits(self._num_equal)
+            self._chances[index] += _WEIGHT * (is_right - self._chances[index])
         self._text += token
         if is_right:
             self._at += 1
@@ -90,23 +105,24 @@ class PastTokens:
 
 
 class ForcedTokens:
-    """Guesses the only text that the sequence's grammar lets follow."""
+    """Guesses the forced tokens: the only tokens that the sequence's grammar allows next."""
 
     def __init__(self) -> None:
         self._chance = _FORCED_CHANCE
-        self._told: tuple[int, int] | None = None  # a token's number, and what was forced there
+        # The index and the id of the first token in the last guess.
+        self._last_guess: tuple[int, int] | None = None
 
     def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
-        if self._told is not None and self._told[0] < len(token_ids):
-            number, token_id = self._told
+        if self._last_guess is not None and self._last_guess[0] < len(token_ids):
+            number, token_id = self._last_guess
             self._chance += _WEIGHT * ((token_ids[number] == token_id) - self._chance)
-        self._told = (len(token_ids), forced[0]) if forced else None
+        self._last_guess = (len(token_ids), forced[0]) if forced else None
         chances = tuple(self._chance**number for number in range(1, len(forced) + 1))
         return Guess(forced[:most], chances[:most])
 
 
 class OwnGuesser:
-    """The better one of the guesses that need nothing but the sequence."""
+    """Returns the guess with more expected tokens, from either ForcedTokens or PastTokens."""
 
     def __init__(self) -> None:
         self._guessers: tuple[Guesser, ...] = (ForcedTokens(), PastTokens())

@@ -1,4 +1,4 @@
-"""How many guessed tokens a step takes: as many as bring the most tokens a second; pure."""
+"""Chooses how many guessed tokens a step computes, to maximize the tokens per second."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,19 +10,22 @@ from headrace_engine.scheduler.guess import Guess, Guesser, OwnGuesser
 from headrace_engine.scheduler.sequence import Sequence
 from headrace_engine.scheduler.step import PlannedStep
 
-MAX_STREAMS = 8  # beside more, none guesses: looking would take its time from all
-_GAIN = 1.02  # what guessing must bring at least, by the figures
+# With more streams than this, nothing is guessed, because the search would delay all streams.
+MAX_STREAMS = 8
+# Guesses are added only if the expected tokens per second increase by at least 2 %.
+_GAIN = 1.02
 MakeGuesser = Callable[[Sequence], Guesser]
 
 
 class _Candidate(NamedTuple):
-    place: int  # of its chunk in the step
+    # The index of the sequence's chunk in the step.
+    chunk_index: int
     sequence: Sequence
     guess: Guess
 
 
 def own_guesser(sequence: Sequence) -> Guesser:
-    """Make a guesser that uses only the tokens of the sequence."""
+    """Make a guesser that uses only the sequence's tokens."""
     return OwnGuesser()
 
 
@@ -38,13 +41,16 @@ class Guessing:
         self._memory = memory
 
     def add_to(self, step: PlannedStep, decoders: list[Sequence], num_running: int) -> None:
-        """`decoders` have the step's chunks, in this order; each running one keeps a block."""
+        """Append guesses to the step's first chunks, which are the decode chunks of `decoders`.
+
+        One block is left free for each of the `num_running` sequences.
+        """
         if len(decoders) > MAX_STREAMS or not step.only_decodes:
             return
         candidates = [
-            _Candidate(place, sequence, guess)
-            for place, sequence in enumerate(decoders)
-            if (guess := self._guess(sequence, step.chunks[place].length - 1)).token_ids
+            _Candidate(index, sequence, guess)
+            for index, sequence in enumerate(decoders)
+            if (guess := self._guess(sequence, step.chunks[index].length - 1)).token_ids
         ]
         if not candidates:
             return
@@ -53,14 +59,16 @@ class Guessing:
             fitting = self._memory.stretch(sequence.held, sequence.num_tokens + count, num_running)
             count = min(count, fitting - sequence.num_tokens)
             if count > 0 and self._memory.can_go_back(sequence.held):
-                step.guess(candidate.place, sequence, candidate.guess.token_ids[:count])
+                step.guess(candidate.chunk_index, sequence, candidate.guess.token_ids[:count])
 
-    def _guess(self, sequence: Sequence, num_again: int) -> Guess:
-        """None for a suspect, nor behind a token that another step in flight draws.
+    def _guess(self, sequence: Sequence, num_to_recompute: int) -> Guess:
+        """Return a guess for a sequence.
 
-        No chunk with guesses ends where a state is saved. What its state takes in again counts.
+        The guess is empty for a suspect of a failed step, and while another launched step names
+        the sequence. A chunk with guesses never ends where a snapshot is due. The chunk computes
+        `num_to_recompute` tokens again; these tokens count towards the limit of guesses.
         """
-        most = self._limits.max_guess - num_again
+        most = self._limits.max_guess - num_to_recompute
         most = min(most, sequence.max_total - sequence.num_tokens - 1)
         stop = self._memory.snapshot_stop(sequence.num_tokens - 1, sequence.num_prompt)
         if stop is not None:
@@ -71,12 +79,16 @@ class Guessing:
         return sequence.guess(self._make_guesser, most)
 
     def _counts(self, step: PlannedStep, candidates: list[_Candidate]) -> list[int]:
-        """How many guesses of each candidate bring the most tokens a second, the likeliest first.
+        """Return how many guessed tokens of each candidate to use.
 
-        The step stays within the stall target and the token cap.
+        Guessed tokens are added in order of probability. Each guessed token adds its probability
+        to the expected number of tokens, and adds a row to the step's time. The method chooses
+        the number of guessed tokens that gives the most tokens per second. If the rate does not
+        exceed `_GAIN` times the rate without guesses, nothing is guessed. The step stays within
+        the stall target and the token limit.
         """
         num_chunks, times = step.num_decoding, self._budget.rows
-        assert times is not None, "limits that allow guesses have rows timed"
+        assert times is not None, "row times are measured if guesses are allowed"
         num_rows = step.shape.num_new
         alone = times.seconds(num_chunks, num_rows)
         if not alone:
@@ -89,7 +101,7 @@ class Guessing:
         value, shape = float(num_chunks), replace(step.shape)
         best, best_rate, counts = 0, _GAIN * value / alone, [0] * len(candidates)
         for num_guesses, (chance, number) in enumerate(order, 1):
-            chunk = step.chunks[candidates[number].place]
+            chunk = step.chunks[candidates[number].chunk_index]
             shape.extend(chunk.start, chunk.length + counts[number])
             counts[number] += 1
             value -= chance

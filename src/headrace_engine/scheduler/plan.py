@@ -1,4 +1,12 @@
-"""Chooses the chunks of one step: decode chunks first, then prompts in key order."""
+"""Chooses which chunks each step computes: first the decode chunks, then prompts by due time.
+
+`Planner.plan` tries the kinds of step in the order of `_kinds_in_order`. The shared step is for
+all sequences except suspects and background sequences. A background step is planned only if no
+other step has anything to compute. A suspect (a sequence of a failed step) gets a separate step,
+and so does an encoder input that cannot be split. Shared steps alternate with these separate
+steps, so that streams do not stall for long. `_fill` gives the chosen sequences their chunks, and
+`_add_prompt` advances one prompt.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -7,21 +15,30 @@ from headrace_engine.memory.memory import Match, Memory
 from headrace_engine.scheduler.budget import QUARANTINE, SPAN, WHOLE, Limits, Room, TimeBudget
 from headrace_engine.scheduler.guessing import Guessing, MakeGuesser
 from headrace_engine.scheduler.restores import Restore, Restores
-from headrace_engine.scheduler.sequence import DueWork, Sequence, SequenceStatus, by_key
+from headrace_engine.scheduler.sequence import DueEncoding, Sequence, SequenceStatus, by_key
 from headrace_engine.scheduler.step import PlannedStep
 from headrace_engine.scheduler.table import SequenceTable
 
 PlanStep = Callable[[float, bool], PlannedStep | None]
-UNMEASURED_ENCODING_S, UNMEASURED_PER_S = 60.0, 1000.0  # what an unknown encoder may well take
-BACKGROUND_SHARE = 4  # the background holds one part in so many of places and of memory
-BACKGROUND_PART = 0.25  # of the stall target, that one of its steps takes: who comes waits for it
-MAX_PASSED_OVER = 16  # once this many waiting sequences lacked blocks, no other starts
+# How long the watchdog allows an encoder that was never timed: 60 s, and 1 s more for every 1,000
+# tokens that the step encodes.
+UNMEASURED_ENCODING_S, UNMEASURED_PER_S = 60.0, 1000.0
+# Background sequences may use 1/BACKGROUND_SHARE of the sequence limit and of the KV blocks.
+BACKGROUND_SHARE = 4
+# A new request has to wait for a running background step. So a background step may use only this
+# fraction of the stall target.
+BACKGROUND_PART = 0.25
+# After this many waiting sequences have lacked blocks in a step, no more sequences start in the
+# step.
+MAX_PASSED_OVER = 16
 
 
 class Planner:
-    """Fills steps from the table within the budget.
+    """Fills each step with chunks of the table's sequences, within the time budget.
 
-    From step to step it keeps a count, and whom it promised a step to itself.
+    The planner keeps little state between steps: the number of preemptions, the sequence whose
+    encoder input gets the next step alone, and whether the last step was reserved for an encoder
+    input.
     """
 
     def __init__(
@@ -35,7 +52,9 @@ class Planner:
         make_guesser: MakeGuesser,
     ) -> None:
         self.num_preemptions = 0
-        self.is_resting = False  # the last plan had nothing to do, nor has the next
+        # Whether the last plan was empty. If so, the next plan will be empty too, unless a
+        # message or a disk read arrives.
+        self.is_idle = False
         self._guessing = Guessing(limits, budget, memory, make_guesser)
         self._config = config
         self._limits = limits
@@ -44,66 +63,73 @@ class Planner:
         self._memory = memory
         self._restores = restores
         self._budget = budget
-        self._declared: Sequence | None = None  # has the next step to itself
-        self._was_exclusive = False  # whether the step before was one of those
-        self._num_preempted_before = 0  # this plan
+        # The sequence that gets the next step alone, for an encoder input that cannot be split.
+        self._promised: Sequence | None = None
+        # Whether the last step was reserved for an encoder input that cannot be split.
+        self._was_exclusive = False
+        # The value of `num_preemptions` when the current plan started.
+        self._num_preempted_before = 0
 
     def plan(self, now: float, can_preempt: bool) -> PlannedStep | None:
-        """The next step; None if there is nothing to do, or a commit has to come first.
+        """Return the next step, or None if nothing can be planned before a commit or a message.
 
-        `can_preempt`: nothing is in flight, so sequences may lose their memory.
+        `can_preempt` is true if no step is in flight. Only in this case may sequences lose their
+        memory.
         """
         self._num_preempted_before = self.num_preemptions
         while True:
             num_preemptions = self.num_preemptions
             step = self._first_step(now, can_preempt)
-            # who waited for memory, the streams or a read may go on once one has lost its own
+            # Try again: a preemption frees memory, and a dropped disk read lets another sequence
+            # continue.
             has_dropped = self._restores.disk is not None and self._restores.drop_idle(now)
             is_settled = self.num_preemptions == num_preemptions and not has_dropped
             if step is not None or is_settled:
-                self.is_resting = step is None and not self._has_preempted
+                self.is_idle = step is None and not self._has_preempted
                 return step
 
     @property
     def _has_preempted(self) -> bool:
-        """Whether a sequence lost its memory in this plan: nobody may take its place in it."""
+        """Return whether this plan preempted a sequence and therefore lets no sequence start."""
         return self.num_preemptions > self._num_preempted_before
 
     def _first_step(self, now: float, can_preempt: bool) -> PlannedStep | None:
-        for plan_step in self._kinds_in_turn():
+        for plan_step in self._kinds_in_order():
             step = plan_step(now, can_preempt)
             if step is not None and not step.is_empty:
-                self._quarantine.took_turn(step.is_alone)
+                self._quarantine.note_step(step.is_alone)
                 self._was_exclusive = step.is_exclusive
                 self._forecast(step)
                 return step
         return None
 
-    def _kinds_in_turn(self) -> tuple[PlanStep, ...]:
-        """The kinds of steps, in the order in which they are tried."""
-        if self._declared is None and not self._quarantine.suspects:
+    def _kinds_in_order(self) -> tuple[PlanStep, ...]:
+        """Return a planning function for each kind of step, in the order of the attempts."""
+        if self._promised is None and not self._quarantine.suspects:
             return self._plan_together, self._plan_background
-        together, declared, alone = self._plan_together, self._plan_declared, self._plan_alone
-        if self._was_exclusive:  # streams sat it out: now they go first
-            return together, declared, alone, self._plan_background
-        if self._quarantine.is_turn:
-            return declared, alone, together, self._plan_background
-        return declared, together, alone, self._plan_background
+        together, promised, alone = self._plan_together, self._plan_promised, self._plan_alone
+        # Streams got no token in the last step, so the shared step is tried first.
+        if self._was_exclusive:
+            return together, promised, alone, self._plan_background
+        if self._quarantine.is_next:
+            return promised, alone, together, self._plan_background
+        return promised, together, alone, self._plan_background
 
     def _plan_together(self, now: float, can_preempt: bool) -> PlannedStep | None:
-        """A step of everyone but the suspects and the background."""
+        """Plan a step for all sequences except suspects and background sequences."""
         running, suspects = self._table.running, self._quarantine.suspects
-        if running and running[-1].is_background and not self._give_way(can_preempt):
+        if running and running[-1].is_background and not self._preempt_background(can_preempt):
             return None
         step = self._new_step(now)
         if suspects and self._is_blocked(self._quarantine.current(), now):
             step.refuse_starts()
-        return self._plan_share(step, can_preempt)
+        return self._plan_filled(step, can_preempt)
 
     def _plan_background(self, now: float, can_preempt: bool) -> PlannedStep | None:
-        """A step of the background, where nobody else has one; it holds a share of all.
+        """Plan a step for background sequences, within the limits for these sequences.
 
-        Nothing is planned ahead of it, so that who comes waits for one such step at most.
+        A background step is tried last, and only if no step is in flight. So a new request waits
+        for at most one background step.
         """
         if not can_preempt or self._has_preempted:
             return None
@@ -111,29 +137,31 @@ class Planner:
         for sequence in self._table.running:
             most -= sequence.is_background
         step = self._new_step(now, most, is_background=True)
-        return self._plan_share(step, can_preempt)
+        return self._plan_filled(step, can_preempt)
 
-    def _plan_share(self, step: PlannedStep, can_preempt: bool) -> PlannedStep | None:
-        """The step, filled with those it is for."""
+    def _plan_filled(self, step: PlannedStep, can_preempt: bool) -> PlannedStep | None:
+        """Fill the step with chunks; return None if a commit has to free memory first."""
         running = [s for s in self._table.running if step.is_for(s)]
         if self._quarantine.suspects:
             running = [s for s in running if s not in self._quarantine]
         waiting: Iterable[Sequence] | None = None
-        if step.seats > 0 and self._table.waiting.num_waiting:
-            in_turn = self._table.waiting.in_turn(without=self._quarantine)
-            waiting = (s for s in in_turn if step.is_for(s))
+        if step.num_starts_left > 0 and self._table.waiting.num_waiting:
+            in_order = self._table.waiting.in_order(without=self._quarantine)
+            waiting = (s for s in in_order if step.is_for(s))
         return step if self._fill(step, running, waiting, can_preempt) else None
 
-    def _give_way(self, can_preempt: bool) -> bool:
-        """Takes from the background what the next one needs to start; False: a commit comes first.
+    def _preempt_background(self, can_preempt: bool) -> bool:
+        """Preempt background sequences until the next waiting sequence can start.
 
-        In its turn all others come before the background, and in its rank, too.
+        Return False if steps are in flight and have to be committed first. Background sequences
+        are the last in the queue and the first to be preempted. So the loop only looks at the
+        first waiting sequence and at the last running sequence.
         """
         running = self._table.running
         while running and running[-1].is_background:
-            waiting = self._table.waiting.in_turn(without=self._quarantine)
+            waiting = self._table.waiting.in_order(without=self._quarantine)
             first = next(waiting, None)
-            if first is None or first.is_background or self._has_place(first):
+            if first is None or first.is_background or self._can_start(first):
                 return True
             if not can_preempt:
                 return False
@@ -141,41 +169,43 @@ class Planner:
             self.num_preemptions += 1
         return True
 
-    def _has_place(self, sequence: Sequence) -> bool:
-        has_seat = len(self._table.running) < self._limits.max_num_seqs and self._memory.has_slot
-        return has_seat and self._fits(sequence, self._table.match(sequence))
+    def _can_start(self, sequence: Sequence) -> bool:
+        is_below_limit = (
+            len(self._table.running) < self._limits.max_num_seqs and self._memory.has_slot
+        )
+        return is_below_limit and self._fits(sequence, self._table.match(sequence))
 
     def _plan_alone(self, now: float, can_preempt: bool) -> PlannedStep | None:
-        """A step of the suspect under trial, if there is one."""
+        """Plan a step for one suspect alone; None if there is no suspect."""
         if not self._quarantine.suspects:
             return None
         suspect = self._quarantine.current()
         step = self._plan_one(suspect, now, can_preempt, is_alone=True)
         others = (s for s in self._table.running if s is not suspect)
         if step is not None and any(s.is_decoding for s in others):
-            step.blame(QUARANTINE)
+            step.set_cause(QUARANTINE)
         return step
 
-    def _plan_declared(self, now: float, can_preempt: bool) -> PlannedStep | None:
-        """The step that was promised to an encoder that cannot be cut, if it still wants it."""
-        sequence, self._declared = self._declared, None
+    def _plan_promised(self, now: float, can_preempt: bool) -> PlannedStep | None:
+        """Plan the step that was promised to an encoder input that still has to be encoded."""
+        sequence, self._promised = self._promised, None
         if sequence is None or sequence.outcome is not None or sequence in self._quarantine:
             return None
         context = sequence.num_planned
         if sequence.status is SequenceStatus.WAITING:
             if self._quarantine.suspects and self._is_blocked(self._quarantine.current(), now):
                 return None
-            if self._has_others_first(sequence, now):
+            if self._must_wait_for_other(sequence, now):
                 return None
             context = self._table.match(sequence).num_tokens
-        due = sequence.next_work(context)
+        due = sequence.next_encoding(context)
         if due is None or not due.work.is_whole or due.work.start > context:
             return None
         return self._plan_one(sequence, now, can_preempt)
 
-    def _has_others_first(self, sequence: Sequence, now: float) -> bool:
-        """Whether one that waits before it could start, or has waited long enough."""
-        for other in self._table.waiting.in_turn(without=self._quarantine):
+    def _must_wait_for_other(self, sequence: Sequence, now: float) -> bool:
+        """Return whether an earlier waiting sequence could start now or is past its due time."""
+        for other in self._table.waiting.in_order(without=self._quarantine):
             if other is sequence:
                 return False
             if other.due <= now or self._fits(other, self._table.match(other)):
@@ -197,10 +227,12 @@ class Planner:
         is_background: bool = False,
         is_alone: bool = False,
     ) -> PlannedStep:
-        seats = self._limits.max_num_seqs - len(self._table.running)
+        num_starts_left = self._limits.max_num_seqs - len(self._table.running)
         if most_starts is not None:
-            seats = min(seats, most_starts)
-        return PlannedStep(now, seats, self._limits.forward_per_chunk, is_background, is_alone)
+            num_starts_left = min(num_starts_left, most_starts)
+        return PlannedStep(
+            now, num_starts_left, self._limits.forward_per_chunk, is_background, is_alone
+        )
 
     def _forecast(self, step: PlannedStep) -> None:
         predicted = allowed = self._budget.predict(step.shape)
@@ -208,18 +240,22 @@ class Planner:
             allowed = UNMEASURED_ENCODING_S + step.shape.num_encoded / UNMEASURED_PER_S
         step.expect(predicted, allowed)
         if step.is_awaited:
-            step.blame(self._budget.expect_miss(step.shape, step.cause, predicted))
+            step.set_cause(self._budget.expect_miss(step.shape, step.cause, predicted))
 
     def _is_blocked(self, suspect: Sequence, now: float) -> bool:
-        """Whether a suspect past its due lacks memory, so that nobody may start before it."""
+        """Return whether this suspect is past its due time and lacks memory.
+
+        If so, no other sequence may start before the suspect.
+        """
         if suspect.status is SequenceStatus.RUNNING or now < suspect.due:
             return False
         return not self._fits(suspect, self._table.match(suspect))
 
     def _fits(self, sequence: Sequence, match: Match) -> bool:
-        """Whether there is memory for its tokens so far, and a block for each that runs.
+        """Return whether memory has room for the sequence and one spare block per running sequence.
 
-        What runs in the background leaves most of it free, unless it is the only one.
+        A background sequence must also leave three quarters of the blocks free, unless no other
+        sequence runs.
         """
         num_kept = len(self._table.running)
         if num_kept and sequence.is_background:
@@ -234,13 +270,13 @@ class Planner:
         waiting: Iterable[Sequence] | None,
         can_preempt: bool,
     ) -> bool:
-        """Give these sequences their chunks; False if a commit has to free memory first.
+        """Give these sequences their chunks; return False if a commit has to free memory first.
 
-        Streams do not stall because every decoding sequence advances by one token in every step.
-        So decode chunks come first, and prompts share the time that is left.
+        In every step, every decoding sequence advances by one token, so that streams do not
+        stall. So decode chunks come first, and prompts share the remaining time.
         """
-        # 1. Give each decoder whose last block is full another block. If there are too few, the
-        #    newest sequences lose their memory, and no sequence may start in this step.
+        # 1. Give another block to each decoder whose last block is full. If too few blocks are
+        #    available, the newest sequences lose their memory, and no sequence starts in this step.
         decoders, opened, growing = self._split(running)
         if growing and not self._make_room(growing, can_preempt):
             return False
@@ -248,24 +284,26 @@ class Planner:
             step.refuse_starts()
             decoders, opened, _ = self._split(running)
 
-        # 2. The decode chunks.
+        # 2. Add the decode chunks.
         if decoders:
-            self._table.tell_starts(decoders)
+            self._table.report_starts(decoders)
             step.add_decode_chunks(decoders)
             if self._memory.layout.num_snapshots:
                 self._save(step, decoders)
 
-        # 3. The prompts, within the seconds that the decode chunks leave. A background step is
-        #    short, too: a stream may arrive at any time and then has to wait for its end.
+        # 3. Add prompts, within the seconds that the decode chunks leave. A background step is also
+        # short, because a new stream would have to wait for the end of the step.
         is_awaited = step.is_background or bool(decoders) or self._has_streams(step)
         part = BACKGROUND_PART if step.is_background else 1.0
-        can_save = not (step.is_background and step.is_empty)  # else the step might stay empty
+        # An empty background step may not save its room, or background steps might stay empty for
+        # ever.
+        can_save = not (step.is_background and step.is_empty)
         room = self._budget.open(step.shape, is_awaited, part, can_save)
         step.open(room.seconds, is_awaited)
         if opened or waiting is not None:
             self._add_prompts(step, room, opened, waiting or ())
 
-        # 4. Guesses of the decoders' next tokens, in a step without prompts.
+        # 4. Add guesses of the decoders' next tokens to a step without prompts.
         if self._limits.max_guess and decoders:
             self._guessing.add_to(step, decoders, sum(map(step.is_for, self._table.running)))
         return True
@@ -273,10 +311,10 @@ class Planner:
     def _split(
         self, running: list[Sequence]
     ) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Return the sequences that decode, those with open prompts, and decoders without room.
+        """Return three lists: sequences that decode, that have open prompts, and that need a block.
 
-        The last are those of the first that need another block. A sequence whose last token is
-        being drawn is in none of the lists.
+        The third list is a subset of the first. A sequence whose last token is already being
+        drawn is in no list.
         """
         layout = self._memory.layout
         decoders: list[Sequence] = []
@@ -286,7 +324,7 @@ class Planner:
             remaining, lease = sequence.remaining, sequence.lease
             if not remaining or sequence.outcome is not None or lease is None:
                 continue
-            if remaining > 1 or (sequence.inputs.works and sequence.is_taking_in):
+            if remaining > 1 or (sequence.inputs.works and sequence.has_open_inputs):
                 opened.append(sequence)
                 continue
             decoders.append(sequence)
@@ -296,7 +334,10 @@ class Planner:
         return decoders, opened, growing
 
     def _make_room(self, growing: list[Sequence], can_preempt: bool) -> bool:
-        """Give each of them a block, preempting the newest until there are enough."""
+        """Give each of these sequences a block; preempt the newest sequences if blocks are missing.
+
+        Return False if blocks are missing and preemption is not allowed.
+        """
         memory = self._memory
         while len(growing) > memory.num_available:
             if not can_preempt:
@@ -312,7 +353,7 @@ class Planner:
         return True
 
     def _save(self, step: PlannedStep, sequences: list[Sequence]) -> None:
-        """Keep the states after their chunks, of those that end where states are kept."""
+        """Save the recurrent state of each sequence whose chunk ends where a snapshot is due."""
         if not self._memory.layout.num_snapshots:
             return
         for sequence in sequences:
@@ -321,7 +362,7 @@ class Planner:
                 step.save(sequence, copy)
 
     def _has_streams(self, step: PlannedStep) -> bool:
-        """Whether a sequence that the step is for decodes."""
+        """Return whether any sequence of the step's kind (background or not) is decoding."""
         return any(s.is_decoding for s in self._table.running if step.is_for(s))
 
     def _add_prompts(
@@ -329,14 +370,19 @@ class Planner:
     ) -> None:
         if len(opened) >= self._config.max_open_prompts:
             step.start_only_before(min(s.due for s in opened))
-        for sequence in _in_turn(step, opened, waiting):
+        for sequence in _in_queue_order(step, opened, waiting):
             goes_on = self._add_prompt(step, room, sequence)
             if not (goes_on and room.is_open):
                 break
-        step.blame(room.cause if step.has_prompt_work else "")
+        step.set_cause(room.cause if step.has_prompt_work else "")
 
     def _add_prompt(self, step: PlannedStep, room: Room, sequence: Sequence) -> bool:
-        """Give a prompt its share; False if the room cut it, and nothing may follow."""
+        """Advance one prompt; return False if the step takes no further prompt.
+
+        The first possible kind of work is chosen: load blocks that were read from disk, encode a
+        piece of an input, or compute a chunk of tokens. A waiting sequence leases memory only if
+        the step has work for the sequence.
+        """
         match, context = None, sequence.num_planned
         if sequence.status is SequenceStatus.WAITING:
             match = self._table.match(sequence)
@@ -345,16 +391,16 @@ class Planner:
             context = match.num_tokens
         if (restore := self._restores.at(sequence, context, step.planned_at)) is not None:
             return self._add_load(step, room, restore, match)
-        due = sequence.next_work(context)
+        due = sequence.next_encoding(context)
         if due is not None and due.work.start <= context:
-            return self._add_piece(step, room, sequence, due, match)
+            return self._add_encoding(step, room, sequence, due, match)
         wanted = self._wanted(sequence, context)
         length = self._length(step, room, sequence, context, wanted)
         if not length:
             return False
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
-        self._table.tell_starts([sequence])
+        self._table.report_starts([sequence])
         room.spend(context, length)
         step.add_prompt_chunk(sequence, length, self._start_siblings(step, sequence, length))
         self._save(step, [sequence])
@@ -363,13 +409,18 @@ class Planner:
     def _add_load(
         self, step: PlannedStep, room: Room, restore: Restore, match: Match | None
     ) -> bool:
-        """Load what was read of a prompt; True: others may follow, now or while it is read."""
+        """Load the prompt's blocks that have been read from disk.
+
+        Always return True: other prompts may follow in this step, even while a read is pending.
+        """
         sequence = restore.sequence
         target_s = self._limits.max_stall_s if step.is_awaited else None
         reads = self._restores.take(restore, step.planned_at, target_s)
         if not reads:
             if match is not None and step.planned_at >= sequence.due:
-                step.refuse_starts()  # nobody may take its place meanwhile
+                # The sequence is past its due time. No other sequence may take the memory
+                # while this sequence waits for the disk.
+                step.refuse_starts()
             return True
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
@@ -379,30 +430,38 @@ class Planner:
         room.spend_seconds(self._restores.seconds_to_copy(sum(read.num_bytes for read in reads)))
         return True
 
-    def _add_piece(
-        self, step: PlannedStep, room: Room, sequence: Sequence, due: DueWork, match: Match | None
+    def _add_encoding(
+        self,
+        step: PlannedStep,
+        room: Room,
+        sequence: Sequence,
+        due: DueEncoding,
+        match: Match | None,
     ) -> bool:
-        """Encode what the next tokens need; one that cannot be cut takes an empty step, or waits.
+        """Encode units (pieces of an input) that the prompt's next tokens need.
 
-        False if nothing may follow it in this step.
+        Return False if no other prompt may follow in this step. An input that cannot be split is
+        encoded in an otherwise empty step. If this step is not empty, the next step is promised
+        to the input. Of the inputs that can be split, a step encodes a piece of only one input.
         """
         work, is_first = due.work, not step.has_prompt_work
         if not step.is_empty if work.is_whole else step.encoded:
-            if work.is_whole and is_first and self._declared is None:
-                self._declared = sequence
+            if work.is_whole and is_first and self._promised is None:
+                self._promised = sequence
             if match is not None:
-                step.refuse_starts()  # nobody starts before it
+                # No later sequence may start before this sequence.
+                step.refuse_starts()
             return True
         if work.is_whole:
             num_units = work.num_units
-            room.cause = WHOLE if step.is_awaited else ""
+            room.set_cause(WHOLE if step.is_awaited else "")
         else:
             num_units = room.largest_piece(work.size, work.num_units - due.start, is_first)
         if not num_units:
             return False
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
-        self._table.tell_starts([sequence])
+        self._table.report_starts([sequence])
         room.spend_seconds(self._budget.seconds_of_units(work.size, num_units))
         step.add_encode_chunk(sequence, due.number, due.start, num_units)
         return not step.is_exclusive
@@ -410,13 +469,18 @@ class Planner:
     def _length(
         self, step: PlannedStep, room: Room, sequence: Sequence, context: int, wanted: int
     ) -> int:
-        """The length that the room allows; no span is cut, and one that never fits goes whole."""
+        """Return how many of the wanted tokens the room allows; 0 if no token fits.
+
+        A chunk never ends inside an unbreakable span, such as the tokens of an image. A span that
+        does not fit into the room is computed whole, as the first prompt chunk of a step.
+        """
         is_first = not step.has_prompt_work
         span = sequence.span_around(context + 0.5)
         if span is not None and not room.fits(context, span[1] - context):
             if not is_first:
                 return 0
-            room.cause, self._budget.kept = SPAN, 0.0
+            room.set_cause(SPAN)
+            self._budget.drop_savings()
             return span[1] - context
         length = room.largest_chunk(context, wanted, is_first)
         cut = sequence.span_around(context + length) if length else None
@@ -425,8 +489,12 @@ class Planner:
         return length
 
     def _may_start(self, step: PlannedStep, sequence: Sequence, match: Match) -> bool:
-        """Asked in key order: a refusal may close the step to everyone behind."""
-        is_too_late = step.first_due is not None and sequence.due >= step.first_due
+        """Return whether a waiting sequence may start in this step.
+
+        The planner calls this method in queue order. Some refusals also keep all later sequences
+        from starting in the step.
+        """
+        is_too_late = step.due_before is not None and sequence.due >= step.due_before
         if is_too_late or not self._memory.has_slot:
             step.refuse_starts()
             return False
@@ -438,17 +506,26 @@ class Planner:
         return False
 
     def _wanted(self, sequence: Sequence, context: int) -> int:
-        """The rest of the prompt, or as far as one chunk may go."""
+        """Return how many tokens one chunk may compute next.
+
+        The chunk ends at the end of the prompt, or earlier, at a token where a snapshot or an
+        encoder input is due.
+        """
         stops = [sequence.num_known]
-        if context < sequence.num_reported and sequence.wants_prompt_rows:
-            stops.append(sequence.num_reported)  # the rows before it were sent
-        if (due := sequence.next_work(context)) is not None:
+        if context < sequence.num_reported and sequence.wants_prompt_logprobs:
+            # Log probabilities up to token `num_reported` were sent before a preemption, so the
+            # chunk ends at this token.
+            stops.append(sequence.num_reported)
+        if (due := sequence.next_encoding(context)) is not None:
             stops.append(due.work.start)
         stop = self._memory.snapshot_stop(context, sequence.num_prompt)
         return min(stops if stop is None else [*stops, stop]) - context
 
     def _start_siblings(self, step: PlannedStep, leader: Sequence, length: int) -> list[Sequence]:
-        """Start as many siblings as have room, if this chunk ends their common prompt."""
+        """Start the leader's siblings (choices of the same prompt) if this chunk ends the prompt.
+
+        Return the siblings that fit; siblings that do not fit start later.
+        """
         family = leader.family
         is_final = leader.num_planned + length == leader.num_prompt == leader.num_tokens
         if family is None or family.leader is not leader or not is_final:
@@ -458,24 +535,29 @@ class Planner:
         started = []
         for sibling in [s for s in family.waiting if s.num_tokens == leader.num_tokens]:
             num_running = len(self._table.running)
-            if step.seats <= 0 or not self._memory.can_fork(leader.num_tokens, num_running):
+            if step.num_starts_left <= 0 or not self._memory.can_fork(
+                leader.num_tokens, num_running
+            ):
                 break
-            copies = self._table.start_beside(sibling, family)
+            copies = self._table.start_sibling(sibling, family)
             step.begin(sibling)
             step.copy(*copies)
             started.append(sibling)
         return started
 
 
-def _in_turn(
+def _in_queue_order(
     step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
 ) -> Iterator[Sequence]:
-    """Waiting sequences in turn, open prompts by key among them; without seats, only the open."""
+    """Yield open prompts and waiting sequences in queue order.
+
+    Once the step allows no further starts, yield only the open prompts.
+    """
     left = sorted(opened, key=by_key, reverse=True)
     for sequence in waiting:
         while left and left[-1].key < sequence.key:
             yield left.pop()
-        if step.seats <= 0:
+        if step.num_starts_left <= 0:
             break
         yield sequence
     yield from reversed(left)

@@ -1,20 +1,24 @@
-"""How long steps of decode chunks take by their rows, as measured; knows no model of cost."""
+"""Records how long decode steps take, by number of rows."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
 _NUM_TIMES = 8
-_ENOUGH = 3  # times; fewer are mixed with what should be expected
-_FORGET_AFTER = 512  # steps
-_UNSEEN = 0.04  # of a step's time, for each row
+# If fewer times than this were measured, expected times replace the missing times.
+_ENOUGH = 3
+# The times for a number of chunks and rows are forgotten after this many steps with other numbers.
+_FORGET_AFTER = 512
+# The expected increase of a step's time for each row beyond the largest measured number, as a
+# fraction.
+_UNSEEN = 0.04
 
 
 class RowTimes:
-    """Usual seconds of steps of decode chunks alone, by the number of chunks and of rows.
+    """Records the seconds of steps with only decode chunks, by number of chunks and of rows.
 
-    A time that was not seen for long is forgotten: another context may be at work, or the machine
-    at another speed.
+    Each token that a step computes is a row. Old times are forgotten, because the context or the
+    machine's speed may have changed.
     """
 
     def __init__(self) -> None:
@@ -31,10 +35,11 @@ class RowTimes:
             self._forget()
 
     def seconds(self, num_chunks: int, num_rows: int) -> float:
-        """0 while nothing is known.
+        """Return the usual seconds of a step with these numbers; 0 if no similar step was timed.
 
-        A number that was hardly seen should cost as much as one between its neighbours; beyond the
-        last one a row should cost little, so that it is tried.
+        If few steps had this number of rows, the time is interpolated from steps with fewer and
+        with more rows. Beyond the largest measured number of rows, each row is expected to cost
+        little. So larger numbers of rows are tried.
         """
         rows = self._seconds.get(num_chunks, {})
         times = rows.get(num_rows, ())
@@ -51,7 +56,10 @@ class RowTimes:
 
 
 def _expected(rows: Mapping[int, Sequence[float]], num_rows: int) -> float:
-    """By the times of fewer rows and of more; 0 without those of fewer."""
+    """Return the seconds expected from the times of steps with fewer and with more rows.
+
+    Return 0 if no step with fewer rows was timed.
+    """
     below = max((n for n in rows if n < num_rows), default=0)
     above = min((n for n in rows if n > num_rows), default=0)
     if not below:

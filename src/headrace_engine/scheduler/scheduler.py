@@ -1,6 +1,6 @@
-"""The scheduler's front door: takes messages and results, gives plans and outputs; pure.
+"""The scheduler's interface: accepts messages and step results, returns plans and outputs.
 
-Knows token counts, never what tokens mean; time is an argument.
+The scheduler is pure: time is an argument, and the scheduler does not know what tokens mean.
 """
 
 from array import array
@@ -21,7 +21,7 @@ from headrace_common.messages import (
     Submit,
 )
 from headrace_common.plan import Elsewhere, StepPlan, StepResult
-from headrace_common.prefix import DiskNews, ReadRun
+from headrace_common.prefix import DiskNews, ReadSegment
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.memory import Memory
 from headrace_engine.memory.offers import Offer, Offers
@@ -36,7 +36,7 @@ from headrace_engine.scheduler.table import OutputBuffer, Quarantine, SequenceTa
 
 
 class Scheduler:
-    """Everything between a Submit and how its sequences end, except the computing."""
+    """Schedules sequences from their submission to their end; computes nothing itself."""
 
     def __init__(
         self,
@@ -47,7 +47,9 @@ class Scheduler:
         make_guesser: MakeGuesser = own_guesser,
     ) -> None:
         self.max_model_len = limits.max_total(layout)
-        self.must_exit = False  # a fresh engine should take over: sequence after sequence fails
+        # Whether several steps with only one sequence failed in a row. If so, a new engine
+        # process should take over.
+        self.must_exit = False
         self.memory = memory = Memory(layout, None if disk is None else Offers())
         self._patience = config.patience
         self._source = limits.source
@@ -64,19 +66,22 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is left; there may still be outputs to take."""
+        """Return whether no sequence is left; outputs can still be pending."""
         return not self._table
 
     @property
     def has_work(self) -> bool:
-        """Whether plan() or take_outputs() may have something."""
+        """Return whether plan() or take_outputs() may return something."""
         return bool(self._table) or self.has_outputs
 
     def rest_s(self, now: float) -> float | None:
-        """Seconds for which plan() has nothing to do unless a message comes; None: no end."""
+        """Return the number of seconds for which plan() has nothing to do unless a message arrives.
+
+        None means no limit.
+        """
         if not self.has_work:
             return None
-        if not self._planner.is_resting or (due := self._restores.due) is None:
+        if not self._planner.is_idle or (due := self._restores.due) is None:
             return 0.0
         return max(0.0, due - now)
 
@@ -86,29 +91,29 @@ class Scheduler:
 
     @property
     def missed(self) -> Counter[str]:
-        """How often the stall target was missed, by cause."""
+        """Return how often the stall target was missed, by cause."""
         return self._budget.missed
 
     @property
     def starved_s(self) -> float:
-        """Seconds for which the stall target has left prompts no more than their small share."""
+        """Return for how many seconds prompts have had only the guaranteed share of each step."""
         return self._budget.starved_s
 
     def take_outputs(self) -> Outputs | None:
-        """Return the news of sequences since the last call; None if there are none."""
+        """Return the outputs since the last call; None if there are no outputs."""
         return self._outputs.take()
 
     def take_offers(self) -> list[Offer]:
-        """Blocks and states that may be kept on disk, since the last call."""
+        """Return the full blocks and states that were offered to the disk since the last call."""
         return [] if self.memory.offers is None else self.memory.offers.take()
 
-    def take_wishes(self) -> list[ReadRun]:
-        """Runs that should be read from there."""
-        return self._restores.take_wishes()
+    def take_reads(self) -> list[ReadSegment]:
+        """Return the disk reads that were requested since the last call."""
+        return self._restores.take_reads()
 
-    def hear(self, news: DiskNews, now: float) -> None:
-        """Takes what was read, or what is new on disk."""
-        self._restores.hear(news, now)
+    def apply_news(self, news: DiskNews, now: float) -> None:
+        """Apply a message from the disk threads: a finished read, or a list of stored segments."""
+        self._restores.apply_news(news, now)
 
     def status(self) -> Status:
         waiting, num_running = list(self._table.waiting), len(self._table.running)
@@ -131,29 +136,30 @@ class Scheduler:
 
     @property
     def decode_s(self) -> float:
-        """Seconds that the streams alone take in each step; 0 while unmeasured."""
+        """Return the predicted seconds of the decode chunks in each step; 0 if not measured."""
         return self._budget.decode_s
 
     @property
     def has_streams(self) -> bool:
-        """Whether one of its streams waits for the next token."""
+        """Return whether any running sequence is decoding."""
         return any(sequence.is_decoding for sequence in self._table.running)
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there is a prompt to read."""
+        """Return whether any prompt still has to be computed."""
         return not all(sequence.is_decoding for sequence in self._table.running) or bool(
             self._table.waiting
         )
 
     def leave_room(self, elsewhere: Elsewhere) -> None:
-        """Leaves room for engines beside this one, in the steps to come."""
+        """Reserve time in later steps for the other engines on the same cores."""
         self._budget.leave_room(elsewhere)
 
     def observe(self, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
-        """Learn from a step timed before the first request: (context, new tokens) per chunk.
+        """Learn from a step that was timed before the first request.
 
-        One new token counts as decoding; the runner is warm.
+        `chunks` holds a pair (context, new tokens) per chunk; one new token counts as decoding.
+        The runner must have been warmed up before the timed step.
         """
         shape = StepShape()
         for context, new in chunks:
@@ -161,7 +167,10 @@ class Scheduler:
         self._budget.learn(shape, seconds)
 
     def observe_encoding(self, size: int, num_units: int, seconds: float) -> None:
-        """Learn from encoding that was timed before the first request."""
+        """Learn from an encoding that was timed before the first request.
+
+        `seconds` is the time of all units together.
+        """
         shape = StepShape()
         shape.encode(size, num_units)
         self._budget.learn_encoding(shape, seconds)
@@ -171,9 +180,10 @@ class Scheduler:
         self._budget.excuse(cause)
 
     def add(self, submit: Submit, now: float) -> None:
-        """Admit all sequences of a stream; those that can never run end at once.
+        """Admit all sequences of a submission; sequences that can never run end immediately.
 
-        The choices of one prompt form a family, except suspects, who run alone.
+        The choices of one prompt form a family, which computes the prompt once. Suspects of a
+        failed step join no family, because each suspect runs alone.
         """
         families: dict[int, Family] = {}
         for new in submit.sequences:
@@ -213,31 +223,34 @@ class Scheduler:
             arrival=submit.arrival,
             number=self._num_admitted,
             chain=self.memory.chain(submit.salt, ((w.start, w.mark) for w in inputs.works)),
-            takes_credit=submit.use_prefix,
+            uses_prefix_cache=submit.use_prefix,
             inputs=inputs,
             adapter=submit.adapter.fingerprint if submit.adapter else "",
+            state=new.state,
         )
 
     def _outcome_before_any_step(self, sequence: Sequence) -> Finished | None:
-        """The end of a sequence that cannot run, or of a recovered one that is already whole."""
+        """Return the outcome if the sequence cannot run or is already complete; otherwise None."""
         if not sequence.num_prompt:
             message = "The prompt has no tokens; send at least one."
             return Finished(sequence.id, FinishReason.ERROR, "empty_prompt", message)
         longest = self.max_model_len - (sequence.sampling.max_tokens != 0)
         num_given = sequence.num_prompt
-        if self._source is not None:  # the answer has a context of its own
+        # In an encoder-decoder model, the source does not use up the context of the answer.
+        if self._source is not None:
             longest, num_given = self.max_model_len, sequence.num_shown
         if num_given > longest:
             message = (
-                f"The prompt has {num_given} tokens, and the context of "
-                f"{self.max_model_len} tokens leaves room for {longest}; shorten the prompt."
+                f"The prompt has {num_given} tokens, but the context of {self.max_model_len} "
+                f"tokens has room for a prompt of {longest}; shorten the prompt."
             )
             return Finished(sequence.id, FinishReason.ERROR, "context_length_exceeded", message)
         longest_span = max((end - start for start, end in sequence.inputs.spans), default=0)
         if longest_span > self._max_step_tokens:
             message = (
-                f"An image has {longest_span} tokens that attend both ways, and a step holds "
-                f"{self._max_step_tokens}; send a smaller one, or raise --max-step-tokens."
+                f"An image has {longest_span} tokens that must be computed in one step, but a "
+                f"step is limited to {self._max_step_tokens} tokens; send a smaller image, or "
+                "raise --max-step-tokens."
             )
             return Finished(sequence.id, FinishReason.ERROR, "image_too_large", message)
         reason = sequence.end_reason() if sequence.num_generated else None
@@ -250,36 +263,37 @@ class Scheduler:
         sequence.set_due(alone, self._patience)
 
     def cancel(self, cancel: Cancel) -> None:
-        """Note which sequences to end; the next plan ends them."""
+        """Record which sequences to end; the next plan ends these sequences."""
         for sequence_id in cancel.sequence_ids:
             if self._table.living(sequence_id) is not None:
                 self._cancels.setdefault(sequence_id, cancel.finish)
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step; None if there is nothing to do before a commit or a message."""
+        """Return the next step; None if there is nothing to do before a commit or a message."""
         if self._cancels:
             self._apply_cancels()
         step = self._planner.plan(now, can_preempt=self._in_flight.is_empty)
         return None if step is None else self._in_flight.launch(step)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepTrace | None:
-        """Apply the result of the oldest plan in flight; return its figures if it was timed."""
+        """Apply the result of the oldest plan; return the step's trace if the step was timed."""
         return self._in_flight.commit(plan, result, now)
 
     def fail(self, plan: StepPlan, message: str, now: float) -> None:
-        """The oldest plan in flight raised: it counts for nothing, nor do those launched after it.
+        """Drop all plans in flight, because the oldest plan raised an exception.
 
-        Their sequences wait again. Those of the failed plan are suspects; one that was alone in
-        it ends.
+        The sequences of all dropped plans wait again, and the sequences of the oldest plan become
+        suspects. A sequence that was alone in the oldest plan ends with `message`.
         """
         self._in_flight.suspect(plan, message)
         self._in_flight.drop(now)
         self.must_exit = self._quarantine.is_hopeless
 
     def out_of_memory(self, plan: StepPlan, message: str, now: float) -> None:
-        """The oldest plan did not fit the device: try again with half the tokens a step.
+        """Halve the token limit of steps and retry, because the oldest plan ran out of memory.
 
-        Steps never get smaller than a block; one that small fails instead.
+        The limit never falls below one block. If the limit cannot be halved again, the step
+        counts as failed.
         """
         if not self._budget.halve_tokens(at_least=self.memory.layout.block_size):
             self._in_flight.suspect(plan, message)

@@ -1,4 +1,7 @@
-"""One choice being generated, as a few integers; never its text, never what memory contains."""
+"""Holds the few integers that describe one choice of a request during its generation.
+
+The text and the cached data are stored elsewhere.
+"""
 
 import enum
 from array import array
@@ -9,7 +12,7 @@ from typing import NamedTuple
 
 from headrace_common.ids import SequenceId
 from headrace_common.messages import Finished, FinishReason
-from headrace_common.plan import EncodeWork, PromptInputs, SourceSpec
+from headrace_common.plan import EncoderInput, PromptInputs, SourceSpec
 from headrace_common.request import BACKGROUND
 from headrace_common.sampling import Sampling
 from headrace_engine.memory.memory import Lease
@@ -18,24 +21,27 @@ from headrace_engine.scheduler.guess import Guess, Guesser
 
 NO_INPUTS = PromptInputs()
 EVERY_TOKEN = 1 << 40
-PRIORITY_LEVEL_S = 10.0  # what one level of priority is worth
-TURN_S = 1.0  # what a start counts for in its client's share, beside its prompt
+# Seconds by which one level of priority delays a prompt.
+PRIORITY_LEVEL_S = 10.0
+# Seconds that a client is charged for each start, in addition to the prompt's own seconds.
+START_COST_S = 1.0
 by_id = attrgetter("id")
 by_key = attrgetter("key")
 by_rank = attrgetter("rank")
 
 
 def due_time(arrival: float, patience: float, alone: float, priority: int) -> float:
-    """When a prompt that takes `alone` seconds by itself should have its turn.
+    """Return the due time of a prompt that takes `alone` seconds if nothing else runs.
 
-    Long prompts are due later, but at a fixed time, so they age without a clock.
+    Longer prompts are due later. But a due time never changes, so every prompt is eventually due
+    before all new requests. No clock is needed.
     """
     return arrival + patience * alone + PRIORITY_LEVEL_S * priority
 
 
 def source_inputs(token_ids: "array[int]", spec: SourceSpec) -> PromptInputs:
-    """The inputs of an answer that is drawn from a source of these tokens."""
-    work = EncodeWork(
+    """Return the source tokens as an encoder input, for an encoder-decoder model."""
+    work = EncoderInput(
         start=0,
         end=EVERY_TOKEN,
         size=len(token_ids),
@@ -47,64 +53,94 @@ def source_inputs(token_ids: "array[int]", spec: SourceSpec) -> PromptInputs:
     return PromptInputs((work,))
 
 
-class DueWork(NamedTuple):
-    """A sequence's work number `number`, planned up to unit `start`."""
+class DueEncoding(NamedTuple):
+    """Says which units to encode next: the units of input `number`, starting with unit `start`."""
 
     number: int
-    work: EncodeWork
+    work: EncoderInput
     start: int
 
 
 class SequenceStatus(enum.Enum):
-    """Everything else about a sequence follows from its numbers."""
+    """Says whether a sequence holds memory. The numbers of the sequence say everything else."""
 
-    WAITING = "waiting"  # holds nothing
-    RUNNING = "running"  # holds a lease
+    # The sequence holds no memory.
+    WAITING = "waiting"
+    # The sequence holds a lease of memory.
+    RUNNING = "running"
     FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens [0, num_computed) are in memory, [0, num_planned) will be when launched plans end.
+    """Represents one choice of a request, from submission to end.
 
-    Others read its fields; only its methods write them.
+    Tokens [0, num_computed) are in memory. Tokens [0, num_planned) will be in memory once all
+    launched plans are committed. Other classes may read the fields; only the methods of this
+    class write the fields.
     """
 
     id: SequenceId
-    token_ids: "array[int]"  # the prompt, then every token sampled so far
+    # The prompt, then every token sampled so far.
+    token_ids: "array[int]"
     num_prompt: int
     choice: int
     sampling: Sampling
-    max_total: int  # it ends when it has this many tokens
+    # The sequence ends when it has this many tokens.
+    max_total: int
     priority: int
     arrival: float
-    number: int  # order of admission, breaks all ties
+    # The sequence's number in the order of admission, which breaks ties.
+    number: int
     chain: NameChain
-    takes_credit: bool = True  # whether it may reuse cached prefixes
-    is_reporter: bool = True  # the first choice of its prompt speaks for its siblings
+    # Whether the sequence may reuse cached prefixes.
+    uses_prefix_cache: bool = True
+    # Whether this sequence reports the progress of the prompt, for all choices of the prompt.
+    is_reporter: bool = True
     family: "Family | None" = None
-    client: str = ""  # whose it is: clients take turns
-    alone: float = 0.0  # predicted seconds of its prompt by itself
-    due: float = 0.0  # smaller goes first; once it is past, nobody due later may start before it
+    # The tenant or client that sent the request; clients share the engine fairly.
+    client: str = ""
+    # The predicted seconds to compute the prompt if nothing else runs.
+    alone: float = 0.0
+    # When the prompt is due. Among a client's prompts, the prompt with the earliest due time is
+    # next. After the due time, no later sequence in the queue may start before this sequence.
+    due: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
-    outcome: Finished | None = None  # decided; sent once no launched plan names the sequence
-    num_pending: int = 0  # tokens that launched chunks will draw, but for right guesses
-    num_guessed: int = 0  # tokens that a launched chunk guesses: nothing is planned behind it
-    num_again: int = 0  # planned tokens that its state has not: it went back behind a wrong guess
+    # The outcome is set as soon as the end is decided, and sent once no launched plan names the
+    # sequence.
+    outcome: Finished | None = None
+    # How many tokens launched chunks will draw, without correct guesses.
+    num_pending: int = 0
+    # How many guessed tokens a launched chunk has. Until the chunk is committed, nothing else is
+    # planned for the sequence.
+    num_guessed: int = 0
+    # How many planned tokens to compute again, because a wrong guess reset the recurrent state.
+    num_to_recompute: int = 0
     num_planned: int = 0
     num_computed: int = 0
-    num_reported: int = -1  # prompt tokens reported as done; -1: not even the start was reported
-    num_in_flight: int = 0  # launched plans that name it
-    clears_at: int | None = None  # suspect: computed tokens that clear it of a failed step
+    # How many prompt tokens were reported as processed; -1 before the start was reported.
+    num_reported: int = -1
+    # How many launched plans name the sequence.
+    num_in_flight: int = 0
+    # For a suspect of a failed step, the number of computed tokens that clears the suspect.
+    clears_at: int | None = None
     lease: Lease | None = None
     inputs: PromptInputs = NO_INPUTS
-    adapter: str = ""  # the fingerprint of what changes the model for it
-    num_units_planned: int = 0  # of all works, in order; those that credit covers count as done
+    # The fingerprint of the sequence's LoRA adapter; empty if there is no adapter.
+    adapter: str = ""
+    # How many encoder units are planned or replaced by a cached prefix, summed over all inputs.
+    num_units_planned: int = 0
     num_units_computed: int = 0
     guesser: Guesser | None = None
-    forced: tuple[int, ...] = ()  # tokens that its grammar lets follow
-    num_shown: int = field(init=False)  # prompt tokens that progress counts: a source's, if any
-    is_background: bool = field(init=False)  # runs only in time and memory that others leave
+    # Tokens that must follow according to the sequence's grammar.
+    forced: tuple[int, ...] = ()
+    # The state of the samplers after the last token.
+    state: bytes = b""
+    # The number of tokens at which the prompt's progress is complete: the number of source tokens
+    # if there is a source, else the number of prompt tokens.
+    num_shown: int = field(init=False)
+    # Whether the sequence uses only time and memory that no other sequence needs.
+    is_background: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_background = self.priority >= BACKGROUND
@@ -116,28 +152,33 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Tokens there will be once all launched plans have ended."""
+        """Return how many tokens the sequence has once all launched plans are committed."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def remaining(self) -> int:
-        """Known tokens not yet planned; 1 while running is a decode chunk."""
+        """Return how many known tokens are not planned yet; 1 for a sequence that decodes."""
         num_known = len(self.token_ids) + self.num_pending
         if self.num_guessed:
-            return 0  # nobody knows yet where it goes on
+            # The number of correct guesses is not known yet.
+            return 0
         if self.num_pending and num_known >= self.max_total:
-            return 0  # its last token is being drawn, and need not be computed
+            # The sequence's last token is being drawn, and need not be computed.
+            return 0
         return num_known - self.num_planned
 
     @property
     def is_decoding(self) -> bool:
         is_due = self.remaining == 1 or self.num_guessed > 0
         is_living = self.lease is not None and self.outcome is None
-        return is_due and is_living and not self.is_taking_in
+        return is_due and is_living and not self.has_open_inputs
 
     @property
-    def is_taking_in(self) -> bool:
-        """Whether the prompt is open and has works: its last token is no decode chunk."""
+    def has_open_inputs(self) -> bool:
+        """Return whether the prompt is unfinished and has encoder inputs.
+
+        If so, a chunk of the last prompt token is not a decode chunk.
+        """
         return self.num_planned < self.num_prompt and bool(self.inputs.works)
 
     @property
@@ -146,8 +187,8 @@ class Sequence:
         return self.lease
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the sequence ran before, here or in an engine that died."""
+    def has_started(self) -> bool:
+        """Return whether the sequence has run before, in this engine or in an engine that died."""
         return self.num_reported >= 0 or self.num_generated > 0
 
     @property
@@ -156,32 +197,32 @@ class Sequence:
 
     @property
     def key(self) -> tuple[float, float, int]:
-        """Order in which prompts are computed."""
+        """Return the sort key for the order in which prompts are computed."""
         return self.due, self.arrival, self.number
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """Order in which running sequences keep their memory; the last is preempted first."""
+        """Return the sort key of running sequences; the last sequence is preempted first."""
         return self.priority, self.arrival, self.number
 
     @property
-    def wants_prompt_rows(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         return self.is_reporter and self.sampling.num_prompt_logprobs is not None
 
     @property
     def num_processed(self) -> int:
-        """How many of those are computed."""
+        """Return how many of the `num_shown` prompt tokens are computed."""
         source = [work for work in self.inputs.works if work.is_source]
         if not source:
             return min(self.num_computed, self.num_prompt)
         return self.num_shown * self.num_units_computed // sum(w.num_units for w in source)
 
-    def next_work(self, num_cached: int) -> DueWork | None:
-        """The first work with units that no plan has yet and that later tokens need."""
+    def next_encoding(self, num_cached: int) -> DueEncoding | None:
+        """Return the units to encode next for the tokens after `num_cached`, or None."""
         planned = max(self.num_units_planned, self._units_before(num_cached))
         for number, work in enumerate(self.inputs.works):
             if planned < work.num_units:
-                return DueWork(number, work, planned)
+                return DueEncoding(number, work, planned)
             planned -= work.num_units
         return None
 
@@ -189,28 +230,28 @@ class Sequence:
         return sum(w.num_units for w in self.inputs.works if w.end <= num_cached)
 
     def span_around(self, position: float) -> tuple[int, int] | None:
-        """The unbreakable span that a cut before token `position` would break."""
+        """Return the unbreakable span that a cut before `position` would split, or None."""
         for start, end in self.inputs.spans:
             if start < position < end:
                 return start, end
         return None
 
     def join(self, family: "Family", alone: bool) -> None:
-        """Become one of the choices of a prompt; with `alone`, do not wait for the leader."""
+        """Join the choices of a prompt; if `alone` is true, do not wait for the leader."""
         self.is_reporter = family.leader is self
         self.family = None if alone else family
 
     def lead(self, is_reporter: bool) -> None:
-        """Take over from a leader that has ended."""
+        """Become the leader, because the previous leader has ended."""
         self.is_reporter = is_reporter
 
     def set_due(self, alone: float, patience: float) -> None:
-        """Set when its prompt, which takes `alone` seconds by itself, should have its turn."""
+        """Set the due time of a prompt that takes `alone` seconds if nothing else runs."""
         self.alone = alone
         self.due = due_time(self.arrival, patience, alone, self.priority)
 
     def suspect(self, clears_at: int) -> None:
-        """Suspect it of a failed step until its first `clears_at` tokens are computed."""
+        """Make the sequence a suspect until the first `clears_at` tokens are computed."""
         self.clears_at = max(clears_at, self.clears_at or 0)
 
     def clear(self) -> None:
@@ -218,22 +259,28 @@ class Sequence:
         self.clears_at = None
 
     def run(self, lease: Lease) -> None:
-        """Start, with this memory."""
+        """Start with the memory of `lease`."""
         self.status, self.lease = SequenceStatus.RUNNING, lease
 
-    def run_beside(self, leader: "Sequence", lease: Lease) -> None:
-        """Start, with memory that shares what the leader has computed of their prompt."""
+    def run_sibling(self, leader: "Sequence", lease: Lease) -> None:
+        """Start with a lease that shares the leader's computed prompt."""
         self.run(lease)
         self.chain = leader.chain.copy()
         self.num_units_planned = self.num_units_computed = leader.num_units_planned
 
     def start_at(self, num_cached: int) -> None:
-        """Starts behind tokens in memory already; works that only they needed are not encoded."""
+        """Start after `num_cached` tokens that are in memory already.
+
+        Encoder inputs that only the cached tokens need count as encoded.
+        """
         self.num_planned = self.num_computed = num_cached
         self.num_units_planned = self.num_units_computed = self._units_before(num_cached)
 
     def skip_to(self, end: int) -> None:
-        """Tokens up to `end` are loaded in a plan; works that only they needed are not encoded."""
+        """Count the tokens up to `end` as planned, because a plan loads these tokens from disk.
+
+        Encoder inputs that only the loaded tokens need count as encoded.
+        """
         assert self.num_computed <= self.num_planned < end < self.num_known
         self.num_planned = end
         self.num_units_planned = max(self.num_units_planned, self._units_before(end))
@@ -241,7 +288,7 @@ class Sequence:
         self.num_in_flight += 1
 
     def advance(self, end: int, draws: bool) -> None:
-        """A chunk that ends at token `end` is in a plan."""
+        """Count the tokens up to `end` as planned, in a chunk that may draw the next token."""
         num_known = len(self.token_ids) + self.num_pending
         assert self.num_computed <= self.num_planned <= end <= num_known
         self.num_planned = end
@@ -249,76 +296,76 @@ class Sequence:
         self.num_in_flight += 1
 
     def encode(self, num_units: int) -> None:
-        """Count further units of its works as planned."""
+        """Count `num_units` more encoder units as planned."""
         self.num_units_planned += num_units
         self.num_in_flight += 1
 
     def guess(self, make_guesser: Callable[["Sequence"], Guesser], most: int) -> Guess:
-        """Guess at most `most` of the tokens that follow."""
+        """Return a guess of at most `most` next tokens."""
         if self.guesser is None:
             self.guesser = make_guesser(self)
         return self.guesser.guess(self.token_ids, self.forced, most)
 
     def plan_guess(self, num_guessed: int) -> None:
-        """Note how many guessed tokens its planned chunk ends with."""
+        """Set how many guessed tokens the planned chunk ends with."""
         self.num_guessed = num_guessed
 
-    def take_in_again(self) -> int:
-        """Return how many tokens a wrong guess removed from its state, to be computed again."""
-        num_again, self.num_again = self.num_again, 0
-        return num_again
+    def take_num_to_recompute(self) -> int:
+        """Return how many tokens to compute again after a wrong guess, and reset that number."""
+        num_to_recompute, self.num_to_recompute = self.num_to_recompute, 0
+        return num_to_recompute
 
     def commit_units(self, num_units: int) -> None:
-        """Count further units of its works as encoded."""
+        """Count `num_units` more encoder units as encoded."""
         self.num_in_flight -= 1
         self.num_units_computed += num_units
 
-    def commit_guess(self, num_right: int, num_again: int) -> None:
-        """Count the guesses that were right; `num_again` tokens have to be computed again."""
-        self.num_guessed, self.num_again = 0, num_again
+    def commit_guess(self, num_right: int, num_to_recompute: int) -> None:
+        """Count the correct guesses; `num_to_recompute` tokens have to be computed again."""
+        self.num_guessed, self.num_to_recompute = 0, num_to_recompute
         self.num_planned += num_right
 
     def commit_tokens(self, end: int) -> None:
-        """Count the tokens up to `end`, which a plan computed or loaded."""
+        """Count the tokens up to `end` as computed."""
         self.num_in_flight -= 1
         self.num_computed = end
 
-    def commit_draw(self, forced: tuple[int, ...]) -> None:
-        """Count a launched draw as done; its grammar forces `forced` next."""
+    def commit_draw(self, forced: tuple[int, ...], state: bytes) -> None:
+        """Count a launched draw as done, and store the forced tokens and the samplers' state."""
         self.num_pending -= 1
-        self.forced = forced
+        self.forced, self.state = forced, state
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Append a token that was drawn; return the reason if the answer ends with it."""
+        """Append a drawn token; return the reason if the answer ends with this token."""
         self.token_ids.append(token_id)
         return self.end_reason()
 
     def report(self, num_reported: int) -> None:
-        """Note how many tokens of its prompt were reported as processed."""
+        """Set how many tokens of the prompt were reported as processed."""
         self.num_reported = num_reported
 
     def decide(self, finish: FinishReason, message: str = "", vector: bytes = b"") -> None:
-        """Set how it ends; it must have no outcome yet."""
+        """Set the outcome, which must not be set yet."""
         code = "internal_error" if finish is FinishReason.ERROR else ""
         self.outcome = Finished(self.id, finish, code, message, vector)
 
     def finish(self) -> None:
-        """End, without memory."""
+        """End the sequence, and give up the lease."""
         self.status, self.lease = SequenceStatus.FINISHED, None
 
     def leave_plans(self) -> None:
-        """Forget the launched plans that name it, since they were dropped."""
+        """Forget all launched plans that name the sequence, because the plans were dropped."""
         self.num_in_flight = 0
 
     def rewind(self) -> None:
-        """Back to waiting: keeps every token, counts none as computed."""
+        """Let the sequence wait again: keep every token, but count no token as computed."""
         self.status, self.lease = SequenceStatus.WAITING, None
-        self.num_pending = self.num_guessed = self.num_again = 0
+        self.num_pending = self.num_guessed = self.num_to_recompute = 0
         self.num_planned = self.num_computed = 0
         self.num_units_planned = self.num_units_computed = 0
 
     def end_reason(self) -> FinishReason | None:
-        """Why the tokens so far are the whole answer; None if they are not."""
+        """Return why the answer is complete; None if the answer is not complete."""
         num_tokens = len(self.token_ids)
         num_generated = num_tokens - self.num_prompt
         if num_generated and self.sampling.ends_with(self.token_ids[-1], num_generated):
@@ -327,14 +374,14 @@ class Sequence:
 
 
 class Family:
-    """The choices of one prompt: the leader computes it, the others wait for its final chunk."""
+    """Groups the choices of one prompt. The leader computes the prompt for all choices."""
 
     def __init__(self, leader: Sequence) -> None:
         self.leader = leader
         self.waiting: list[Sequence] = []
 
     def hand_over(self) -> Sequence | None:
-        """Make the next choice the leader, if one waits; return it."""
+        """Make the next waiting choice the leader and return it; None if no choice waits."""
         if not self.waiting:
             return None
         leader = self.waiting.pop(0)

@@ -1,4 +1,4 @@
-"""A step while it is filled, launched and committed; decides nothing."""
+"""Represents a step while it is planned, launched and committed; makes no decisions."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from headrace_common.plan import (
     Chunk,
     EncodeChunk,
     Load,
-    LoadedRun,
+    LoadedSegment,
     SlotCopy,
     StepPlan,
 )
@@ -22,30 +22,45 @@ from headrace_engine.scheduler.sequence import Sequence, by_id
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A step from its first chunk to its commit; each sequence has at most one chunk in it.
+    """Collects the work of one step, which has at most one chunk per sequence.
 
-    The planner reads its fields; only its methods write them.
+    The planner reads the fields; only the methods of this class write the fields.
     """
 
     planned_at: float
-    seats: int  # sequences that may still start in it
+    # How many more sequences may start in the step.
+    num_starts_left: int
     forward_per_chunk: bool
-    is_background: bool = False  # whether it is for background sequences
-    is_alone: bool = False  # whether a suspect has it to itself
-    first_due: float | None = None  # only sequences due before it may start
-    num_passed_over: int = 0  # waiting sequences that lacked blocks
-    is_exclusive: bool = False  # whether an encoder that cannot be cut has it to itself
-    is_awaited: bool = False  # whether a stream waits for it
-    room: float | None = None  # seconds for prompt chunks; None: no target, or none measured
-    predicted: float = 0.0  # seconds in the runner; 0 while unmeasured
-    allowed: float = 0.0  # the same for the watch on hangs: a guess is better than nothing
-    cause: str = ""  # why it is expected to miss its target
+    # Whether the step is for background sequences.
+    is_background: bool = False
+    # Whether the step is reserved for one suspect of a failed step.
+    is_alone: bool = False
+    # Only sequences that are due before this time may start.
+    due_before: float | None = None
+    # How many waiting sequences lacked blocks.
+    num_passed_over: int = 0
+    # Whether the step is reserved for an encoder input that cannot be split.
+    is_exclusive: bool = False
+    # Whether a stream waits for the step.
+    is_awaited: bool = False
+    # Seconds for prompt chunks. None if the step has no target or no step was timed yet.
+    room: float | None = None
+    # Predicted seconds of the step in the runner; 0 if too few steps were timed.
+    predicted: float = 0.0
+    # Seconds that the watchdog allows the step; a rough guess if too few steps were timed.
+    allowed: float = 0.0
+    # Why the step is expected to miss the stall target; empty if no miss is expected.
+    cause: str = ""
     num_decoding: int = 0
     shape: StepShape = field(default_factory=StepShape)
-    saves: list[tuple[Sequence, SlotId, int]] = field(default_factory=list)  # slot, end
-    plan: StepPlan = field(init=False)  # from its launch
+    # For each snapshot: the sequence, the snapshot's slot, and the token after which to save the
+    # state.
+    saves: list[tuple[Sequence, SlotId, int]] = field(default_factory=list)
+    # The plan for the runner, which `launch` sets.
+    plan: StepPlan = field(init=False)
     chunks: list[Chunk] = field(default_factory=list)
-    named: list[list[Sequence]] = field(default_factory=list)  # by each chunk
+    # For each chunk, the sequences that the chunk advances.
+    named: list[list[Sequence]] = field(default_factory=list)
     encoded: list[EncodeChunk] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     _begun: list[Begin] = field(default_factory=list)
@@ -54,7 +69,7 @@ class PlannedStep:
     _slot_copies: list[SlotCopy] = field(default_factory=list)
 
     def is_for(self, sequence: Sequence) -> bool:
-        """Whether it may work on this one, or the background keeps them apart."""
+        """Return whether the step is for this sequence: both are background, or neither is."""
         return sequence.is_background == self.is_background
 
     @property
@@ -70,32 +85,32 @@ class PlannedStep:
         return not (self.chunks or self.encoded or self.loads)
 
     def refuse_starts(self) -> None:
-        """No further sequence may start in it."""
-        self.seats = 0
+        """Let no further sequence start in the step."""
+        self.num_starts_left = 0
 
     def pass_over(self) -> None:
         """Count a waiting sequence that lacked blocks."""
         self.num_passed_over += 1
 
     def start_only_before(self, due: float) -> None:
-        """Only sequences that are due before it may start."""
-        self.first_due = due
+        """Let only sequences that are due before `due` start in the step."""
+        self.due_before = due
 
     def open(self, room: float | None, is_awaited: bool) -> None:
         """Set the seconds for prompt chunks, and whether a stream waits for the step."""
         self.room, self.is_awaited = room, is_awaited
 
     def expect(self, predicted: float, allowed: float) -> None:
-        """Set the seconds that it should take, and those that the watch on hangs allows it."""
+        """Set the step's predicted seconds, and the seconds that the watchdog allows."""
         self.predicted, self.allowed = predicted, allowed
 
-    def blame(self, cause: str) -> None:
-        """Set why it is expected to miss its target; empty if it is not."""
+    def set_cause(self, cause: str) -> None:
+        """Set why the step is expected to miss the stall target; empty if no miss is expected."""
         self.cause = cause
 
     def begin(self, sequence: Sequence, restore: SlotCopy | None = None) -> None:
-        """Introduce a sequence that starts in this step."""
-        self.seats -= 1
+        """Add a sequence that starts in this step; `restore` copies its state from a snapshot."""
+        self.num_starts_left -= 1
         token_ids, sampling = sequence.token_ids[:], sequence.sampling
         self._begun.append(
             Begin(
@@ -105,25 +120,26 @@ class PlannedStep:
                 sequence.choice,
                 sampling,
                 sequence.inputs,
+                sequence.state,
             )
         )
         if restore is not None:
             self._restores.append(restore)
 
     def copy(self, block_copy: BlockCopy | None, slot_copy: SlotCopy | None) -> None:
-        """Copy a leader's memory to its sibling's after the forward."""
+        """Copy memory from a leader to a sibling after the forward pass."""
         if block_copy is not None:
             self._block_copies.append(block_copy)
         if slot_copy is not None:
             self._slot_copies.append(slot_copy)
 
     def save(self, sequence: Sequence, copy: SlotCopy) -> None:
-        """Keep the sequence's state after its chunk."""
+        """Copy the sequence's recurrent state to a snapshot after the sequence's chunk."""
         self._slot_copies.append(copy)
         self.saves.append((sequence, copy.target, sequence.num_planned))
 
     def add_decode_chunks(self, sequences: list[Sequence]) -> None:
-        """Advance each by one token; before any other chunk."""
+        """Advance each sequence by one token, before any other chunk is added."""
         if not sequences:
             return
         self.num_decoding = len(sequences)
@@ -133,25 +149,27 @@ class PlannedStep:
         self.shape.decode(self.num_decoding, num_context, self.forward_per_chunk)
         for sequence in sequences:
             self._add(sequence, 1, [sequence])
-            if sequence.num_again:
-                self._take_in_again(sequence)
+            if sequence.num_to_recompute:
+                self._recompute(sequence)
 
-    def _take_in_again(self, sequence: Sequence) -> None:
-        """The last chunk begins where the sequence's state went back to."""
-        num_again = sequence.take_in_again()
+    def _recompute(self, sequence: Sequence) -> None:
+        """Make the last chunk start earlier, where a wrong guess has reset the state."""
+        num_to_recompute = sequence.take_num_to_recompute()
         chunk, lease = self.chunks[-1], sequence.held
-        start, length = chunk.start - num_again, chunk.length + num_again
+        start, length = chunk.start - num_to_recompute, chunk.length + num_to_recompute
         self.chunks[-1] = msgspec.structs.replace(chunk, start=start, length=length)
         self._restores.append(SlotCopy(lease.kept_slot_id, lease.slot_id))
-        self.shape.go_back(start, num_again)
+        self.shape.go_back(start, num_to_recompute)
 
-    def guess(self, place: int, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
-        """Let the sequence's decode chunk, the step's number `place`, go on with these tokens."""
-        chunk, lease, size = self.chunks[place], sequence.held, len(token_ids)
+    def guess(self, index: int, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Append guessed tokens to the sequence's decode chunk, which is chunk number `index`."""
+        chunk, lease, size = self.chunks[index], sequence.held, len(token_ids)
         assert chunk.sequence_id == sequence.id and not chunk.guess
-        if chunk.slot_id != NO_SLOT and chunk.length == 1:  # else it was restored from there
+        # Keep a copy of the state in case a guess is wrong. A chunk with several known tokens
+        # starts from an earlier copy, which still exists.
+        if chunk.slot_id != NO_SLOT and chunk.length == 1:
             self._restores.append(SlotCopy(lease.slot_id, lease.kept_slot_id))
-        self.chunks[place] = msgspec.structs.replace(
+        self.chunks[index] = msgspec.structs.replace(
             chunk, length=chunk.length + size, num_rows=1 + size, guess=token_ids
         )
         sequence.plan_guess(size)
@@ -159,34 +177,37 @@ class PlannedStep:
             self.shape.extend(chunk.start, length)
 
     def add_prompt_chunk(self, sequence: Sequence, length: int, siblings: list[Sequence]) -> None:
-        """Advance a prompt; `siblings` draw from its last row too."""
+        """Advance a prompt; `siblings` also draw from the logits of the chunk's last token."""
         context = sequence.num_planned
         self._add(sequence, length, [sequence, *siblings])
         self.shape.add(context, length, True, self.forward_per_chunk)
 
     def add_encode_chunk(self, sequence: Sequence, number: int, start: int, num_units: int) -> None:
-        """Advance work `number` of a sequence from unit `start` on."""
+        """Encode `num_units` units of the sequence's input `number`, starting with unit `start`."""
         work, slot_id = sequence.inputs.works[number], sequence.held.slot_id
         sequence.encode(num_units)
         self.encoded.append(EncodeChunk(sequence.id, number, start, start + num_units, slot_id))
         self.shape.encode(work.size, num_units)
         self.is_exclusive = work.is_whole
 
-    def load(self, sequence: Sequence, end: int, runs: list[LoadedRun]) -> None:
-        """Advance a sequence to token `end`, by what was computed before."""
+    def load(self, sequence: Sequence, end: int, segments: list[LoadedSegment]) -> None:
+        """Advance a sequence to token `end` by loading blocks instead of computing tokens."""
         start, lease = sequence.num_planned, sequence.held
         sequence.skip_to(end)
-        self.loads.append(Load(sequence.id, start, end, tuple(runs), lease.slot_id))
+        self.loads.append(Load(sequence.id, start, end, tuple(segments), lease.slot_id))
 
     def _add(self, sequence: Sequence, length: int, drawing: list[Sequence]) -> None:
-        """The chunk that ends at the last known token draws, if there is anything to draw."""
+        """Add a chunk. A chunk that ends at the last known token also draws the next token."""
         start, lease = sequence.num_planned, sequence.lease
         assert lease is not None
         end = start + length
         num_known = len(sequence.token_ids) + sequence.num_pending
         draws = end == num_known and end < sequence.max_total
         num_rows = int(draws)
-        if sequence.num_reported <= start < sequence.num_prompt - 1 and sequence.wants_prompt_rows:
+        if (
+            sequence.num_reported <= start < sequence.num_prompt - 1
+            and sequence.wants_prompt_logprobs
+        ):
             num_rows = length
         pooling = sequence.sampling.pooling
         if pooling is not None:
@@ -211,7 +232,7 @@ class PlannedStep:
         )
 
     def launch(self, ended: tuple[SequenceId, ...]) -> StepPlan:
-        """Makes the plan for the runner, which may forget the sequences in `ended` first."""
+        """Return the plan for the runner, which can forget the sequences in `ended` first."""
         worked_on = [chunk.sequence_id for chunk in self.chunks]
         if self.loads or self.encoded:
             first = [load.sequence_id for load in self.loads]

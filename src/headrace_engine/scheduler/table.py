@@ -1,4 +1,4 @@
-"""Every sequence that has not ended: how it starts, gives way and ends; chooses none of them."""
+"""Holds all sequences that have not ended; starts, preempts and ends sequences."""
 
 import math
 from bisect import bisect_left, insort
@@ -21,7 +21,7 @@ from headrace_common.plan import BlockCopy, SlotCopy
 from headrace_engine.memory.memory import NO_MATCH, Match, Memory
 from headrace_engine.scheduler.sequence import (
     PRIORITY_LEVEL_S,
-    TURN_S,
+    START_COST_S,
     Family,
     Sequence,
     SequenceStatus,
@@ -34,7 +34,7 @@ MAX_FAILED_ALONE = 3
 
 @dataclass(slots=True)
 class OutputBuffer:
-    """News of sequences since the outputs were last taken."""
+    """Collects the outputs of sequences until `take` is called."""
 
     started: list[Started] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -49,7 +49,7 @@ class OutputBuffer:
         return not (self.tokens or self.finished or prompts or self.guessed)
 
     def take(self) -> Outputs | None:
-        """Return the news and forget them; None if there are none."""
+        """Return the outputs and clear the buffer; None if the buffer is empty."""
         if self.is_empty:
             return None
         taken = Outputs(
@@ -66,36 +66,45 @@ class OutputBuffer:
 
 
 class Quarantine:
-    """Sequences suspected of making a step fail: they run alone, one by one, every other step."""
+    """Holds the suspects of failed steps until each suspect is cleared or fails again.
+
+    If a step raises an exception or kills the engine, any sequence of the step may be to blame.
+    So all sequences of the step become suspects. Suspects run alone, one at a time, in every
+    other step. The steps between are for all other sequences, so that streams continue. A suspect
+    is cleared once it has computed the tokens that the failed step should have computed. A
+    suspect that fails alone is to blame and ends with an error. If MAX_FAILED_ALONE suspects fail
+    alone without a successful step between the failures, the engine itself is to blame.
+    """
 
     def __init__(self) -> None:
         self.suspects: set[Sequence] = set()
-        self.num_failed_alone = 0  # since the last good step
-        self._is_turn = True
+        # How many suspects failed alone since the last successful step.
+        self.num_failed_alone = 0
+        self._is_next = True
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self.suspects
 
     @property
-    def is_turn(self) -> bool:
-        """Whether the next step is a suspect's, if both sides have something to do."""
-        return bool(self.suspects) and self._is_turn
+    def is_next(self) -> bool:
+        """Return whether a suspect gets the next step, even if other sequences could run."""
+        return bool(self.suspects) and self._is_next
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the engine is to blame: several failed alone, with no good step between."""
+        """Return whether the engine is to blame: several suspects in a row failed alone."""
         return self.num_failed_alone >= MAX_FAILED_ALONE
 
     def current(self) -> Sequence:
-        """The suspect under trial: the one that runs, else the newest."""
+        """Return the suspect that runs next: a suspect with memory, or else the newest suspect."""
         running = [suspect for suspect in self.suspects if suspect.lease is not None]
         return max(running or self.suspects, key=by_rank)
 
-    def took_turn(self, alone: bool) -> None:
-        self._is_turn = not alone
+    def note_step(self, alone: bool) -> None:
+        self._is_next = not alone
 
     def suspect(self, sequence: Sequence, clears_at: int) -> None:
-        """Hold a sequence until a step has computed its first `clears_at` tokens."""
+        """Add a suspect, to be cleared once the first `clears_at` tokens are computed."""
         sequence.suspect(clears_at)
         self.suspects.add(sequence)
 
@@ -114,98 +123,111 @@ class Quarantine:
         self.suspects.discard(sequence)
 
 
-class WaitingLines:
-    """Waiting sequences: by key within a client; between clients, the one that had least is next.
+class WaitingQueues:
+    """Holds the waiting sequences of all clients and orders them fairly.
 
-    A start counts for TURN_S and its prompt's own seconds. A client that was away has no more
-    claim than the one whose turn it is now (start-time fair queueing). What was preempted or
-    recovered goes on at once, and counts for nothing.
+    Each client has a queue, ordered by due time. The client that has used the fewest seconds is
+    next (start-time fair queueing). The start of a sequence costs the client START_COST_S plus
+    the predicted seconds of the prompt. A client that was idle gets no credit for the idle time:
+    its used seconds start at the level of the client that started last. A sequence that was
+    preempted or recovered costs nothing, and is next in the queue unless it is a background
+    sequence.
     """
 
     def __init__(self) -> None:
         self.num_waiting = 0
-        self._lines: dict[str, list[Sequence]] = {}  # of clients that have any, by key
-        self._had: dict[str, float] = {}  # share that each has had, in seconds
-        self._level = 0.0  # what the client had that started last
+        # For each client with waiting sequences, the client's sequences in the order of `key`.
+        self._queues: dict[str, list[Sequence]] = {}
+        # The seconds that each client has used.
+        self._used_s: dict[str, float] = {}
+        # The largest number of seconds that any client had used just before a start.
+        self._level = 0.0
 
     def __len__(self) -> int:
         return self.num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        return self.in_turn()
+        return self.in_order()
 
     def add(self, sequence: Sequence) -> None:
         client = sequence.client
-        if client not in self._lines:
-            self._lines[client] = []
-            self._had[client] = max(self._had.get(client, 0.0), self._level)
-        insort(self._lines[client], sequence, key=by_key)
+        if client not in self._queues:
+            self._queues[client] = []
+            self._used_s[client] = max(self._used_s.get(client, 0.0), self._level)
+        insort(self._queues[client], sequence, key=by_key)
         self.num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
-        line = self._lines[sequence.client]
-        del line[bisect_left(line, sequence.key, key=by_key)]
+        queue = self._queues[sequence.client]
+        del queue[bisect_left(queue, sequence.key, key=by_key)]
         self.num_waiting -= 1
-        if not line:
-            del self._lines[sequence.client]
-            if self._had[sequence.client] <= self._level:
-                del self._had[sequence.client]  # it would come back with as much
+        if not queue:
+            del self._queues[sequence.client]
+            if self._used_s[sequence.client] <= self._level:
+                # A client that returns would start at this level anyway.
+                del self._used_s[sequence.client]
 
     def charge(self, sequence: Sequence) -> None:
-        """The sequence, which waits, is about to start."""
-        if not sequence.has_begun:
-            self._level = max(self._level, self._had[sequence.client])
-            self._had[sequence.client] += _share(sequence)
+        """Charge the client of a waiting sequence that is about to start."""
+        if not sequence.has_started:
+            self._level = max(self._level, self._used_s[sequence.client])
+            self._used_s[sequence.client] += _start_cost(sequence)
 
-    def in_turn(self, without: Quarantine | None = None) -> Iterator[Sequence]:
-        """The order in which they would start if each could; they may change meanwhile."""
-        lines = {client: line[:] for client, line in self._lines.items()}
+    def in_order(self, without: Quarantine | None = None) -> Iterator[Sequence]:
+        """Iterate over the sequences in queue order; sequences may start or end meanwhile."""
+        queues = {client: queue[:] for client, queue in self._queues.items()}
         if without is not None and without.suspects:
-            lines = {c: [s for s in line if s not in without] for c, line in lines.items()}
-        lines = {client: line for client, line in lines.items() if line}
-        if len(lines) == 1:
-            return iter(*lines.values())
-        return _by_turns(lines, self._had.copy())
+            queues = {c: [s for s in queue if s not in without] for c, queue in queues.items()}
+        queues = {client: queue for client, queue in queues.items() if queue}
+        if len(queues) == 1:
+            return iter(*queues.values())
+        return _merge_queues(queues, self._used_s.copy())
 
 
-def _by_turns(lines: dict[str, list[Sequence]], had: dict[str, float]) -> Iterator[Sequence]:
-    heads = [(turn(line[0], had), line[0].key, client, 0) for client, line in lines.items()]
+def _merge_queues(
+    queues: dict[str, list[Sequence]], used_s: dict[str, float]
+) -> Iterator[Sequence]:
+    heads = [
+        (queue_key(queue[0], used_s), queue[0].key, client, 0) for client, queue in queues.items()
+    ]
     heapify(heads)
     while heads:
         _, _, client, number = heads[0]
-        line = lines[client]
-        yield line[number]
-        if not line[number].has_begun:
-            had[client] += _share(line[number])
-        if number + 1 == len(line):
+        queue = queues[client]
+        yield queue[number]
+        if not queue[number].has_started:
+            used_s[client] += _start_cost(queue[number])
+        if number + 1 == len(queue):
             heappop(heads)
         else:
-            head = line[number + 1]
-            heapreplace(heads, (turn(head, had), head.key, client, number + 1))
+            head = queue[number + 1]
+            heapreplace(heads, (queue_key(head, used_s), head.key, client, number + 1))
 
 
-def turn(head: Sequence, had: dict[str, float]) -> float:
-    """Smaller goes first among the heads of all lines."""
-    if head.has_begun and not head.is_background:
+def queue_key(head: Sequence, used_s: dict[str, float]) -> float:
+    """Return the sort key of a client's first sequence; the smallest key is next."""
+    if head.has_started and not head.is_background:
         return -math.inf
-    return had[head.client] + PRIORITY_LEVEL_S * head.priority
+    return used_s[head.client] + PRIORITY_LEVEL_S * head.priority
 
 
-def _share(sequence: Sequence) -> float:
-    return TURN_S + sequence.alone
+def _start_cost(sequence: Sequence) -> float:
+    return START_COST_S + sequence.alone
 
 
 class SequenceTable:
-    """Keeps the status, place in line, memory and outputs of each sequence in step."""
+    """Keeps each sequence's status, queue position, memory and outputs consistent."""
 
     def __init__(self, memory: Memory, quarantine: Quarantine, outputs: OutputBuffer) -> None:
-        self.waiting = WaitingLines()
-        self.running: list[Sequence] = []  # by rank: the last gives way first
+        self.waiting = WaitingQueues()
+        # The running sequences, sorted by rank. The last sequence is preempted first.
+        self.running: list[Sequence] = []
         self._memory = memory
         self.quarantine = quarantine
         self._outputs = outputs
         self._sequences: dict[SequenceId, Sequence] = {}
-        self._ended: list[SequenceId] = []  # the runner may forget them
+        # The sequences that the runner can forget.
+        self._ended: list[SequenceId] = []
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -214,12 +236,12 @@ class SequenceTable:
         return self._sequences[sequence_id]
 
     def living(self, sequence_id: SequenceId) -> Sequence | None:
-        """The sequence; None if it is unknown or its outcome is decided."""
+        """Return the sequence; None if the id is unknown or the outcome is decided."""
         sequence = self._sequences.get(sequence_id)
         return sequence if sequence is not None and sequence.outcome is None else None
 
     def admit(self, sequence: Sequence) -> None:
-        """A leader joins the queue, its siblings wait for the leader."""
+        """Queue a sequence, unless it is a sibling that has to wait for its leader."""
         self._sequences[sequence.id] = sequence
         family = sequence.family
         if family is None or family.leader is sequence:
@@ -228,13 +250,17 @@ class SequenceTable:
             family.waiting.append(sequence)
 
     def match(self, sequence: Sequence) -> Match:
-        """The cached prefix that the sequence could reuse if it started now."""
-        if not sequence.takes_credit or sequence.wants_prompt_rows:
+        """Return the cached prefix that the sequence could reuse if it started now."""
+        if not sequence.uses_prefix_cache or sequence.wants_prompt_logprobs:
             return NO_MATCH
         return self._memory.match(sequence.token_ids, sequence.chain)
 
     def start(self, sequence: Sequence, match: Match) -> SlotCopy | None:
-        """Lease memory for a waiting sequence; there must be enough."""
+        """Lease memory for a waiting sequence; return the copy that restores the recurrent state.
+
+        Call this method only if there is enough memory. Return None if there is no state to
+        restore.
+        """
         self.waiting.charge(sequence)
         self.waiting.remove(sequence)
         lease, restore = self._memory.reserve(match, sequence.num_tokens)
@@ -243,8 +269,11 @@ class SequenceTable:
         insort(self.running, sequence, key=by_rank)
         return restore
 
-    def tell_starts(self, sequences: Iterable[Sequence]) -> None:
-        """Report, once, how much of a prompt is cached: the rest is about to be computed."""
+    def report_starts(self, sequences: Iterable[Sequence]) -> None:
+        """Report once for each sequence how many tokens of the prompt are cached.
+
+        The method is called when the rest of the prompt is about to be computed.
+        """
         for sequence in sequences:
             if sequence.num_reported < 0:
                 cached = min(sequence.num_planned, sequence.num_prompt)
@@ -252,26 +281,32 @@ class SequenceTable:
                 if sequence.is_reporter:
                     self._outputs.started.append(Started(sequence.id, sequence.num_shown, cached))
 
-    def start_beside(
+    def start_sibling(
         self, sibling: Sequence, family: Family
     ) -> tuple[BlockCopy | None, SlotCopy | None]:
-        """Lease memory for a sibling in the step that computes the end of their prompt."""
+        """Lease memory for a sibling in the step that computes the end of the shared prompt.
+
+        Return the copies of the leader's partly filled block and of the leader's slot.
+        """
         family.waiting.remove(sibling)
         leader = family.leader
         lease, block_copy, slot_copy = self._memory.fork(leader.held, leader.num_tokens)
-        sibling.run_beside(leader, lease)
+        sibling.run_sibling(leader, lease)
         insort(self.running, sibling, key=by_rank)
         return block_copy, slot_copy
 
-    def scatter(self, family: Family) -> None:
-        """The prompt is computed: siblings that still wait start by themselves, with credit."""
+    def queue_siblings(self, family: Family) -> None:
+        """Queue the siblings that still wait, because the leader's prompt is computed.
+
+        These siblings find the prompt in the prefix cache.
+        """
         for sibling in family.waiting:
             self.waiting.add(sibling)
         family.waiting.clear()
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, with its tokens and its old due."""
-        self._take_memory(sequence)
+        """Release a running sequence's memory and queue it again, with its tokens and due time."""
+        self._free_memory(sequence)
         sequence.rewind()
         self.waiting.add(sequence)
 
@@ -282,13 +317,16 @@ class SequenceTable:
             self.close_if_over(sequence)
 
     def close_if_over(self, sequence: Sequence) -> None:
-        """Release its memory and report how it ended, once no launched plan names it."""
+        """Release the memory of a sequence with an outcome, and report its end.
+
+        Do nothing while a launched plan still names the sequence.
+        """
         is_closed = sequence.status is SequenceStatus.FINISHED
         if is_closed or sequence.outcome is None or sequence.num_in_flight:
             return
         family = sequence.family
         if sequence.status is SequenceStatus.RUNNING:
-            self._take_memory(sequence)
+            self._free_memory(sequence)
         elif family is not None and sequence in family.waiting:
             family.waiting.remove(sequence)
         else:
@@ -298,20 +336,28 @@ class SequenceTable:
         del self._sequences[sequence.id]
         self._outputs.finished.append(sequence.outcome)
         if family is not None and family.leader is sequence:
-            leader = family.hand_over()  # the prompt may not be computed yet
+            # The prompt may not be computed yet, so the next choice becomes the leader and
+            # computes the prompt.
+            leader = family.hand_over()
             if leader is not None:
                 self.waiting.add(leader)
 
-    def _take_memory(self, sequence: Sequence) -> None:
+    def _free_memory(self, sequence: Sequence) -> None:
         self._memory.release(sequence.held)
         del self.running[bisect_left(self.running, sequence.rank, key=by_rank)]
         self._ended.append(sequence.id)
 
     def take_ended(self) -> tuple[SequenceId, ...]:
-        """Sequences that the runner may forget since the last plan."""
+        """Return the sequences that ended or were preempted since the last plan.
+
+        The runner can forget these sequences.
+        """
         ended, self._ended = self._ended, []
         return tuple(ended)
 
     def give_back_ended(self, ended: tuple[SequenceId, ...]) -> None:
-        """The plan that named these failed, perhaps before the runner forgot them."""
+        """List these sequences again for the next plan, because the plan that listed them failed.
+
+        The runner may not have forgotten the sequences yet.
+        """
         self._ended.extend(ended)

@@ -1,4 +1,4 @@
-"""The values of an adapter's files."""
+"""Reads the tensors of an adapter's file."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -12,18 +12,20 @@ from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.errors import ModelError
 from headrace_engine.weights.gguf_weights import GgufFile
 
-_LARGEST = torch.finfo(torch.float16).max  # weights of models are far below this
+# The largest allowed value in a factor and the largest allowed change of a weight. The weights of
+# models are far below this limit.
+_LARGEST = torch.finfo(torch.float16).max
 
 
 class AdapterTensors:
-    """An adapter's open file; a context."""
+    """The open file of an adapter; a context manager."""
 
     def __init__(self, files: AdapterFiles, spec: ModelSpec) -> None:
         self._factors, self._name = files.factors, files.path.parent.name
         self._stack = ExitStack()
         if files.is_gguf and "num_attention_heads" not in spec.config:
             raise ModelError(
-                f"GGUF adapters of {spec.architecture} are not read; give PEFT's folder."
+                f"GGUF adapters of {spec.architecture} are not supported; use the PEFT folder."
             )
         if files.is_gguf:
             pairs = (header for it in files.factors.values() for header in (it.down, it.up))
@@ -38,10 +40,11 @@ class AdapterTensors:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def pair(self, module: str) -> tuple[Tensor, Tensor]:
-        """float32 [rank, inputs] and [outputs, rank], the latter scaled.
+    def read_factors(self, module: str) -> tuple[Tensor, Tensor]:
+        """Return the factors [rank, inputs] and [outputs, rank] in float32.
 
-        ModelError if a value is not finite, or so large that a change of a weight may not be.
+        The second factor includes the scale. Raises ModelError if a value is not finite, or is
+        large enough that a changed weight may overflow.
         """
         factors = self._factors[module]
         down, up = (
@@ -50,9 +53,10 @@ class AdapterTensors:
         up *= factors.scale
         sizes = torch.stack([it.abs().max() for it in (down, up)])
         largest = float(torch.cat([sizes, sizes.prod(0, True) * factors.rank]).max())
-        if not largest <= _LARGEST:  # so for NaN, too
+        # The negated comparison also catches NaN.
+        if not largest <= _LARGEST:
             raise ModelError(
                 f"The adapter {self._name} changes a weight of {module} by up to {largest:g}; the "
-                f"limit is {_LARGEST:g}. Its file is damaged, or its training failed."
+                f"limit is {_LARGEST:g}. The adapter's file is damaged, or its training failed."
             )
         return down, up

@@ -1,7 +1,8 @@
-"""Quantized values of a GGUF file as they are: whole numbers in groups, a scale and a minimum each.
+"""Reads quantized values of GGUF files without rounding: groups of integers with a scale.
 
-A value is scale * q + minimum. What the K types nest, scales of scales, is multiplied out. MXFP4
-has codes of numbers for q, and bytes for scales (mxfp4.py).
+A value is scale * q + minimum. GGUF's K types also quantize the scales and minima; this module
+returns the dequantized scales and minima. For MXFP4, q has codes and the scales are bytes (see
+mxfp4.py).
 """
 
 from collections.abc import Iterable
@@ -19,18 +20,20 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class GroupScheme(NamedTuple):
-    """The format of groups: 4 bits a value, from 0 on and with minima, or 8, signed; or MXFP4."""
+    """The format of groups: 4-bit values from 0 with a minimum, 8-bit signed values, or MXFP4."""
 
     bits: int
-    size: int  # of a group: neighbours in a row
+    # How many consecutive values share a scale.
+    size: int
     has_minimum: bool
-    is_float: bool = False  # MXFP4
+    # Whether q has MXFP4 codes.
+    is_float: bool = False
 
 
 class Groups(NamedTuple):
-    """A matrix: q int8 [rows, values]; scale and minimum float16 [rows, groups].
+    """A quantized matrix: q int8 [rows, values]; scale and minimum float16 [rows, groups].
 
-    Of MXFP4: codes; scales uint8, and no minima.
+    For MXFP4, q has codes, the scales are uint8 and the minimum is empty.
     """
 
     scheme: GroupScheme
@@ -51,11 +54,11 @@ GROUP_SCHEMES = {
     "Q8_0": _EIGHT,
     "MXFP4": GroupScheme(4, 32, has_minimum=False, is_float=True),
 }
-"""The smallest scheme that holds each type."""
+"""For each GGUF type, the smallest scheme that holds the type's values exactly."""
 
 _ONE, _ZERO = np.float16(1).tobytes(), bytes(2)
 _ONES_OF_K = _ONE + _ZERO + bytes([1] * 4 + [0] * 4 + [1] * 4)
-_PLAIN = {
+_SCALES_IN_BLOCK = {
     "Q4_0": (0, _ONE),
     "Q4_1": (0, _ONE + _ZERO),
     "Q4_K": (0, _ONES_OF_K),
@@ -65,12 +68,12 @@ _PLAIN = {
     "Q6_K": (192, bytes([1] * 16) + _ONE),
     "Q8_0": (0, _ONE),
 }
-"""Where the scales and minima of a block stand, and what stands there if they are 1 and 0."""
+"""Where a block has its scales and minima (a byte offset), and the bytes for scale 1, minimum 0."""
 _BLOCK_BYTES = {name: size for name, _, size in TYPES.values()}
 
 
 def common_scheme(kinds: Iterable[str]) -> GroupScheme | None:
-    """The scheme that holds all of these types exactly; None if one of them has no groups."""
+    """Return the scheme that holds all of these types exactly, or None."""
     schemes = [GROUP_SCHEMES.get(kind) for kind in kinds]
     if not schemes or None in schemes:
         return None
@@ -90,9 +93,10 @@ def empty_groups(scheme: GroupScheme, num_rows: int, num_values: int) -> Groups:
 
 
 def read_groups(raw: Array, kind: str) -> tuple[Array, Array, Array]:
-    """q [rows, values], scale and minimum [rows, groups], float32, of the bytes [rows, bytes].
+    """Decode raw bytes [rows, bytes] to q [rows, values], scale and minimum [rows, groups].
 
-    Of MXFP4 as `Groups` has them.
+    All results are float32, except for MXFP4 (see `Groups`). To get q, the scales in a copy of the
+    bytes are set to 1 and the minima to 0. Then `dequantize` returns the bare integers.
     """
     rows, scheme = len(raw), GROUP_SCHEMES[kind]
     blocks = raw.reshape(-1, _BLOCK_BYTES[kind])
@@ -100,9 +104,9 @@ def read_groups(raw: Array, kind: str) -> tuple[Array, Array, Array]:
         codes = np.concatenate((blocks[:, 1:] & 15, blocks[:, 1:] >> 4), axis=1).view(np.int8)
         scale = blocks[:, :1].reshape(rows, -1)
         return codes.reshape(rows, -1), scale, np.empty((rows, 0), np.float32)
-    place, ones = _PLAIN[kind]
+    offset, ones = _SCALES_IN_BLOCK[kind]
     plain = blocks.copy()
-    plain[:, place : place + len(ones)] = np.frombuffer(ones, np.uint8)
+    plain[:, offset : offset + len(ones)] = np.frombuffer(ones, np.uint8)
     q = dequantize(plain.reshape(rows, -1), GGMLQuantizationType[kind])
     if kind == "Q4_0":
         q += 8
@@ -124,6 +128,6 @@ def _scale_and_minimum(blocks: Array, kind: str) -> tuple[Array, Array]:
     return scale, scale * (-8 if kind == "Q4_0" else 0)
 
 
-def _half(blocks: Array, place: int) -> Array:
-    """A float16 of each block as float32 [blocks, 1]."""
-    return np.ascontiguousarray(blocks[:, place : place + 2]).view(np.float16).astype(np.float32)
+def _half(blocks: Array, offset: int) -> Array:
+    """Return the float16 at byte `offset` of each block, as float32 [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16).astype(np.float32)

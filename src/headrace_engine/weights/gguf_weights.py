@@ -1,4 +1,4 @@
-"""The values of GGUF files, under the names and in the row order of the original checkpoint."""
+"""Reads the values of GGUF files, with the names and the row order of the original checkpoint."""
 
 import mmap
 from pathlib import Path
@@ -14,7 +14,8 @@ from headrace_common.checkpoints.spec import ModelSpec
 from headrace_engine.weights.gguf_groups import GROUP_SCHEMES, Array, Groups, read_groups
 from headrace_engine.weights.gguf_orders import FileOrders
 
-_ROWS_AT_ONCE = 1024  # of float32, while a matrix is unpacked
+# Dequantize this many rows at a time, to bound the memory of the float32 values.
+_ROWS_AT_ONCE = 1024
 
 
 class GgufFile:
@@ -31,22 +32,25 @@ class GgufFile:
         self._content.close()
 
     def get_tensor(self, name: str) -> Tensor:
-        """float32, as the file's rounding has left it."""
+        """Return the dequantized tensor, float32."""
         target = torch.empty(self._headers[name].shape)
         self.copy_to(target, name)
         return target
 
     def copy_to(self, target: Tensor, name: str) -> None:
-        """Into a tensor of any type, some rows at a time: the whole in float32 may not fit."""
+        """Dequantize a tensor into `target`, which may have any dtype.
+
+        Dequantizes some rows at a time to bound memory.
+        """
         header, raw = self._headers[name], self._raw(name)
         kind = GGMLQuantizationType[header.dtype]
         if len(header.shape) == 1:
-            order = self._orders.of_rows(name, header.shape[0])
+            order = self._orders.row_order(name, header.shape[0])
             row = dequantize(raw, kind).astype(np.float32)[order]
-            target.copy_(torch.from_numpy(self._orders.original(name, row)))
+            target.copy_(torch.from_numpy(self._orders.restore(name, row)))
             return
         raw, order = self._rows(name)
-        columns = self._orders.of_columns(name)
+        columns = self._orders.column_order(name)
         target = target.flatten(1)
         for start in range(0, len(order), _ROWS_AT_ONCE):
             rows = order[start : start + _ROWS_AT_ONCE]
@@ -55,11 +59,13 @@ class GgufFile:
             target[start : start + len(rows)].copy_(values)
 
     def copy_groups_to(self, target: Groups, name: str) -> None:
-        """Does what `copy_to` does for a matrix that stays in groups; the target's may be finer,
-        and it may have more bits than the file."""
+        """Copy a matrix into `target` without dequantizing it.
+
+        `target` may have smaller groups and more bits per value than the file.
+        """
         header = self._headers[name]
         raw, order = self._rows(name)
-        columns, size = self._orders.of_columns(name), GROUP_SCHEMES[header.dtype].size
+        columns, size = self._orders.column_order(name), GROUP_SCHEMES[header.dtype].size
         repeats = size // target.scheme.size
         for start in range(0, len(order), _ROWS_AT_ONCE):
             part = slice(start, start + _ROWS_AT_ONCE)
@@ -72,7 +78,7 @@ class GgufFile:
             target.minimum[part] = minimum.repeat_interleave(repeats, dim=1)
 
     def _rows(self, name: str) -> tuple[Array, Array]:
-        """The rows of a matrix as bytes, and their numbers in the original's order."""
+        """Return a matrix's rows in the file as bytes, and the index of each original row."""
         header = self._headers[name]
         num_rows = header.shape[0]
         first, end = header.data_offsets
@@ -81,7 +87,7 @@ class GgufFile:
             num_rows = max(header.rows) + 1
             order = np.array(header.rows)
         else:
-            order = self._orders.of_rows(name, num_rows)
+            order = self._orders.row_order(name, num_rows)
         raw = np.frombuffer(self._content, np.uint8, count=num_rows * row_bytes, offset=first)
         return raw.reshape(num_rows, row_bytes), order
 

@@ -1,4 +1,4 @@
-"""A model with an adapter (LoRA) added to its weights, written as a folder of its own."""
+"""Adds a LoRA adapter to the weights of a model and writes the result to a new folder."""
 
 import shutil
 from contextlib import ExitStack
@@ -16,24 +16,25 @@ from headrace_engine.weights.weights import text_headers
 
 
 def merge(spec: ModelSpec, adapter: Path, out: Path) -> int:
-    """Writes the folder `out`, weights in the types that the model's have.
+    """Write the merged model to the folder `out`; the weights keep their dtypes.
 
-    Returns how many matrices were changed. ModelError, before anything is written, if the adapter
-    does not fit.
+    Returns how many matrices were changed. Raises ModelError if the adapter does not fit the model;
+    nothing has been written in this case.
     """
     if spec.is_gguf:
         raise ModelError(
-            f"{spec.name} is a GGUF file, into which nothing is merged; give the folder of the "
-            "same model with safetensors files."
+            f"{spec.name} is a GGUF file, and adapters cannot be merged into GGUF files; use a "
+            "folder with the model's safetensors files."
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} is there already; give a new folder.")
+        raise ModelError(f"{out} already exists; choose a new folder.")
     files = read_adapter(adapter, spec.architecture)
     changed = _changed(spec, adapter.name, files)
     out.mkdir(parents=True, exist_ok=True)
     try:
         _fill(out, spec, files, changed)
-    except BaseException:  # half a model would stand in the way of the next try
+    # An incomplete folder would make the next attempt fail.
+    except BaseException:
         shutil.rmtree(out)
         raise
     return len(files.factors)
@@ -51,7 +52,7 @@ def _fill(
 
 
 def _changed(spec: ModelSpec, adapter: str, files: AdapterFiles) -> dict[str, dict[str, str]]:
-    """The adapter's modules by the names of tensors that they change, by the files of these."""
+    """Return the adapter modules, by weight file and by the tensor that a module changes."""
     headers = text_headers(spec)
     found: dict[str, dict[str, str]] = {}
     for module, factors in files.factors.items():
@@ -59,11 +60,13 @@ def _changed(spec: ModelSpec, adapter: str, files: AdapterFiles) -> dict[str, di
         header = headers.get(f"{module}.weight")
         is_part = header is not None and (header.rows or header.expert is not None)
         if header is None or header.shape != shape or is_part:
-            there = "no such matrix" if header is None else f"one of {list(header.shape)}"
-            there = "it within another one" if is_part else there
+            actual = (
+                "no such matrix" if header is None else f"a matrix of {list(header.shape)} there"
+            )
+            actual = "only a larger matrix that contains this part" if is_part else actual
             raise ModelError(
                 f"The adapter {adapter} changes a matrix of {list(shape)} at {module} (rank "
-                f"{factors.rank}), and {spec.name} has {there}; it was made for another model."
+                f"{factors.rank}), but {spec.name} has {actual}; the adapter is for another model."
             )
         found.setdefault(header.file, {})[header.stored_as] = module
     return found
@@ -76,6 +79,6 @@ def _write(source: Path, target: Path, changed: dict[str, str], adapter: Adapter
         for name in file.keys():  # noqa: SIM118
             tensors[name] = file.get_tensor(name)
             if (module := changed.get(name)) is not None:
-                down, up = adapter.pair(module)
+                down, up = adapter.read_factors(module)
                 tensors[name] = (tensors[name].float() + up @ down).to(tensors[name].dtype)
         save_file(tensors, target, metadata={"format": "pt"})

@@ -1,7 +1,7 @@
-"""MXFP4 as safetensors hold it: bytes of two codes in one tensor, the groups' scales in another.
+"""Unpacks MXFP4 as safetensors files store it: packed codes in one tensor, scales in another.
 
-A group is 32 neighbours in a row. A code is a sign and one of 0, 1/2, 1, 3/2, 2, 3, 4, 6, and a
-scale is a power of two: the byte e stands for 2^(e - 127).
+A byte packs two codes. A group is 32 consecutive values of a row that share a scale. A code is a
+sign and one of 0, 1/2, 1, 3/2, 2, 3, 4, 6. The byte e stands for the scale 2^(e - 127).
 """
 
 import torch
@@ -13,12 +13,12 @@ _TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def codes_of(blocks: Tensor) -> Tensor:
-    """int8 [rows, values] of blocks, uint8 [rows, groups, 16]: the lower half of a byte first."""
+    """Return int8 [rows, values] from uint8 [rows, groups, 16]; a byte's low half is first."""
     return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1).to(torch.int8)
 
 
 def values_of(blocks: Tensor, scales: Tensor) -> Tensor:
-    """float32 [rows, values], exact; scales: uint8 [rows, groups]."""
+    """Return the exact values, float32 [rows, values]; scales: uint8 [rows, groups]."""
     doubled = torch.tensor(_TWICE, dtype=torch.float32)[codes_of(blocks).long()]
     grouped = doubled.unflatten(1, (*scales.shape[1:], -1))
     return torch.ldexp(grouped, scales[..., None].to(torch.int32) - 128).flatten(1)

@@ -1,4 +1,4 @@
-"""Loads safetensors or GGUF files into a model's parameters: each tensor once, in final form."""
+"""Loads safetensors or GGUF files into the parameters of a model."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +18,22 @@ from headrace_engine.weights.gguf_weights import GgufFile
 from headrace_engine.weights.mxfp4 import copy_groups, values_of
 
 Table = Mapping[str, tuple[str, ...]]
-"""Module of ours (each `*`: a number) -> the checkpoint's modules that are stacked to make it."""
+"""Maps each module to the checkpoint modules whose rows are stacked. A `*` stands for a number."""
 
 _LEVEL, _HEAD = "model.", "lm_head."
-_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # written by old exporters, computed here
+# Old exporters stored these tensors, which the model computes itself.
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
 
-class Settling(NamedTuple):
-    """Settles each module once it has all its parameters, so that no model is held both packed and
-    unpacked. Weights named in `schemes` come in groups, and must be replaced."""
+class LayerConverter(NamedTuple):
+    """Converts each module as soon as all its parameters are loaded.
 
-    settle: Callable[[str, Groups | None], None]
+    So the complete model is never in memory in the unconverted format. `convert` gets the module's
+    path and, for a weight in `schemes`, the weight's quantized groups. If `convert` gets groups, it
+    must replace the weight.
+    """
+
+    convert: Callable[[str, Groups | None], None]
     schemes: Mapping[str, GroupScheme]
 
 
@@ -38,15 +43,21 @@ def load_weights(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    settling: Settling | None = None,
+    converter: LayerConverter | None = None,
 ) -> None:
-    """Gives every (meta) parameter of `model` its values; ModelError names what does not fit."""
-    settle, schemes = settling or (lambda path, groups: None, {})
+    """Load the values of every parameter of `model`, which is on the meta device.
+
+    Goes through the layers from the largest to the smallest (see loading_order). `converter`
+    converts a layer once its last parameter is loaded, and then the next layer is read. So peak
+    memory is the model in its final format plus one unconverted layer. Raises ModelError that names
+    the first tensor that is missing, unknown or of the wrong shape.
+    """
+    convert, schemes = converter or (lambda path, groups: None, {})
     with ExitStack() as files:
         checkpoint = Checkpoint(spec, files)
         sources = _find_sources(model, table, checkpoint.headers)
         checkpoint.refuse_unknown({source for group in sources.values() for source in group})
-        held: dict[str, Groups] = {}
+        quantized: dict[str, Groups] = {}
         sizes = [model.get_parameter(names[0]).numel() for names in loading_order(model)]
         num_done = 0
 
@@ -61,10 +72,11 @@ def load_weights(
                 path = name.rpartition(".")[0]
                 if scheme := schemes.get(name):
                     shape = model.get_parameter(name).shape
-                    held[path] = checkpoint.groups(sources[name], shape, scheme)
+                    quantized[path] = checkpoint.groups(sources[name], shape, scheme)
                     _assign(model, name, nn.Parameter(torch.empty(0), requires_grad=False))
-                # A file that ties by its config and still holds two different tensors means two.
-                elif made is None or not checkpoint.same(sources[name], sources[names[0]]):
+                # A config can declare tied weights although the file has two different tensors. In
+                # this case, keep both tensors.
+                elif made is None or not checkpoint.are_equal(sources[name], sources[names[0]]):
                     own = make(name)
                     made = own if made is None else made
                     _assign(model, name, own)
@@ -73,14 +85,15 @@ def load_weights(
             del made
             for path in [name.rpartition(".")[0] for name in names]:
                 if not any(p.is_meta for p in model.get_submodule(path).parameters(recurse=False)):
-                    settle(path, held.pop(path, None))
+                    convert(path, quantized.pop(path, None))
             num_done += size
             tell_weights(num_done / sum(sizes))
-    model.to(device)  # buffers
+    # This call moves the buffers; the parameters are on the device already.
+    model.to(device)
 
 
 def group_schemes(model: nn.Module, table: Table, spec: ModelSpec) -> dict[str, GroupScheme]:
-    """Weights of linear layers whose files hold them in groups, and the scheme that keeps each."""
+    """Return the linear weights that the files store in groups, and the scheme of each."""
     headers = read_headers(spec)
     found = {}
     for name, group in _find_sources(model, table, headers).items():
@@ -95,7 +108,10 @@ def group_schemes(model: nn.Module, table: Table, spec: ModelSpec) -> dict[str, 
 def _find_sources(
     model: nn.Module, table: Table, headers: Mapping[str, TensorHeader]
 ) -> dict[str, list[str]]:
-    """Checkpoint tensors behind each parameter; of one that is tied and absent, the other's."""
+    """Return the checkpoint tensors behind each parameter.
+
+    If the checkpoint omits a tied parameter, use the tensors of the other tied parameter.
+    """
     found = {}
     for names in loading_order(model):
         own = {name: sources_of(name, table) for name in names}
@@ -106,7 +122,7 @@ def _find_sources(
 
 
 def sources_of(name: str, table: Table) -> list[str]:
-    """Checkpoint tensors behind our parameter `name`, in stacking order."""
+    """Return the checkpoint tensors behind the model's parameter `name`, in stacking order."""
     module, _, kind = name.rpartition(".")
     pattern = re.sub(r"\.\d+\.", ".*.", module)
     sources = table[pattern]
@@ -116,9 +132,9 @@ def sources_of(name: str, table: Table) -> list[str]:
 
 
 def loading_order(model: nn.Module) -> list[list[str]]:
-    """Names of parameters, those of one and the same parameter together, the largest layer first.
+    """Return the names of all parameters in groups of tied parameters, the largest layer first.
 
-    Where two forms of the largest are held for a moment, little else is there yet.
+    While the largest layer is in memory in two formats, few other parameters are loaded.
     """
     groups: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -137,9 +153,9 @@ def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def text_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
-    """The headers of a model's text side, by the names that its tables have."""
+    """Return the headers of a model's text tensors, keyed by the names in the weight tables."""
     headers = text_side(read_headers(spec))
-    # a model saved without its head names its tensors from one level below
+    # A model that was saved without a head omits the leading `model.` of its tensor names.
     level = "" if any(name.startswith(_LEVEL) for name in headers) else _LEVEL
     return {
         name if name.startswith(_HEAD) else level + name: header for name, header in headers.items()
@@ -147,7 +163,7 @@ def text_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
 
 
 class Checkpoint:
-    """The open weight files of a model, and where each tensor lies."""
+    """The open weight files of a model, and the location of each tensor in them."""
 
     def __init__(self, spec: ModelSpec, files: ExitStack) -> None:
         self._spec = spec
@@ -163,7 +179,7 @@ class Checkpoint:
             return GgufFile(path, self._spec, own)
         return safe_open(path, framework="pt")
 
-    def same(self, names: Sequence[str], others: Sequence[str]) -> bool:
+    def are_equal(self, names: Sequence[str], others: Sequence[str]) -> bool:
         return all(
             name == other or torch.equal(self._tensor(name), self._tensor(other))
             for name, other in zip(names, others, strict=True)
@@ -172,16 +188,16 @@ class Checkpoint:
     def stack(
         self, names: Sequence[str], shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """The named tensors below each other, copied once into memory of their own."""
+        """Copy the named tensors into one new tensor, stacked by rows."""
         target = torch.empty(shape, dtype=dtype, device=device)
-        for name, rows in self._places(names, shape):
+        for name, rows in self._row_slices(names, shape):
             self._copy(name, target[rows])
         return target
 
     def groups(self, names: Sequence[str], shape: torch.Size, scheme: GroupScheme) -> Groups:
-        """The same of tensors that files hold in groups, as they are."""
+        """Stack tensors that the files store in groups. Does not dequantize the values."""
         target = empty_groups(scheme, *shape)
-        for name, rows in self._places(names, shape):
+        for name, rows in self._row_slices(names, shape):
             part = Groups(scheme, *(tensor[rows] for tensor in target[1:]))
             header = self._header(name)
             if header.scales[0]:
@@ -191,14 +207,14 @@ class Checkpoint:
                 self._files[header.file].copy_groups_to(part, name)
         return target
 
-    def _places(self, names: Sequence[str], shape: torch.Size) -> Iterator[tuple[str, slice]]:
-        """The rows that each tensor fills; ModelError if they do not fill the shape."""
+    def _row_slices(self, names: Sequence[str], shape: torch.Size) -> Iterator[tuple[str, slice]]:
+        """Yield the rows that each tensor fills; ModelError if the tensors do not fill `shape`."""
         headers = [self._header(name) for name in names]
         for name, header in zip(names, headers, strict=True):
             if len(header.shape) != len(shape) or header.shape[1:] != tuple(shape[1:]):
-                raise self._misshapen(name, header, shape)
+                raise self._shape_error(name, header, shape)
         if sum(header.shape[0] for header in headers) != shape[0]:
-            raise self._misshapen(names[-1], headers[-1], shape)
+            raise self._shape_error(names[-1], headers[-1], shape)
         row = 0
         for name, header in zip(names, headers, strict=True):
             yield name, slice(row, row + header.shape[0])
@@ -208,8 +224,8 @@ class Checkpoint:
         for name in sorted(self.headers.keys() - known):
             if not _DERIVED.search(name):
                 raise ModelError(
-                    f"{self._spec.name} has a tensor {name} that {self._spec.architecture} "
-                    "does not know; check config.json against the weights.",
+                    f"{self._spec.name} has a tensor {name} that is not part of "
+                    f"{self._spec.architecture}; check config.json against the weights.",
                     "model_corrupt",
                 )
 
@@ -228,7 +244,7 @@ class Checkpoint:
         return stored
 
     def _part(self, header: TensorHeader, file: str, stored: str) -> Tensor:
-        """The rows and the expert that a header means, of a tensor that is stored."""
+        """Return the part of a stored tensor that a header describes: rows, or an expert's rows."""
         if header.expert is None:
             tensor: Tensor = self._files[file].get_tensor(stored)
         else:
@@ -247,9 +263,9 @@ class Checkpoint:
             )
         return self.headers[name]
 
-    def _misshapen(self, name: str, header: TensorHeader, shape: torch.Size) -> ModelError:
+    def _shape_error(self, name: str, header: TensorHeader, shape: torch.Size) -> ModelError:
         return ModelError(
             f"Tensor {name} of {self._spec.name} has the shape {list(header.shape)}, which does "
-            f"not fit into {list(shape)}; check config.json against the weights.",
+            f"not fit the model's {list(shape)}; check config.json against the weights.",
             "model_corrupt",
         )

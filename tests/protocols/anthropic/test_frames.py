@@ -12,6 +12,7 @@ from headrace.streams.events import AnyEvent, Heartbeat, Queued
 from headrace.streams.record import RENDERING, Record
 from headrace_common.errors import RequestError
 from headrace_common.pieces import CONTENT, REASONING, TOOL
+from headrace_common.request import Channels
 from tests.gateway.builders import (
     ended,
     error,
@@ -123,6 +124,18 @@ def test_a_whole_answer_has_these_bytes() -> None:
     )
     usage = USAGE % (2, 4, 0, ',"output_tokens_details":{"thinking_tokens":1}')
     assert encode(body.whole()).decode() == "{" + HEAD % (blocks, '"tool_use"', "null", usage) + "}"
+
+
+def test_a_call_of_a_toolset_names_the_toolset_and_its_member() -> None:
+    channels = Channels("hermes", toolsets={"computer__wait": "computer"})
+    record = make_record(make_request(ROUTE, channels=channels))
+    events = (piece("", TOOL, 0, "computer__wait"), piece("{}", TOOL, 0), ended("tool_calls"))
+    body = anthropic_messages.response_body(record)
+    for event in log_of(record, *events):
+        body.feed(event)
+    (call,) = body.whole()["content"]
+    assert call.items() >= {"name": "wait", "toolset_name": "computer"}.items()
+    assert begin(0, encode(call).decode()) in frames_of(record, *events)
 
 
 def test_two_calls_are_two_blocks_with_ids_of_their_own() -> None:

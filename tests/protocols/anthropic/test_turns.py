@@ -325,3 +325,10 @@ def test_a_conversation_of_empty_system_messages_alone_is_refused() -> None:
     with pytest.raises(RequestError, match="no message with content") as caught:
         read({"role": "system", "content": ""})
     assert (caught.value.code, caught.value.param) == ("invalid_value", "messages")
+
+
+def test_a_history_of_unknown_blocks_alone_is_not_refused() -> None:
+    listing = {"type": "mcp_tool_listing", "mcp_server_name": "w", "tools": []}
+    messages, skipped = read({"role": "system", "content": [listing]})
+    assert list(messages) == [{"role": "user", "content": ""}]
+    assert skipped == ("messages[0].content[0]",)

@@ -8,7 +8,7 @@ from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.requests import pack
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedBody
+from headrace_common.worker_jobs import CheckedBody
 from tests.gateway.builders import parsed
 
 LARK = "start: word+\nword: /[a-z]+/"

@@ -1,7 +1,7 @@
 """Images in a chat before anything is decoded: who takes them, and which addresses."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -10,8 +10,15 @@ from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.prompt_ids import put_images
 from headrace.protocols.worker import Jobs
 from headrace_common.errors import RequestError
-from headrace_common.jobs import AnyJob, ApplyTemplate, CheckedBody, Tokenize
 from headrace_common.request import Chat, Route
+from headrace_common.worker_jobs import (
+    AnyJob,
+    ApplyTemplate,
+    CheckedBody,
+    ContinueResponse,
+    CountTokens,
+    Tokenize,
+)
 from tests.gateway.builders import FakeModel
 
 ROUTE = "/v1/chat/completions"
@@ -170,7 +177,7 @@ def test_tools_may_give_images():
 def test_a_route_that_counts_text_refuses_images():
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
     with pytest.raises(RequestError) as refused:
-        jobs.count_tokens(json.dumps(anthropic(block())).encode())
+        jobs.do(CountTokens(), json.dumps(anthropic(block())).encode())
     assert refused.value.code == "unsupported_content"
 
 
@@ -179,7 +186,7 @@ def test_a_response_goes_on_from_the_images_before_it_and_lists_them():
     new = chat_of("/v1/responses", response(HELLO, part()))[1]
     packed = msgspec.msgpack.encode((earlier.kept, b"[]", new, {}))
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
-    checked = jobs.go_on(packed)
+    checked = cast(CheckedBody, jobs.do(ContinueResponse(), packed))
     (chat,) = msgspec.msgpack.decode(checked.packed, type=tuple[Chat, ...])
     assert chat.images == (bytes([1, 2, 3]), bytes(3))
     assert chat.image_params == ("previous_response_id", "input[0].content[1]")
@@ -187,5 +194,5 @@ def test_a_response_goes_on_from_the_images_before_it_and_lists_them():
     page = json.loads(openai_responses.input_items(checked.kept, "resp_1", 20, True, ""))
     assert page["data"][0]["content"] == [part("data:image/png;base64,AQID")]
     with pytest.raises(RequestError) as refused:
-        Jobs(FakeModel()).go_on(packed)  # type: ignore[arg-type]
+        Jobs(FakeModel()).do(ContinueResponse(), packed)  # type: ignore[arg-type]
     assert refused.value.param == "previous_response_id.type"

@@ -1,15 +1,22 @@
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.protocols.fields import samplers
 from headrace.protocols.fields.common import COMMON, ignored
 from headrace.protocols.openai import chat as openai_chat
+from headrace.protocols.requests import to_request
+from headrace.protocols.worker import Jobs
+from headrace.text.text_model import TextModel
+from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
 from headrace_common.sampling import LLAMA_CPP_ORDER, PLAIN_ORDER, Sampling
+from headrace_common.worker_jobs import CheckedBody
 from tests.gateway.builders import parsed
 
 USER = {"role": "user", "content": "hi"}
+MINI = TextModel(ModelConfig())
 
 
 def sampling(**body: Any) -> Sampling:
@@ -44,7 +51,9 @@ def test_a_request_without_them_is_drawn_as_before() -> None:
     [{"typical_p": 0.5}, {"top_n_sigma": 1}, {"xtc_probability": 0.5}, {"dynatemp_range": 0.5}],
 )
 def test_a_sampler_of_llama_cpp_brings_its_order(asked: dict[str, float]) -> None:
-    assert sampling(**asked).samplers == LLAMA_CPP_ORDER
+    without_dry = tuple(name for name in LLAMA_CPP_ORDER if name != "dry")
+    assert sampling(**asked).samplers == without_dry
+    assert sampling(**asked, dry_multiplier=1).samplers == LLAMA_CPP_ORDER
 
 
 def test_min_keep_alone_keeps_the_order() -> None:
@@ -62,28 +71,78 @@ def test_samplers_that_are_not_named_are_off() -> None:
 
 
 def test_an_order_of_letters_is_one_of_names() -> None:
-    assert sampling(samplers="edskypmxt").samplers == LLAMA_CPP_ORDER
+    assert sampling(samplers="edskypmxt", dry_multiplier=1).samplers == LLAMA_CPP_ORDER
     assert named(samplers="edskypmxt") == ()
     names = ["Top-K", "topp", "typical", "Temp"]
     assert sampling(samplers=names).samplers == ("top_k", "top_p", "typ_p", "temperature")
 
 
 def test_samplers_that_we_lack_are_named() -> None:
-    asked = ["top_k", "infill", "dry", "a, b", "infill"]
+    asked = ["top_k", "infill", "adaptive_p", "a, b", "infill"]
     assert named(samplers=asked) == ("samplers.infill",)
     assert named(samplers="kiz") == ("samplers.infill", "samplers.z")
     assert sampling(samplers=asked).samplers == ("top_k",)
 
 
 def test_what_has_no_effect_is_named_where_it_asks_for_something() -> None:
-    assert named(mirostat=2, mirostat_tau=5.0, dry_multiplier=0.8, id_slot=3, n_keep=0) == (
-        "mirostat",
-        "dry_multiplier",
+    assert named(adaptive_target=0.5, dry_multiplier=0.8, id_slot=3, n_keep=0) == (
+        "adaptive_target",
         "id_slot",
     )
     neutral = {"mirostat": 0, "dry_multiplier": 0.0, "lora": [], "response_fields": []}
     assert named(**neutral, post_sampling_probs=False, t_max_predict_ms=0, id_slot=-1) == ()
-    assert sampling(mirostat=2, dry_multiplier=0.8) == sampling()
+    assert sampling(adaptive_target=0.5) == sampling()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_only_the_temperature_runs_before_mirostat(version: int) -> None:
+    asked = {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "repeat_penalty": 2, "xtc_probability": 1}
+    asked |= {"dynatemp_range": 0.5, "samplers": ["top_k", "min_p"], "temperature": 0.7}
+    only = sampling(**asked, mirostat=version, mirostat_tau=3)
+    wanted = {"samplers": ("temperature", "mirostat"), "mirostat": version, "mirostat_tau": 3}
+    assert only == Sampling(seed=1, temperature=0.7, **wanted)
+    assert sampling(samplers=["mirostat"]).samplers == ()
+    assert named(samplers=["mirostat"]) == ("samplers.mirostat",)
+
+
+def sampling_on_mini(**body: Any) -> Sampling:
+    """Return the sampling that the gateway makes of a body after a worker has read it."""
+    sent = msgspec.json.encode({"messages": [USER], "seed": 1} | body)
+    packed = msgspec.msgpack.encode(Jobs(MINI).read(sent, openai_chat.ROUTE))
+    checked = msgspec.msgpack.decode(packed, type=CheckedBody)
+    return to_request(openai_chat, checked, MINI).sampling
+
+
+def test_dry_has_its_breakers_in_tokens_where_it_is_on() -> None:
+    asked = {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3}
+    breakers = sampling_on_mini(**asked).dry_breakers
+    assert [one.tail for one in breakers] == [()] and breakers[0].heads
+    assert sampling_on_mini(**asked, dry_sequence_breakers=[]).dry_breakers == ()
+    assert len(sampling_on_mini(**asked, dry_sequence_breakers=["ab", ":"]).dry_breakers) > 1
+    for off in ({"dry_multiplier": 0}, {"samplers": ["top_k", "temp"]}, {"mirostat": 1}):
+        assert "dry" not in sampling_on_mini(**asked | off).samplers
+        assert sampling_on_mini(**asked | off).dry_breakers == ()
+    assert sampling(samplers=["dry", "top_k"], dry_multiplier=1).samplers == ("dry", "top_k")
+    assert sampling(samplers=["dry", "top_k"]).samplers == ("top_k",)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({"mirostat": 3}, {"mirostat": -1}, {"mirostat_tau": -1}, {"mirostat_eta": 101}),
+        *({"dry_multiplier": -1}, {"dry_base": 0.9}, {"dry_allowed_length": -1}),
+        *({"dry_penalty_last_n": -2}, {"dry_sequence_breakers": [":"] * 33}),
+    ],
+)
+def test_settings_out_of_range_are_refused(asked: dict[str, float]) -> None:
+    assert refusal(**asked) == ("invalid_value", *asked)
+
+
+def test_a_breaker_that_is_too_long_is_refused_by_its_path() -> None:
+    assert refusal(dry_sequence_breakers=[":", "a" * 41]) == (
+        "invalid_value",
+        "dry_sequence_breakers[1]",
+    )
 
 
 @pytest.mark.parametrize("name", samplers.FIELDS)

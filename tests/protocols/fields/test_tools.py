@@ -1,4 +1,4 @@
-"""Which of the tools a body offers: their choice, and what is allowed of them."""
+"""The tools that a body offers: their choice, and what is allowed of them."""
 
 from typing import Any
 

@@ -5,7 +5,7 @@ import pytest
 
 from headrace.protocols import requests
 from headrace.protocols.fields import structure
-from headrace.protocols.ollama import chat, generate
+from headrace.protocols.ollama.bodies import CHAT, GENERATE
 from headrace_common.errors import RequestError
 from headrace_common.request import Chat, Infill, Request, Text
 from tests.gateway.builders import parsed
@@ -14,11 +14,11 @@ USER = {"role": "user", "content": "hi"}
 
 
 def parse(**body: Any) -> Request:
-    return parsed(chat, {"model": "headrace-mini", "messages": [USER]} | body)
+    return parsed(CHAT, {"model": "headrace-mini", "messages": [USER]} | body)
 
 
 def parse_generate(**body: Any) -> Request:
-    return parsed(generate, {"model": "headrace-mini"} | body)
+    return parsed(GENERATE, {"model": "headrace-mini"} | body)
 
 
 def chat_of(request: Request) -> Chat:
@@ -30,7 +30,7 @@ def chat_of(request: Request) -> Chat:
 def refusal(**body: Any) -> str:
     with pytest.raises(RequestError) as caught:
         parse(**body)
-    shown: str = json.loads(chat.ERRORS.body(caught.value))["error"]
+    shown: str = json.loads(CHAT.ERRORS.body(caught.value))["error"]
     return shown
 
 
@@ -51,17 +51,18 @@ def test_options_become_settings() -> None:
 
 
 def test_options_without_effect_are_named() -> None:
-    body = {"model": "m", "messages": [USER], "options": {"num_ctx": 4096, "mirostat": 1}}
-    checked = requests.pack(chat, chat.read(body))
-    assert checked.ignored == ("options.num_ctx", "options.mirostat")
+    body = {"model": "m", "messages": [USER], "options": {"num_ctx": 4096, "n_keep": 1}}
+    checked = requests.pack(CHAT, CHAT.read(body))
+    assert checked.ignored == ("options.num_ctx", "options.n_keep")
+    assert parse(options={"mirostat": 1, "mirostat_tau": 3}).sampling.mirostat_tau == 3
 
 
 def test_a_format_is_any_object_or_a_schema() -> None:
     schema = {"type": "object", "properties": {"a": {}}}
     for given, wanted in (("json", {"type": "object"}), (schema, schema)):
-        found = structure.take(chat.read({"model": "m", "messages": [USER], "format": given}))
+        found = structure.take(CHAT.read({"model": "m", "messages": [USER], "format": given}))
         assert found and found.wanted and found.wanted.value == wanted
-    assert structure.take(chat.read({"model": "m", "messages": [USER], "format": ""})) is None
+    assert structure.take(CHAT.read({"model": "m", "messages": [USER], "format": ""})) is None
     assert refusal(format="yaml") == 'format is "yaml"; it must be "json" or a JSON schema.'
 
 
@@ -102,22 +103,22 @@ def test_who_asks_nothing_has_the_model_loaded() -> None:
 @pytest.mark.parametrize("nothing", [0, 0.0, "0", "0s", "-0m0.0s"])
 def test_no_time_at_all_without_a_question_unloads_the_model(nothing: object) -> None:
     for body in ({"keep_alive": nothing}, {"keep_alive": nothing, "prompt": ""}):
-        checked = requests.pack(generate, generate.read({"model": "m", **body}))
+        checked = requests.pack(GENERATE, GENERATE.read({"model": "m", **body}))
         assert checked.fields["unloads"] and checked.ignored == ()
-    checked = requests.pack(chat, chat.read({"model": "m", "messages": [], "keep_alive": nothing}))
+    checked = requests.pack(CHAT, CHAT.read({"model": "m", "messages": [], "keep_alive": nothing}))
     assert checked.fields["unloads"]
 
 
 @pytest.mark.parametrize("time", [5, -1, 0.5, "5m", "-1", "1h30m", "1.5h", ".5s", "60"])
 def test_any_other_time_is_named_as_without_effect(time: object) -> None:
     body = {"model": "m", "options": {"num_ctx": 1}, "keep_alive": time}
-    checked = requests.pack(generate, generate.read(body))
+    checked = requests.pack(GENERATE, GENERATE.read(body))
     assert not checked.fields["unloads"]
     assert checked.ignored == ("options.num_ctx", "keep_alive")
 
 
 def test_no_time_with_a_question_is_named_as_without_effect() -> None:
-    checked = requests.pack(chat, chat.read({"model": "m", "messages": [USER], "keep_alive": 0}))
+    checked = requests.pack(CHAT, CHAT.read({"model": "m", "messages": [USER], "keep_alive": 0}))
     assert not checked.fields.get("unloads") and checked.ignored == ("keep_alive",)
 
 
@@ -132,6 +133,6 @@ def test_generate_is_a_chat_a_text_or_a_gap() -> None:
     raw = parse_generate(prompt="hi", raw=True)
     assert raw.prompts == (Text("hi"),) and raw.sampling.max_tokens is None
     body = {"model": "m", "prompt": "a", "suffix": "b"}
-    assert generate.to_prompts(generate.read(body)) == (Infill("a", "b"),)
-    with pytest.raises(RequestError, match="system belongs to a chat"):
+    assert GENERATE.to_prompts(GENERATE.read(body)) == (Infill("a", "b"),)
+    with pytest.raises(RequestError, match="system only applies to chats"):
         parse_generate(prompt="hi", raw=True, system="Be brief.")

@@ -183,6 +183,8 @@ def test_stop_is_one_string_or_several_within_limits() -> None:
     assert parse(stop=["a", "b"]).stop == ("a", "b")
     assert parse(stop=[]).stop == ()
     assert refusal(stop=5) == ("invalid_type", "stop")
+    with pytest.raises(RequestError, match="it must be a string or an array of strings"):
+        parse(stop=5)
     assert refusal(stop=["a", 1]) == ("invalid_type", "stop[1]")
     assert refusal(stop=["a"] * 65) == ("invalid_value", "stop")
     assert refusal(stop="a" * 1001) == ("invalid_value", "stop")

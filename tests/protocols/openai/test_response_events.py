@@ -8,8 +8,8 @@ import pytest
 
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai import responses as openai_responses
-from headrace.protocols.openai.response_events import KeptBody
-from headrace.protocols.progress_words import without_progress
+from headrace.protocols.openai.response_events import StoredBody
+from headrace.protocols.progress_text import without_progress
 from headrace.streams.events import AnyEvent, ChoiceEnd, Heartbeat, Queued, Tokens
 from headrace.streams.record import RENDERING, Record
 from headrace_common.pieces import REASONING, TOOL, ChannelPiece
@@ -249,7 +249,7 @@ def test_queue_progress_and_recovery_ride_on_keepalives_if_asked_for() -> None:
 
 
 def test_a_call_into_a_namespace_names_both() -> None:
-    kept = msgspec.msgpack.encode(KeptBody(namespaces={"mcp__w__get": "mcp__w"}))
+    kept = msgspec.msgpack.encode(StoredBody(namespaces={"mcp__w__get": "mcp__w"}))
     call = (piece("", TOOL, 0, "mcp__w__get"), piece("{}", TOOL, 0), ended("tool_calls"))
     events = told(frames_of(record_of(kept=kept), *call))
     shown = [event["item"] for event in events if "item" in event]

@@ -11,8 +11,8 @@ from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.openai.response_events import open_kept
 from headrace.protocols.requests import pack
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedBody
 from headrace_common.request import Chat, Request
+from headrace_common.worker_jobs import CheckedBody
 from tests.gateway.builders import parsed
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a":1}'}
@@ -380,7 +380,8 @@ def test_items_of_earlier_responses_take_the_place_of_references_to_them() -> No
     unknown = item("item_reference", id=f"msg_{'ab' * 16}o7")
     sent = [{"id": asked["id"]}, item("item_reference", id=f"rs_{'ab' * 16}o0"), unknown, RESULT]
     checked = checked_of(input=sent, instructions="Be brief.")
-    assert checked.fields["referenced"] == (RESPONSE_ID,)
+    assert checked.fields["referenced"] == tuple(it["id"] for it in sent[:3])
+    assert "item_ids" not in checked.fields
     assert checked.ignored == ("input[0]", "input[1]", "input[2]")
     others = {RESPONSE_ID: (first.kept, output)}
     whole = openai_responses.go_on(openai_responses.NO_ITEMS, b"[]", checked, others)
@@ -389,6 +390,15 @@ def test_items_of_earlier_responses_take_the_place_of_references_to_them() -> No
     assert whole.packed == given.packed
     kept = json.loads(open_kept(whole.kept).items)
     assert [it["id"] for it in kept[:3]] == [asked["id"], sent[1]["id"], unknown["id"]]
+
+
+def test_the_last_ids_that_a_client_gave_its_items_are_indexed() -> None:
+    texts = [{"role": "user", "content": "x", "id": f"msg_{i}"} for i in range(1010)]
+    odd = [texts[0] | {"id": id} for id in ("with blanks", "", "x" * 129, "é", None)]
+    referred = [item("item_reference", id="msg_of_another")]
+    checked = checked_of(input=[*texts, texts[-1], *odd, *referred])
+    assert checked.fields["item_ids"] == tuple(f"msg_{i}" for i in range(10, 1010))
+    assert checked.fields["referenced"] == ("msg_of_another",)
 
 
 def test_an_image_that_another_provider_stores_is_skipped_and_named() -> None:

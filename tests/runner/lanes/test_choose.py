@@ -62,14 +62,14 @@ def test_a_gguf_file_on_a_lane_of_transformers_is_told_its_own_lanes() -> None:
         spec("LlamaForCausalLM", "llama"), weight_files=("some.gguf",)
     )
     for lane in ("generic-text", "generic-seq2seq-source", "generic-multimodal"):
-        assert "GGUF files are run by native-text and llama-cpp; leave --lane" in refusal(
+        assert "only native-text and llama-cpp run GGUF files. Omit --lane" in refusal(
             of_file, lane
         )
 
 
 def test_a_lane_that_cannot_be_forced_says_why() -> None:
     text = refusal(spec("GPT2LMHeadModel", "gpt2"), "native-text")
-    assert "native-text" in text and "GPT2LMHeadModel has no implementation" in text
+    assert "native-text" in text and "GPT2LMHeadModel has no native implementation" in text
 
 
 def test_an_option_that_is_not_implemented_leads_to_the_generic_lane() -> None:
@@ -86,12 +86,12 @@ def test_an_unknown_architecture_names_the_lanes_and_their_reasons() -> None:
 def test_code_from_a_repository_is_refused_by_name() -> None:
     own_code = {"AutoModelForCausalLM": "modeling.Frobnicate"}
     text = refusal(spec("FrobnicateForCausalLM", "frobnicate", auto_map=own_code))
-    assert "needs code from its repository, which is never run" in text
+    assert "needs code from its repository, which Headrace never runs" in text
 
 
 def test_an_image_model_is_not_taken_for_a_text_model() -> None:
     text = refusal(spec("Gemma3ForConditionalGeneration", "gemma3", vision_config={}))
-    assert "more than a text side" in text
+    assert "processes more than text" in text
 
 
 def test_the_refusal_of_a_folder_does_not_show_its_path() -> None:
@@ -134,4 +134,4 @@ def test_a_model_of_ours_that_sees_has_a_lane_of_its_own_where_images_can_be_pre
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert matches(seeing) == ["native-multimodal"]
     assert choose_lane(seeing, "native-text").traits.id == "native-text"
-    assert "no vision side" in refusal(spec("LlamaForCausalLM", "llama"), "native-multimodal")
+    assert "processes images" in refusal(spec("LlamaForCausalLM", "llama"), "native-multimodal")

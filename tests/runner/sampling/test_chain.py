@@ -4,12 +4,15 @@ import math
 from array import array
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.protocols.fields import samplers
+from headrace.protocols.fields.common import COMMON
 from headrace_common.plan import Drawn
 from headrace_common.sampling import LLAMA_CPP_ORDER, PLAIN_ORDER, SETTINGS, Sampling
 from headrace_engine.runner.sampling import chain
@@ -20,6 +23,16 @@ from headrace_engine.runner.sampling.state import SequenceState
 ROWS = st.integers(0, 1 << 32).map(
     lambda seed: np.random.default_rng(seed).normal(0, 3, 60).astype(np.float32)
 )
+
+
+def test_each_sampler_has_its_step_its_settings_and_their_ranges() -> None:
+    steps = chain.SAMPLERS.keys() - {"mirostat"}  # which no order may name
+    assert steps == SETTINGS.keys() == {*PLAIN_ORDER, *LLAMA_CPP_ORDER}
+    assert chain.LEARNERS.keys() <= chain.SAMPLERS.keys()
+    settings_of_all = {name for names in SETTINGS.values() for name in names} - {"dry_breakers"}
+    assert settings_of_all <= COMMON.keys()
+    fields = {field.name for field in msgspec.structs.fields(Sampling)}
+    assert samplers.SETTINGS.keys() <= fields and settings_of_all <= fields
 
 
 def known(tokens: tuple[int, ...] = (1, 2, 3), choice: int = 0, **sampling: Any) -> SequenceState:

@@ -22,7 +22,7 @@ def test_counts_are_those_of_the_whole_sequence_however_it_grew(parts, start):
     counted = Occurrences(start)
     for part in parts:
         token_ids.extend(part)
-        counted.take(token_ids)
+        counted.update(token_ids)
     naive = sorted(Counter(token_ids[start:]).items())
     assert list(zip(counted.token_ids, counted.counts, strict=True)) == naive
 

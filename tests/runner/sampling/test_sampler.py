@@ -171,7 +171,7 @@ def test_a_row_that_is_not_a_number_is_an_error_under_a_penalty_too() -> None:
 
 def test_a_row_in_which_everything_is_masked_is_an_error() -> None:
     (drawn,) = draw(torch.full((1, 4), -INF), [known()])
-    assert drawn == Drawn(error="The model's output is not a number.")
+    assert drawn == Drawn(error="The model's output contains NaN or infinity.")
 
 
 def test_sampling_leaves_torchs_generator_and_the_logits_alone() -> None:

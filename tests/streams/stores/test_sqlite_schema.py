@@ -78,7 +78,7 @@ def test_a_newer_schema_is_refused_and_left_alone(state: StateDir) -> None:
     with contextlib.closing(open_database(state)) as connection:
         connection.execute("ALTER TABLE records ADD COLUMN colour TEXT")
         connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(StateError, match="newer Headrace"):
+    with pytest.raises(StateError, match="newer version of Headrace"):
         open_database(state)
     assert not list(state.path.glob("*.damaged-*"))
 
@@ -128,7 +128,7 @@ def test_a_damaged_index_is_rebuilt(state: StateDir, caplog: pytest.LogCaptureFi
 
 
 def in_place(state: StateDir, name: str, make: Callable[[Path], object]) -> list[str]:
-    """Which files were moved aside to open a database with that in the place of a file."""
+    """Open a database after replacing one of its files; return the files moved aside."""
     make(state.path / name)
     open_database(state).close()
     return [path.name.partition(".unreadable")[0] for path in state.path.glob("*.unreadable-*")]

@@ -1,14 +1,12 @@
 """The writer: commit, then tell; stalls that lose nothing; failures that stay with their write."""
 
 import asyncio
-import contextlib
 import logging
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,17 @@ from headrace.streams.log import LogConflict
 from headrace.streams.store import ById, StoreStalled
 from headrace.streams.stores import sqlite_writer
 from headrace.streams.stores.sqlite import SqliteStore
-from headrace.streams.stores.sqlite_schema import NAME
 from tools.harness.eventually import eventually, settle
-from tools.harness.stream_events import A, B, everything, finish, make_record, opened_sqlite, some
+from tools.harness.stream_events import (
+    A,
+    B,
+    everything,
+    finish,
+    locked,
+    make_record,
+    opened_sqlite,
+    some,
+)
 
 
 class HeldConnection:
@@ -48,14 +54,6 @@ def hold_commits(store: SqliteStore) -> HeldConnection:
     held = HeldConnection(store._writer._connection)
     store._writer._connection = held  # type: ignore[assignment]
     return held
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Another program holds the database, so that every commit fails."""
-    with contextlib.closing(sqlite3.connect(directory / NAME)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        yield
 
 
 @pytest.fixture(autouse=True)

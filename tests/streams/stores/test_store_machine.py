@@ -125,7 +125,7 @@ class Stores(RuleBasedStateMachine):
             naive, sqlite = data.draw(st.sampled_from(self.handles))
             expected = self.loop.run_until_complete(_try_read(naive, after, limit))
             answer = self.loop.run_until_complete(_try_read(sqlite, after, limit))
-            # of a forgotten stream, what lies in memory may still be handed out
+            # of a forgotten stream, events in memory may still be returned
             assert answer == expected or expected == "gone"
 
     @rule(stream_id=IDS)

@@ -10,7 +10,16 @@ import msgspec
 import pytest
 
 from headrace.streams.log import Log, LogConflict, LogGone
-from headrace.streams.store import ByConversation, ById, ByKey, Name, Retention, Store, Totals
+from headrace.streams.store import (
+    ByConversation,
+    ById,
+    ByItem,
+    ByKey,
+    Name,
+    Retention,
+    Store,
+    Totals,
+)
 from tools.harness.eventually import settle
 from tools.harness.redis_servers import needs_redis
 from tools.harness.stream_events import (
@@ -226,6 +235,26 @@ async def test_a_retryable_error_of_a_stream_without_a_key_frees_none(store: Sto
     log = (await store.create(make_record("b"))).log
     await log.append(0, [error(0, retryable=True)])
     assert await holder(store, ByKey("", "key")) == A
+
+
+@store_test
+async def test_an_item_leads_to_the_newest_stream_of_its_owner_that_has_it(store: Store) -> None:
+    for stream_id, owner, items in (
+        *(("a", "x", ("msg_1", "msg_2")), ("b", "x", ("msg_2", "msg_2"))),
+        *(("c", "y", ("msg_1", "msg_22")),),
+    ):
+        record = make_record(stream_id, owner=owner)
+        names = msgspec.structs.replace(record.names, items=items)
+        await store.create(msgspec.structs.replace(record, names=names))
+    assert await holder(store, ByItem("x", "msg_1")) == A
+    assert await holder(store, ByItem("x", "msg_2")) == B
+    assert await holder(store, ByItem("y", "msg_22")) == C
+    for unknown in (ByItem("y", "msg_2"), ByItem("x", "msg"), ByItem("x", "msg_22")):
+        assert await holder(store, unknown) is None
+    await store.forget(B)
+    assert await holder(store, ByItem("x", "msg_2")) == A
+    await store.forget(A)
+    assert await holder(store, ByItem("x", "msg_2")) is None
 
 
 @store_test

@@ -1,4 +1,4 @@
-"""Who has to go: by age, then by who was read last."""
+"""Sweeps evict streams by age, then the least recently read ones."""
 
 from headrace.streams.store import Retention, Totals
 from headrace.streams.stores.sweep import Kept, choose

@@ -5,7 +5,7 @@ from typing import Any
 
 from headrace.text.rendering import render
 from headrace.text.template import ChatTemplate
-from headrace.text.tool_formats.generic import with_tools_in_words
+from headrace.text.tool_formats.generic import with_tools_as_text
 from headrace.text.tool_formats.table import tool_format
 from headrace_common.request import Chat
 from tools.harness.tiny_models import TURNS_TEMPLATE
@@ -31,7 +31,7 @@ def result(text: str, id: str = "call_1") -> dict[str, Any]:
 
 def rendered(*messages: dict[str, Any], template: ChatTemplate = SYSTEMLESS, **more: Any) -> str:
     chat = Chat(messages, **({"tools": (TOOL,)} | more))
-    return render(template, with_tools_in_words(chat)).text
+    return render(template, with_tools_as_text(chat)).text
 
 
 def test_a_template_without_tools_is_served_by_the_generic_form_and_none_by_nothing() -> None:
@@ -72,14 +72,14 @@ def test_a_conversation_goes_on_in_words_when_no_tools_are_sent_any_more() -> No
 
 def test_a_conversation_without_tools_stays_as_it_is() -> None:
     chat = Chat((ASKED, ASKED))
-    assert with_tools_in_words(chat) is chat
+    assert with_tools_as_text(chat) is chat
 
 
 def test_images_stay_in_their_order() -> None:
     image = {"type": "image"}
     seen = [{"type": "text", "text": "What is it?"}, image]
     chat = Chat(({"role": "user", "content": seen}, result("a"), ASKED), tools=(TOOL,))
-    _, message = with_tools_in_words(chat).messages
+    _, message = with_tools_as_text(chat).messages
     kinds = [part["type"] for part in message["content"]]
     assert kinds.count("image") == 1 and kinds.index("image") == 1
     assert message["content"][-1]["text"] == ASKED["content"]

@@ -1,7 +1,8 @@
-"""Counts the calls of our own functions in a server's process, for `tools.paths`.
+"""Counts the calls of Headrace's own functions in a server's process, for `tools.paths`.
 
-Python imports a module of this name when it starts, so the server needs no code for this. A thread
-answers on a Unix socket, named as the process: `begin` forgets all counts, `end` returns them.
+Python imports a module of this name when Python starts, so the server needs no code for the
+counter. A thread answers on a Unix socket named after the process: `begin` clears all counts,
+`end` returns them.
 """
 
 import dis
@@ -17,14 +18,14 @@ FOLDER, SOURCES = os.environ.get("HEADRACE_PATHS", ""), os.environ.get("HEADRACE
 
 
 def role() -> str:
-    """Which process of a server this is; empty for a worker and all else."""
+    """Return the role of this process in a server; empty for workers and other programs."""
     if "headrace_engine.process" in sys.orig_argv:
         return "engine"
     return "gateway" if "headrace" in sys.orig_argv and "serve" in sys.orig_argv else ""
 
 
 class Calls:
-    """The calls of a function by one caller, and what it called in turn."""
+    """The calls of a function by one caller, and the calls that the function made."""
 
     __slots__ = ("called", "code", "resumed", "started")
 
@@ -34,7 +35,7 @@ class Calls:
         self.called: dict[int, Calls] = {}
 
     def rows(self, depth: int = 0) -> list[tuple[int, str, int, str, int, int]]:
-        """Everything below, callers before what they call: depth, file, line, name and counts."""
+        """Return a row per function below, callers first: depth, file, line, name, two counts."""
         rows = []
         for calls in list(self.called.values()):
             code = calls.code
@@ -47,15 +48,17 @@ class Calls:
 
 
 class Counter:
-    """Counts while `root` is set. The stack of a thread only has frames of our own functions."""
+    """Counts while `root` is set. A stack has only frames of Headrace's own functions."""
 
     def __init__(self) -> None:
         self.root: Calls | None = None
         self._threads = threading.local()
-        self._starts: dict[int, int] = {}  # by the code's id: where it starts, -1 if not ours
-        self._codes: list[CodeType] = []  # keeps these ids from being used again
+        # Maps the id of a code object to the offset of its start, or to -1 for code of libraries.
+        self._starts: dict[int, int] = {}
+        # Keeps the code objects alive, so that the ids are not reused.
+        self._codes: list[CodeType] = []
 
-    def hear(self, frame: FrameType, event: str, arg: Any) -> None:
+    def on_event(self, frame: FrameType, event: str, arg: Any) -> None:
         root = self.root
         if root is None or event not in ("call", "return"):
             return
@@ -73,7 +76,7 @@ class Counter:
             calls = caller.called.get(id(code))
             if calls is None:
                 calls = caller.called[id(code)] = Calls(code)
-            # a coroutine or generator that goes on after a yield is entered as well
+            # A coroutine or generator is also entered when it continues after a yield.
             calls.started += frame.f_lasti == start
             calls.resumed += frame.f_lasti != start
             stack.append((id(frame), calls))
@@ -105,5 +108,5 @@ if FOLDER and (name := role()):
     listener.bind(os.path.join(FOLDER, name))
     listener.listen()
     threading.Thread(target=serve, args=(counter, listener), name="paths", daemon=True).start()
-    threading.setprofile(counter.hear)
-    sys.setprofile(counter.hear)
+    threading.setprofile(counter.on_event)
+    sys.setprofile(counter.on_event)

@@ -1,4 +1,7 @@
-"""Content blocks of Anthropic's clients as texts and images, whichever server made them."""
+"""Turns the content blocks of Anthropic's clients into texts and images.
+
+Also reads blocks that another server produced.
+"""
 
 import base64
 import json
@@ -17,7 +20,7 @@ from headrace.protocols.fields.kinds import (
 from headrace.protocols.fields.messages import PlacedImage
 
 MAX_SKIPPED = 64
-"""A header could not hold the paths of more blocks."""
+"""Maximum number of skipped blocks whose paths are recorded for a response header."""
 
 CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _IMAGE_TYPES = tuple(f"image/{kind}" for kind in ("png", "jpeg", "webp", "gif", "bmp"))
@@ -26,15 +29,15 @@ _TEXT_FIELDS = (
     *("title", "url", "text", "content", "output", "summary", "input", "stdout", "stderr"),
     *("lines", "tool_references", "error_code", "error_message"),
 )
-"""Fields of blocks, our own or other servers', in which texts or further blocks stand."""
+"""Fields that can contain texts or nested blocks, in the blocks of any server."""
 
 Part = str | PlacedImage
 Content = str | list[dict[str, Any] | PlacedImage]
-"""Content of a message: a text, or parts if there is an image among them."""
+"""The content of a message: a text, or a list of parts if at least one part is an image."""
 
 
 class PlacedBlock(NamedTuple):
-    """A block and where it stands."""
+    """A block and its path in the body."""
 
     value: dict[str, Any]
     path: str
@@ -42,7 +45,7 @@ class PlacedBlock(NamedTuple):
 
 
 def placed(value: Any, path: str) -> list[PlacedBlock]:
-    """The blocks of a content; a string is one block of text, an object one block."""
+    """Return the blocks of a content as a list. A string or an object becomes a single block."""
     if value is None:
         raise missing(path)
     if type(value) is str:
@@ -61,7 +64,7 @@ def _placed(value: Any, path: str) -> PlacedBlock:
 
 
 def parts_of(block: PlacedBlock, skipped: list[str]) -> list[Part]:
-    """The parts of a block that a model can read; paths of unreadable blocks go to `skipped`."""
+    """Return the readable parts of a block; add the paths of unreadable blocks to `skipped`."""
     value, path = block.value, block.path
     match block.kind:
         case "text":
@@ -86,7 +89,7 @@ def parts_of(block: PlacedBlock, skipped: list[str]) -> list[Part]:
 
 
 def content_of(parts: list[Part]) -> Content:
-    """The parts as the content of a chat message."""
+    """Return the parts as the content of a chat message."""
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         return "".join(texts)
@@ -94,7 +97,7 @@ def content_of(parts: list[Part]) -> Content:
 
 
 def _parts_within(value: Any, path: str, skipped: list[str]) -> list[Part]:
-    """The parts of a field that has a text, a block, JSON or a list of them."""
+    """Return the parts of a value: a text, a block, a JSON object, or a list of such values."""
     if isinstance(value, str):
         return [value] if value else []
     if isinstance(value, dict) and (path.endswith(".input") or type(value.get("type")) is not str):
@@ -149,15 +152,15 @@ def _document(block: PlacedBlock, skipped: list[str]) -> list[Part]:
 
 
 def _framed(block: PlacedBlock, heads: tuple[str, ...], content: list[Part]) -> list[Part]:
-    """The content between two tags, so that a model sees where it begins and ends."""
-    given = [(name, block.value.get(name)) for name in heads]
-    lines = [f"{name.capitalize()}: {it}\n" for name, it in given if it and isinstance(it, str)]
+    """Enclose the content in two tags, so that the model sees where the content begins and ends."""
+    values = [(name, block.value.get(name)) for name in heads]
+    lines = [f"{name.capitalize()}: {it}\n" for name, it in values if it and isinstance(it, str)]
     end = "" if content and _ends_line(content[-1]) else "\n"
     return [f"<{block.kind}>\n{''.join(lines)}", *content, f"{end}</{block.kind}>\n"]
 
 
 def _left_out(block: PlacedBlock, skipped: list[str]) -> list[Part]:
-    """A line that lets the model say that it was not shown this block."""
+    """Return a line in place of an unreadable block, to tell the model that a block is missing."""
     _skip(block.path, skipped)
     title = block.value.get("title")
     named = f" {title}" if title and isinstance(title, str) else ""

@@ -1,4 +1,8 @@
-"""Tools that Anthropic's clients run and name by a type alone: their fixed names and schemas."""
+"""Defines the tools that Anthropic's clients send by type only, such as bash_20250124.
+
+The clients run these tools. The schemas are part of Anthropic's documentation, and requests do
+not contain them.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +19,7 @@ Function = dict[str, Any]
 
 
 def typed_function(kind: str, tool: Mapping[str, Any], path: str) -> Function | None:
-    """The function that a type such as bash_20250124 stands for; None for all other types."""
+    """Return the function for a type such as bash_20250124; None for an unknown type."""
     found = _TYPE.fullmatch(kind)
     return _MAKERS[found[1]](found[2], tool, path) if found else None
 
@@ -59,7 +63,10 @@ def _memory(date: str, tool: Mapping[str, Any], path: str) -> Function:
 
 
 def _edits(inserted: str) -> Mapping[str, Any]:
-    """The parameters of edits; `inserted`: the name of the text that insert takes."""
+    """Return the parameters of the editing commands.
+
+    `inserted` is the name of the parameter that has the text for the command `insert`.
+    """
     texts = {
         "file_text": "For create: the whole text of the file.",
         "old_str": "For str_replace: the text to replace. It must occur exactly once.",
@@ -122,7 +129,7 @@ _MAKERS: Mapping[str, Callable[[str, Mapping[str, Any], str], Function]] = {
 def _function(
     name: str, description: str, names: tuple[str, ...] = (), /, **parameters: Any
 ) -> Function:
-    """A function as in chat's tools; `names`: the parameters that a call must have."""
+    """Return a function in the format of chat's tools; `names` are the required parameters."""
     schema = {"type": "object", "properties": parameters, "required": list(names)}
     return {"name": name, "description": description, "parameters": schema}
 

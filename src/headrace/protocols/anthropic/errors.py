@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients know them: type, status, words and the names of fields."""
+"""Formats errors for Anthropic's clients: types, statuses, messages and field names."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,8 @@ _TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 _OVERLOADED = 529
-_OVER_QUOTA = "rate_limit_exceeded"  # the one 429 for which the client is to blame
+# Unlike all other errors with status 429, this error is caused by the client.
+_OVER_QUOTA = "rate_limit_exceeded"
 _OWN_PATHS = (
     (re.compile(r"^tools\[(\d+)\]\.function\.parameters"), r"tools[\1].input_schema"),
     (re.compile(r"^tools\[(\d+)\]\.function\."), r"tools[\1]."),
@@ -30,7 +31,10 @@ _OWN_PATHS = (
     (re.compile(r"^response_format(\.json_schema)?"), "output_config.format"),
     (re.compile(r"^stop\b"), "stop_sequences"),
 )
-"""Paths of fields in chat, and their names here."""
+"""Pairs of a regular expression and a replacement.
+
+The replacement turns the path of a chat field into the path of this API's field.
+"""
 
 _DETAILS: Mapping[tuple[str, str | None], dict[str, Any]] = {
     ("unsupported_parameter", "thread"): {
@@ -38,11 +42,14 @@ _DETAILS: Mapping[tuple[str, str | None], dict[str, Any]] = {
         "unsupported": ["thread"],
     },
 }
-"""Details that clients act on: told so, they send the whole conversation with each request."""
+"""Details that clients evaluate, by the error's code and parameter.
+
+After the error about `thread`, a client sends the whole conversation in each request.
+"""
 
 
 class AnthropicErrors:
-    """An error object beside its type; param and code are ours."""
+    """Formats errors as Anthropic's API does, with two additional fields: `param` and `code`."""
 
     REQUEST_ID = "request-id"
     OWN_PATHS = _OWN_PATHS
@@ -100,9 +107,9 @@ def _error_of(error: RequestError | Error) -> dict[str, Any]:
     return shown | {"details": details} if details else shown
 
 
-def _too_long(told: str, n_prompt_tokens: int, n_ctx: int) -> str:
-    # clients know this error by these words, and shorten the conversation
+def _too_long(original: str, n_prompt_tokens: int, n_ctx: int) -> str:
+    # Clients recognize this error by the wording, and then shorten the conversation.
     most = min(n_ctx, n_prompt_tokens - 1)
     words = f"prompt is too long: {n_prompt_tokens} tokens > {most} maximum"
-    is_estimate = f"at least {n_prompt_tokens}" in told
-    return f"{words} (at least: a long text is not counted to its end)" if is_estimate else words
+    is_estimate = f"at least {n_prompt_tokens}" in original
+    return f"{words} (at least; the end of a long text is not counted)" if is_estimate else words

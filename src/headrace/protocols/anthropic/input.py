@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's clients, checked and written as chat's fields; knows no events."""
+"""Checks the fields of Anthropic's request bodies, and converts them to chat's fields."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.protocols.anthropic.client_tools import typed_function
+from headrace.protocols.anthropic.toolsets import members_of, toolset_of
 from headrace.protocols.fields.client_tools import check_name
 from headrace.protocols.fields.kinds import (
     Flag,
@@ -25,27 +26,34 @@ _NAME = String(1)
 
 
 class ReadTools(NamedTuple):
-    """Tools as chat takes them, with their paths; and the paths and names of those left out."""
+    """Tools in chat's format, the tools' paths, and the tools that were left out.
+
+    `toolsets` maps the name of each toolset member, as the model sees the name, to the toolset.
+    """
 
     functions: list[dict[str, Any]] = []
     paths: list[str] = []
+    toolsets: dict[str, str] = {}
     skipped: tuple[str, ...] = ()
-    skipped_names: tuple[str, ...] = ()
+    # Maps the names of the tools that were left out to the tools' types.
+    skipped_types: dict[str, str] = {}
 
 
 class ClientTools(msgspec.Struct, frozen=True):
-    """The field `tools`; those that Anthropic's servers would run are left out."""
+    """Reads the field `tools`. Leaves out a tool if the tool has no schema and is not built in."""
 
     def check(self, value: Any, path: str) -> ReadTools:
-        given = items_of(value, path, 0, MAX_TOOLS)
-        found = [(tool, place, _function(tool, place)) for tool, place in given]
-        others = [(tool, place) for tool, place, function in found if function is None]
-        return ReadTools(
-            [{"type": "function", "function": function} for *_, function in found if function],
-            [f"{place}.function" for _, place, function in found if function],
-            tuple(place for _, place in others),
-            tuple(str(tool.get("name")) for tool, _ in others),
-        )
+        read = ReadTools([], [], {})
+        skipped, skipped_types = list[str](), dict[str, str]()
+        for tool, place in items_of(value, path, 0, MAX_TOOLS):
+            functions = _functions(tool, place, read.toolsets)
+            read.functions.extend({"type": "function", "function": it} for it in functions)
+            read.paths.extend(f"{place}.function" for _ in functions)
+            if not functions:
+                skipped.append(place)
+                if type(tool.get("name")) is str:
+                    skipped_types[tool["name"]] = tool["type"]
+        return read._replace(skipped=tuple(skipped), skipped_types=skipped_types)
 
     def schema(self) -> dict[str, Any]:
         tool = {
@@ -60,11 +68,23 @@ class ClientTools(msgspec.Struct, frozen=True):
         return {"type": "array", "items": tool, "maxItems": MAX_TOOLS}
 
 
-def _function(tool: Any, path: str) -> dict[str, Any] | None:
-    """The function that chat knows the tool as; None if the client does not run it."""
+def _functions(tool: Any, path: str, toolsets: dict[str, str]) -> list[dict[str, Any]]:
+    """Return a tool as functions in chat's format: several for a toolset, none for an unknown type.
+
+    Members of a toolset are added to `toolsets`.
+    """
     check_object(tool, path)
     kind = tool.get("type")
     kind = "custom" if kind is None else String().check(kind, f"{path}.type")
+    if toolset := toolset_of(kind):
+        members = members_of(toolset, tool, path)
+        toolsets.update((it["name"], toolset) for it in members)
+        return members
+    function = _function(kind, tool, path)
+    return [function] if function else []
+
+
+def _function(kind: str, tool: dict[str, Any], path: str) -> dict[str, Any] | None:
     if kind == "custom" or tool.get("input_schema") is not None:
         function = {"name": required(tool, "name", path, _NAME)}
         if tool.get("description") is not None:
@@ -86,14 +106,14 @@ _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"
 
 
 class ToolUse(NamedTuple):
-    """The wanted tool in the words of chat's tool_choice, and whether several calls may come."""
+    """The choice of a tool in chat's format, and whether the model may call several tools."""
 
     wanted: str | dict[str, Any] = "auto"
     is_parallel: bool = True
 
 
 class ToolUseChoice(msgspec.Struct, frozen=True):
-    """auto, any, none or one tool by name."""
+    """Reads auto, any, none or one tool by name."""
 
     def check(self, value: Any, path: str) -> ToolUse:
         check_object(value, path)
@@ -125,7 +145,7 @@ _THINKS: Mapping[str, bool] = {
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Whether the model should think first. How long is its own choice: no budget is enforced."""
+    """Reads whether the model should reason before it answers; `budget_tokens` is not enforced."""
 
     def check(self, value: Any, path: str) -> bool:
         check_object(value, path)
@@ -142,7 +162,7 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
-    """A JSON schema for the answer, as chat's response_format."""
+    """Reads a JSON Schema for the answer, as chat's response_format."""
 
     def check(self, value: Any, path: str) -> dict[str, Any]:
         check_object(value, path)
@@ -158,7 +178,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
 
 
 class NotServed(msgspec.Struct, frozen=True):
-    """A field that asks for what only Anthropic's servers do."""
+    """Refuses a field that only Anthropic's servers support; accepts an empty value."""
 
     def check(self, value: Any, path: str) -> None:
         if value not in ("", [], {}):

@@ -1,4 +1,4 @@
-"""POST /v1/messages, as Anthropic's API: read as a chat, shown as content blocks."""
+"""POST /v1/messages, Anthropic's API: turns bodies into chats, and events into content blocks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,14 +18,19 @@ from headrace.protocols.anthropic.input import (
 from headrace.protocols.anthropic.turns import ReadTurns, SystemPrompt, Turns
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.dialect import PING, ErrorFormat, encode, named
-from headrace.protocols.fields.common import COMMON, UNSUPPORTED, Stops, check_required
-from headrace.protocols.fields.kinds import Integer, Kind, Object, String, read_fields
+from headrace.protocols.fields.common import COMMON, UNSUPPORTED, Stops, check_required, ignored
+from headrace.protocols.fields.kinds import Integer, Kind, Object, String, read_fields, shown
 from headrace.protocols.fields.messages import refuse_images
 from headrace.protocols.fields.tools import arguments_of
+from headrace.protocols.fields.unknown import header_of, unknown_within
 from headrace.protocols.framing import SSE
+from headrace.protocols.inserted_texts import remove_inserted
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai.chunks import ingestion_of, progress_of, queue_of, wait_of
-from headrace.protocols.progress_words import ProgressWords
+from headrace.protocols.progress_text import ProgressWords
+from headrace.protocols.prompt_ids import ids_of
+from headrace.protocols.requests import decode
+from headrace.protocols.worker_model import WorkerModels
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -39,15 +44,16 @@ from headrace.streams.events import (
     Usage,
 )
 from headrace.streams.record import Record
-from headrace.streams.tally import Tally
+from headrace.streams.usage import UsageCounter
 from headrace.text.text_model import TextModel
-from headrace_common.answer import Run, call_id, runs
+from headrace_common.answer import JoinedPieces, call_id, runs
 from headrace_common.errors import RequestError
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace_common.request import Prompt, Request, Route
+from headrace_common.worker_jobs import CountTokens, TokenCount
 
 ROUTE: Route = "/v1/messages"
-SUMMARY = "Answer a conversation, as Anthropic's API"
+SUMMARY = "Answer a conversation, as in Anthropic's API"
 ID_PREFIX = "msg_"
 COUNTED_REQUIRED = ("model", "messages")
 REQUIRED: tuple[str, ...] = (*COUNTED_REQUIRED, "max_tokens")
@@ -66,7 +72,8 @@ _AS_IN_CHAT: Mapping[str, Kind] = {
     **{name: kind for name, kind in COMMON.items() if name not in _NOT_HERE},
 }
 _OWN: Mapping[str, Kind] = {
-    "thread": NotServed(),  # the first: then a client sends the messages that it had left out
+    # `thread` is checked first. After an error about `thread`, the client sends all messages.
+    "thread": NotServed(),
     "model": String(1),
     "messages": Turns(),
     "system": SystemPrompt(),
@@ -81,22 +88,24 @@ _OWN: Mapping[str, Kind] = {
 }
 COUNTED: Mapping[str, Kind] = {k: v for k, v in _OWN.items() if k != "stop_sequences"}
 TABLE: Mapping[str, Kind] = {**_AS_IN_CHAT, **_OWN, "max_tokens": Integer(0)}
-_MOST_EFFORT = ("xhigh", "max")  # templates know high at most
+# Chat templates have no reasoning effort above high, so these two efforts are read as high.
+_MOST_EFFORT = ("xhigh", "max")
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
-    """The given fields as chat's, checked as far as they need no model."""
+    """Return the body's fields in chat's format, after every check that needs no model."""
     check_required(REQUIRED, body)
     most = TABLE["max_tokens"].check(body["max_tokens"], "max_tokens")
     passed = {name: body[name] for name in (*_AS_IN_CHAT, *UNSUPPORTED) if name in body}
     own = read_fields(_OWN, body)
     fields = openai_chat.read(passed | _to_chat(own)) | {"max_tokens": most}
     tools = own.get("tools", ReadTools())
-    return fields | {"tool_paths": tools.paths, "skipped": _skipped(own)}
+    more = {"tool_paths": tools.paths, "toolsets": tools.toolsets, "skipped": _skipped(own)}
+    return fields | more
 
 
 def read_counted(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields that make the prompt; a limit and what else an answer needs may be missing."""
+    """Return the fields that make up the prompt; max_tokens and other fields may be missing."""
     check_required(COUNTED_REQUIRED, body)
     own = read_fields(_OWN, body)
     fields = openai_chat.read(_to_chat(own)) | {"skipped": _skipped(own)}
@@ -104,33 +113,49 @@ def read_counted(body: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def do(job: CountTokens, body: bytes, models: WorkerModels) -> TokenCount:
+    """Count the prompt tokens of a body."""
+    decoded = decode(body)
+    remove_inserted(decoded, ROUTE, job.client)
+    with models.noting(decoded):
+        fields = read_counted(decoded)
+    model = models.get(fields["model"]).model
+    (prompt,) = to_prompts(fields)
+    names = (*ignored(TABLE, decoded), *fields["skipped"], *unknown_within(decoded, ROUTE))
+    num_tokens = len(ids_of(model, prompt, models.rendering).token_ids)
+    return TokenCount(num_tokens, header_of(names))
+
+
 def _skipped(own: dict[str, Any]) -> tuple[str, ...]:
-    """Return the paths of the blocks and tools that the model is not shown."""
+    """Return the paths of the blocks and tools that the model does not see."""
     system, tools = own.get("system", ReadTurns()), own.get("tools", ReadTools())
     return tuple(system.skipped + own["messages"].skipped + tools.skipped)
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
-    """The request that chat would make of the same fields."""
+    """Make the request as chat does; set this route and the names of toolsets."""
     request = openai_chat.to_request(fields, prompts, model)
-    return msgspec.structs.replace(request, route=ROUTE)
+    channels = request.channels
+    if channels and fields["toolsets"]:
+        channels = msgspec.structs.replace(channels, toolsets=fields["toolsets"])
+    return msgspec.structs.replace(request, route=ROUTE, channels=channels)
 
 
 def _to_chat(own: dict[str, Any]) -> dict[str, Any]:
-    """The checked fields as a body of chat's, which checks what is the same in both."""
+    """Return the checked fields as a chat body. The caller checks this body like any chat body."""
     config, choice = own.get("output_config", {}), own.get("tool_choice", ToolUse())
     kwargs = {"enable_thinking": own["thinking"]} if "thinking" in own else {}
     system, messages = own.get("system", ReadTurns()).messages, own["messages"].messages
-    is_begun = _is_begun(messages)
+    starts_answer = _starts_answer(messages)
     effort = config.get("effort")
     tools = own.get("tools", ReadTools())
-    _check_choice(choice.wanted, tools)
+    wanted = _wanted(choice.wanted, tools)
     return {
         "model": own["model"],
         "messages": system + messages,
-        "continue_final_message": is_begun,
+        "continue_final_message": starts_answer,
         "tools": tools.functions,
-        "tool_choice": choice.wanted,
+        "tool_choice": wanted,
         "parallel_tool_calls": choice.is_parallel,
         "stop": list(own.get("stop_sequences", ())),
         "reasoning_effort": "high" if effort in _MOST_EFFORT else effort,
@@ -139,21 +164,34 @@ def _to_chat(own: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_choice(wanted: str | dict[str, Any], tools: ReadTools) -> None:
-    """RequestError if a tool has to be called and this server can offer none, or not that one."""
+def _wanted(wanted: str | dict[str, Any], tools: ReadTools) -> str | dict[str, Any]:
+    """Return the tool choice in chat's format; a toolset member may be chosen by its own name.
+
+    Raise RequestError if a call is required, but this server cannot offer the chosen tool, or
+    cannot offer any tool.
+    """
     if wanted == "required" and not tools.functions:
-        reason = "this server can run none of the tools" if tools.skipped else "there are no tools"
-        message = f"tool_choice is any, and {reason}; send tools that you run, or auto."
+        reason = "this server cannot offer any of the tools to the model"
+        reason = reason if tools.skipped else "no tools were sent"
+        message = f'tool_choice is "any", but {reason}. Send tools with an input_schema, or '
+        message += "send tool_choice auto."
         raise RequestError("invalid_value", message, "tool_choice")
     name = wanted["function"]["name"] if isinstance(wanted, dict) else None
-    if name in tools.skipped_names:
-        message = f"tool_choice names {name}, which only its provider's servers run. Choose a tool "
-        message += "that you run, or auto."
+    if name in tools.skipped_types:
+        kind = shown(tools.skipped_types[name])
+        message = f"tool_choice names {name}, but this server cannot offer a tool of type "
+        message += f"{kind} to the model. Send the tool with an input_schema, choose another tool, "
+        message += "or send tool_choice auto."
         raise RequestError("unsupported_parameter", message, "tool_choice.name")
+    names = [tool["function"]["name"] for tool in tools.functions]
+    found = [flat for flat, toolset in tools.toolsets.items() if flat == f"{toolset}__{name}"]
+    if len(found) == 1 and name not in names:
+        return {"type": "function", "function": {"name": found[0]}}
+    return wanted
 
 
-def _is_begun(messages: list[dict[str, Any]]) -> bool:
-    """Whether the last message is the beginning of the answer. Takes an empty one away."""
+def _starts_answer(messages: list[dict[str, Any]]) -> bool:
+    """Whether the answer continues the last message. An empty last message is removed."""
     last = messages[-1]
     if last["role"] != "assistant" or "tool_calls" in last:
         return False
@@ -172,20 +210,22 @@ _NO_TEXT = ChannelPiece("")
 
 
 class MessageFrames:
-    """The SSE frames of one stream: owns their order."""
+    """Renders the SSE frames of one stream in a valid order."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
         self._options = record.request.response_options
-        self._tally = Tally()
+        self._tally = UsageCounter()
         self._is_open = False
         self._blocks: Blocks[bytes] = Blocks(self)
         self._words = ProgressWords(record)
-        self._progress: dict[str, Any] = {}  # that signs of life carry, while the prompt is read
+        # The prompt's progress; empty from the first token on. Empty deltas carry this progress.
+        self._progress: dict[str, Any] = {}
 
     def render(self, event: AnyEvent) -> list[bytes]:
-        """The frames of one event: none, one or several."""
-        if not self._is_open:  # the first frame alone has figures
+        """Return the frames of one event: none, one or several."""
+        # Only message_start contains the usage so far, so later events are not counted.
+        if not self._is_open:
             self._tally.feed(event)
         match event:
             case Accepted():
@@ -206,7 +246,7 @@ class MessageFrames:
         return []
 
     def idle(self) -> bytes:
-        """A heartbeat. Before its first event a stream has no place for one."""
+        """Return a heartbeat: a ping event, or a comment before message_start is sent."""
         return _event("ping") if self._is_open else PING
 
     def _open(self) -> list[bytes]:
@@ -232,20 +272,20 @@ class MessageFrames:
             return []
         if event.form == "sign":
             return self._sign()
-        told = wait_of(event) if self._options.return_progress else {}
-        return self._report(**told) if told else [self.idle()]
+        fields = wait_of(event) if self._options.return_progress else {}
+        return self._report(**fields) if fields else [self.idle()]
 
     def _sign(self) -> list[bytes]:
-        """A sign of life for clients that pass over pings: an empty delta of the open block.
+        """Return a sign of life for clients that ignore pings: an empty delta of the open block.
 
-        Before any block it opens one of text, in which the answer's text goes on.
+        If no block was opened yet, open a text block. The answer's text will continue that block.
         """
         blocks = self._blocks
         if blocks.open is None and (blocks.num_opened or self._record.rendering == 0):
             return [self.idle()]
-        begun = [] if blocks.open else blocks.begin(_NO_TEXT)
+        opening = [] if blocks.open else blocks.begin(_NO_TEXT)
         assert blocks.open is not None
-        return [*self._open(), *begun, _delta(blocks.open, "", **self._progress)]
+        return [*self._open(), *opening, _delta(blocks.open, "", **self._progress)]
 
     def _tokens(self, event: Tokens) -> list[bytes]:
         frames = [frame for run in runs(event.pieces) for frame in self._blocks.feed(run)]
@@ -275,7 +315,7 @@ class MessageFrames:
 
 
 class MessageBody:
-    """The whole answer of one stream."""
+    """Collects the whole answer of one stream."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -290,13 +330,13 @@ class MessageBody:
                 self._finish = event
 
     def whole(self) -> dict[str, Any]:
-        assert self._finish, "an answer is asked for before its end"
+        assert self._finish, "a whole answer is read before its stream has ended"
         usage, request = self._finish.usage, self._record.request
         content = [self._filled(run) for run in runs(self._pieces)]
         stop = _stop(self._finish.ends[0], usage, request)
         return _message(self._record, content, stop, usage) | ingestion_of(self._finish)
 
-    def _filled(self, run: Run) -> dict[str, Any]:
+    def _filled(self, run: JoinedPieces) -> dict[str, Any]:
         block = _block(self._record, run)
         if run.channel == TOOL:
             return block | {"input": arguments_of(run.text)}
@@ -319,11 +359,15 @@ def _changed(block: Block, delta: dict[str, str], **more: Any) -> bytes:
     return _event("content_block_delta", index=block.number, delta=delta, **more)
 
 
-def _block(record: Record, block: Block | Run) -> dict[str, Any]:
-    """A content block as it begins."""
+def _block(record: Record, block: Block | JoinedPieces) -> dict[str, Any]:
+    """Return an empty content block, in the format of content_block_start."""
     if block.channel == TOOL:
         tool_id = call_id(record.id, 0, block.call, "toolu_")
-        return {"type": "tool_use", "id": tool_id, "name": block.name, "input": {}}
+        channels = record.request.channels
+        toolset = channels.toolsets.get(block.name) if channels else None
+        name = block.name.removeprefix(f"{toolset}__")
+        call = {"type": "tool_use", "id": tool_id, "name": name, "input": {}}
+        return call | ({"toolset_name": toolset} if toolset else {})
     if block.channel == REASONING:
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
@@ -345,7 +389,7 @@ def _message(
 
 
 def _stop(end: ChoiceEnd, usage: Usage, request: Request) -> tuple[str, str | None]:
-    """stop_reason and stop_sequence."""
+    """Return the values of stop_reason and stop_sequence."""
     if end.finish_reason == "length":
         is_limit = usage.completion_tokens == request.sampling.max_tokens
         return ("max_tokens" if is_limit else "model_context_window_exceeded"), None
@@ -357,7 +401,11 @@ def _stop(end: ChoiceEnd, usage: Usage, request: Request) -> tuple[str, str | No
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Prompt tokens from the cache are counted apart; nobody pays for writing it."""
+    """Return the token counts in Anthropic's format.
+
+    Prompt tokens from the cache are counted separately. No tokens are reported as written to the
+    cache.
+    """
     shown: dict[str, Any] = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "output_tokens": usage.completion_tokens,

@@ -1,7 +1,7 @@
-"""Conversations of Anthropic's clients, written as chat messages; a history is never refused.
+"""Writes conversations of Anthropic's clients as chat messages, and accepts unknown blocks.
 
-A block that another server made is shown to the model as far as it carries text. The path of a
-block that carries none is kept for the header X-Headrace-Ignored.
+If another server made a block, the model sees the block's text. The path of a block without
+text is reported in the header X-Headrace-Ignored.
 """
 
 from collections.abc import Iterator
@@ -30,18 +30,20 @@ from headrace.protocols.fields.kinds import (
     required,
 )
 from headrace.protocols.fields.messages import MAX_MESSAGES
-from headrace.protocols.progress_words import without_progress
+from headrace.protocols.fields.tools import flat_name
+from headrace.protocols.progress_text import without_progress
 from headrace.text.merging import merge_turns
 from headrace_common.errors import RequestError
 
-_MAX_CALLS = 128  # in one turn
+# The maximum number of calls in one message.
+_MAX_CALLS = 128
 _NAME = String(1)
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _SUMMARY = "Summary of the conversation so far:\n"
 
 
 class SystemPrompt(msgspec.Struct, frozen=True):
-    """A string or blocks, read as one message of text, or none."""
+    """Reads a string or blocks as one system message; returns no message for an empty text."""
 
     def check(self, value: Any, path: str) -> "ReadTurns":
         skipped: list[str] = []
@@ -55,21 +57,24 @@ class SystemPrompt(msgspec.Struct, frozen=True):
 
 
 class ReadTurns(msgspec.Struct, frozen=True):
-    """Messages as the chat template will see them, and the paths of the blocks that it skips."""
+    """Messages as the chat template sees them, and the paths of the blocks that were skipped."""
 
     messages: list[dict[str, Any]] = []
     skipped: tuple[str, ...] = ()
 
 
 class Turns(msgspec.Struct, frozen=True):
-    """The field `messages`."""
+    """Reads the field `messages`."""
 
     def check(self, value: Any, path: str) -> ReadTurns:
         written = _Written(items_of(value, path, 1, MAX_MESSAGES))
-        if not written.messages:
+        messages = written.messages
+        if not messages and not written.skipped:
             message = f"{path} has no message with content; send at least one."
             raise RequestError("invalid_value", message, path)
-        return ReadTurns(merge_turns(written.messages, "\n"), tuple(written.skipped))
+        # A history whose blocks are all unknown to this server is accepted as an empty message.
+        messages = messages or [{"role": "user", "content": ""}]
+        return ReadTurns(merge_turns(messages, "\n"), tuple(written.skipped))
 
     def schema(self) -> dict[str, Any]:
         turn = {
@@ -81,23 +86,27 @@ class Turns(msgspec.Struct, frozen=True):
 
 
 class _Written:
-    """The messages of a conversation, written turn by turn."""
+    """Writes the messages of a conversation one by one."""
 
     def __init__(self, turns: list[tuple[Any, str]]) -> None:
         self.messages: list[dict[str, Any]] = []
         self.skipped: list[str] = []
-        self._names: dict[str, str] = {}  # of the tools that were called, by the call's id
+        # Maps the ids of calls to the names of the called tools.
+        self._names: dict[str, str] = {}
         self._answered = set(_answered(turns))
         last_user = max((i for i, (it, _) in enumerate(turns) if _role_of(it) == "user"), default=0)
         for i, (turn, path) in enumerate(turns):
             self._add(turn, path, is_cleared=i < last_user)
 
     def _add(self, turn: Any, path: str, is_cleared: bool) -> None:
-        """`is_cleared`: whether a message that is shown until the next user's is shown no more."""
+        """Write one message; `is_cleared` means that a user message follows later.
+
+        If `is_cleared`, a system message with clear_at next_user_message is left out.
+        """
         check_object(turn, path)
-        given = required(turn, "role", path, String())
-        role = _ROLES.get(given, "user")
-        if given not in _ROLES:
+        sent_role = required(turn, "role", path, String())
+        role = _ROLES.get(sent_role, "user")
+        if sent_role not in _ROLES:
             self._skip(f"{path}.role")
         content = turn.get("content")
         if content is None and role == "user":
@@ -110,7 +119,7 @@ class _Written:
         self._write(role, blocks)
 
     def _write(self, role: str, blocks: list[PlacedBlock]) -> None:
-        """Write the blocks of one turn; a tool's result becomes a message of its own."""
+        """Write the blocks of one message; each tool result becomes a separate message."""
         has_written = False
         open_turn = _OpenTurn(role)
         for block in blocks:
@@ -128,7 +137,8 @@ class _Written:
                 if kind == "tool_use" or (_is_id(call_id) and call_id in self._answered):
                     open_turn.calls.append(self._call(block))
                 else:
-                    self._skip(block.path)  # its provider was interrupted: there is no result
+                    # The provider that ran this call was interrupted, so the call has no result.
+                    self._skip(block.path)
             elif kind == "thinking" and role == "assistant":
                 open_turn.thoughts += self._thoughts(block)
             else:
@@ -149,7 +159,7 @@ class _Written:
         return without_progress(String().check(thoughts, f"{block.path}.thinking"))
 
     def _compact(self, block: PlacedBlock) -> bool:
-        """Let the summary stand for all that came before it, as the client expects."""
+        """Replace all earlier messages with the summary; return False if the summary is empty."""
         summary = parts_of(block, self.skipped)
         if not summary:
             return False
@@ -158,10 +168,12 @@ class _Written:
         return True
 
     def _call(self, block: PlacedBlock) -> dict[str, Any]:
-        given, path = block.value, block.path
-        call_id, name = required(given, "id", path, _NAME), required(given, "name", path, _NAME)
+        call, path = block.value, block.path
+        call_id, name = required(call, "id", path, _NAME), required(call, "name", path, _NAME)
+        if call.get("toolset_name") is not None:
+            name = flat_name(required(call, "toolset_name", path, String()), name)
         self._names[call_id] = name
-        arguments = given.get("input")
+        arguments = call.get("input")
         arguments = {} if arguments is None else Object().check(arguments, f"{path}.input")
         function = {"name": name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
@@ -173,13 +185,13 @@ class _Written:
         result = content_of([part for each in inner for part in parts_of(each, self.skipped)])
         is_error = block.value.get("is_error")
         if is_error is not None and Flag().check(is_error, f"{block.path}.is_error"):
-            # templates have no other place to say so
+            # Templates have no field for errors, so the text says that this is an error.
             text = result if isinstance(result, str) else ""
             has_said = text.lower().startswith("error")
             result = result if has_said else _prefixed("Error: ", result)
         name = self._names.get(call_id)
         if name is None:
-            # many templates refuse a result whose call is missing
+            # Many templates refuse a result without its call.
             return {"role": "user", "content": _prefixed(f"Result of {call_id}:\n", result)}
         return {"role": "tool", "tool_call_id": call_id, "content": result, "name": name}
 
@@ -189,7 +201,7 @@ class _Written:
 
 
 class _OpenTurn:
-    """The blocks of a turn that are not yet written as a message."""
+    """Collects the blocks of a message until the message is written."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -198,10 +210,11 @@ class _OpenTurn:
         self.calls: list[dict[str, Any]] = []
 
     def messages(self, may_be_empty: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the one message, unless it is empty and must not be."""
+        """Yield the message. An empty message is only yielded if `may_be_empty` is true."""
         message: dict[str, Any] = {"role": self._role, "content": content_of(self.parts)}
         if self.thoughts:
-            message["reasoning_content"] = self.thoughts  # the template decides which are shown
+            # The template decides which reasoning the model sees.
+            message["reasoning_content"] = self.thoughts
         if self.calls:
             message["tool_calls"] = self.calls
         if may_be_empty or message["content"] or len(message) > 2:
@@ -223,7 +236,7 @@ def _role_of(turn: Any) -> Any:
 
 
 def _answered(turns: list[tuple[Any, str]]) -> Iterator[str]:
-    """Yield the ids of the calls whose results the conversation has."""
+    """Yield the ids of the calls that have a result in the conversation."""
     for turn, _ in turns:
         content = turn.get("content") if isinstance(turn, dict) else None
         for block in content if isinstance(content, list) else ():

@@ -1,4 +1,4 @@
-"""Tools that are not functions and that the client runs: shown to the model as functions."""
+"""Defines tools that clients run and that are not functions; the model sees functions instead."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,8 @@ from headrace.protocols.fields.kinds import String, check_object, required, wron
 from headrace.text.lark_pattern import lark_pattern
 from headrace_common.errors import RequestError
 
-NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")  # OpenAI takes 64 characters, Anthropic 128
+# OpenAI allows 64 characters in a name, Anthropic 128.
+NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 CUSTOM = "custom"
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _MS = {"type": "integer", "minimum": 0}
@@ -48,18 +49,20 @@ CLIENT_TYPES = (CUSTOM, *_FIXED)
 
 
 class ReadTool(NamedTuple):
-    """A tool as the template will see it, and what is known of it beside that."""
+    """A tool as the chat template sees the tool, with other facts that the server needs."""
 
     tool: dict[str, Any]
-    path: str  # of the object with its name
+    # The path of the object that contains the tool's name.
+    path: str
     kind: str = "function"
     namespace: str = ""
     skipped: tuple[str, ...] = ()
-    fault: RequestError | None = None  # raised if the tool is forced
+    # The error that is raised if the client forces a call of this tool.
+    fault: RequestError | None = None
 
 
 class OfferedTools(tuple[dict[str, Any], ...]):
-    """The tools as the template will see them, with what the answer needs to know of them."""
+    """The tools as the chat template sees them, with other facts that the server needs."""
 
     found: tuple[ReadTool, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -75,7 +78,7 @@ class OfferedTools(tuple[dict[str, Any], ...]):
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The types of the tools that are no functions, by name."""
+        """Return a dict from the names of tools to the tools' types; functions are left out."""
         return {_name(it): it.kind for it in self.found if it.kind != "function"}
 
     @property
@@ -83,14 +86,14 @@ class OfferedTools(tuple[dict[str, Any], ...]):
         return {_name(it): it.namespace for it in self.found if it.namespace}
 
     def refuse_forced(self, choice: Any) -> None:
-        """Raise RequestError if the one tool that must be called has a fault."""
+        """Raise RequestError if `choice` forces a call of a tool that has a fault."""
         for it in self.found:
             if isinstance(choice, tuple) and choice[0] == _name(it) and it.fault:
                 raise it.fault
 
 
 def check_name(name: str, path: str) -> None:
-    """Raise RequestError if a tool may not have this name."""
+    """Raise RequestError if the name is not allowed for a tool."""
     if not NAME.fullmatch(name):
         raise wrong_value(name, path, "1 to 128 letters, digits, dashes or underscores")
 
@@ -106,7 +109,10 @@ def fixed_tool(kind: str, path: str) -> ReadTool:
 
 
 def custom_tool(own: Any, path: str) -> ReadTool:
-    """A tool that takes free text, as a function with one string; `own` has its name and format."""
+    """Return a free-text tool as a function with one string.
+
+    `own` has the tool's name and format.
+    """
     check_object(own, path)
     name: str = required(own, "name", path, String(1))
     check_name(name, f"{path}.name")
@@ -125,13 +131,13 @@ def custom_tool(own: Any, path: str) -> ReadTool:
     )
 
 
-def _read_format(given: Any, path: str) -> tuple[str, str, RequestError | None]:
-    """Return the words for a format, the pattern that enforces it, and the fault of the format."""
-    if given is None or (type(given) is dict and given.get("type", "text") == "text"):
+def _read_format(value: Any, path: str) -> tuple[str, str, RequestError | None]:
+    """Return a format as text for the model and as a pattern, and the error if there is one."""
+    if value is None or (type(value) is dict and value.get("type", "text") == "text"):
         return "", "", None
-    grammar = given.get("grammar", given) if type(given) is dict else given
+    grammar = value.get("grammar", value) if type(value) is dict else value
     if type(grammar) is not dict or type(grammar.get("definition")) is not str:
-        return "", "", wrong_value(given, path, "text, or a grammar with syntax and definition")
+        return "", "", wrong_value(value, path, "text, or a grammar with syntax and definition")
     syntax, definition = grammar.get("syntax"), grammar["definition"]
     if syntax not in ("regex", "lark"):
         return "", "", wrong_value(syntax, f"{path}.syntax", "lark or regex")
@@ -145,9 +151,10 @@ def _read_format(given: Any, path: str) -> tuple[str, str, RequestError | None]:
 
 
 def _checked(syntax: str, definition: str) -> tuple[str, str]:
-    """Return why a grammar cannot be enforced, and the pattern that enforces it.
+    """Return the reason why a grammar cannot be enforced, and a pattern that enforces the grammar.
 
-    Both are empty for a Lark grammar that no pattern can express: the model is only shown it.
+    Both texts are empty for a valid Lark grammar that no pattern can express. The model sees such
+    a grammar as text, but nothing enforces the grammar.
     """
     from headrace_common.grammar import GrammarError, lark_fault, pattern_fault
 
@@ -164,7 +171,7 @@ def _checked(syntax: str, definition: str) -> tuple[str, str]:
 
 
 def _anchored(pattern: str) -> str:
-    """Return the pattern, made to match a whole text: JSON Schema would find it anywhere."""
+    """Add anchors to a pattern, because JSON Schema accepts a match anywhere in a text."""
     inner = pattern.removeprefix("^")
     if inner.endswith("$") and not inner.endswith("\\$"):
         inner = inner[:-1]

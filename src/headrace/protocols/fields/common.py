@@ -1,4 +1,4 @@
-"""The fields that chat and text completions share: names, types, ranges; knows no model."""
+"""Checks the fields that chat and text completions share. The checks need no model."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,10 @@ _STOP = String(most=1000)
 
 
 class LogitBias(msgspec.Struct, frozen=True):
-    """{"token id": bias}, or llama.cpp's [[token id, bias], …], read as a dict of integers."""
+    """Reads biases as a dict from token id to bias.
+
+    Accepts {"token id": bias} and llama.cpp's [[token id, bias], …].
+    """
 
     def check(self, value: Any, path: str) -> dict[int, float]:
         if type(value) is list:
@@ -61,14 +64,16 @@ class LogitBias(msgspec.Struct, frozen=True):
 
 
 class Stops(msgspec.Struct, frozen=True):
-    """One stop string or several; those that are empty or null stop nothing and are left out."""
+    """Reads one stop string or several; leaves out empty strings and nulls."""
 
     def check(self, value: Any, path: str) -> tuple[str, ...]:
         if type(value) is not list:
+            if type(value) is not str:
+                raise wrong_type(value, path, "a string or an array of strings")
             return tuple(filter(None, (_STOP.check(value, path),)))
         check_count(len(value), path, 0, _MAX_STOPS)
-        given = [(i, stop) for i, stop in enumerate(value) if stop not in ("", None)]
-        return tuple(_STOP.check(stop, f"{path}[{i}]") for i, stop in given)
+        stops = [(i, stop) for i, stop in enumerate(value) if stop not in ("", None)]
+        return tuple(_STOP.check(stop, f"{path}[{i}]") for i, stop in stops)
 
     def schema(self) -> dict[str, Any]:
         several = {"type": "array", "items": nullable(_STOP), "maxItems": _MAX_STOPS}
@@ -76,7 +81,10 @@ class Stops(msgspec.Struct, frozen=True):
 
 
 class TokenIds(msgspec.Struct, frozen=True):
-    """Many token ids, checked fast; only a wrong one takes the slow way, which names it."""
+    """Reads many token ids fast.
+
+    Checks the ids one by one only if an id is wrong, so that the error can name the wrong id.
+    """
 
     least: int = 0
     most: int = 1 << 24
@@ -94,8 +102,11 @@ class TokenIds(msgspec.Struct, frozen=True):
         return {"type": "array", "items": TOKEN_ID.schema(), "minItems": self.least}
 
 
-class ProgressWish(msgspec.Struct, frozen=True):
-    """Whether progress is told; "reasoning": in words, too, where reasoning would stand."""
+class ProgressOption(msgspec.Struct, frozen=True):
+    """Reads whether to report the prompt's progress.
+
+    "reasoning" asks for the progress as text in the reasoning, in addition to the reports.
+    """
 
     def check(self, value: Any, path: str) -> bool | str:
         if type(value) is str:
@@ -109,7 +120,8 @@ class ProgressWish(msgspec.Struct, frozen=True):
 
 
 _BIAS = Number(-100, 100)
-_FORBIDDEN = -1e9  # far below any logit, and JSON can hold it
+# The bias of a forbidden token. JSON can represent this number, which is far below any logit.
+_FORBIDDEN = -1e9
 _BY_CHUNK = "continuous_usage_stats"
 _LIMIT = Integer(low=1, also=(-1,))
 TOKEN_ID = Integer(low=0, high=(1 << 31) - 1)
@@ -138,7 +150,7 @@ COMMON: Mapping[str, Kind] = {
     "ignore_eos": Flag(),
     "stream": Flag(),
     "stream_options": Object({"include_usage": Flag(), _BY_CHUNK: Flag()}),
-    "return_progress": ProgressWish(),
+    "return_progress": ProgressOption(),
     "return_ingestion": Flag(),
     "attach": Flag(),
     "heartbeat": Flag(),
@@ -168,11 +180,15 @@ NO_EFFECT = (
 )
 
 _NOT_SHOWN = ("verbosity",)
-"""Fields without effect that ask for another answer. The others tell a provider whom to
-bill, what to keep and where to run: leaving them out changes no answer, so nobody is told."""
+"""Fields that have no effect here but would change the answer of another server.
+
+These fields are reported as ignored. The remaining fields of NO_EFFECT only tell a provider how
+to bill, store or route a request.
+"""
 
 _MAX_IGNORED = 16
-_SHOWN_NAME = re.compile(r"[!-+\--~]{1,64}")  # visible ASCII but the comma, which divides names
+# Visible ASCII except the comma, which separates names.
+_SHOWN_NAME = re.compile(r"[!-+\--~]{1,64}")
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (),
@@ -194,11 +210,14 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
 }
-"""Known fields with their neutral values; empty strings, arrays and objects are neutral too."""
+"""Maps unsupported fields to their neutral values, which are accepted.
+
+Empty strings, arrays and objects are neutral, too.
+"""
 
 
 def known_fields(table: Mapping[str, Kind]) -> set[str]:
-    """Every name that a route with this table knows, those without effect or support too."""
+    """Return every field name that a route knows, including fields without effect or support."""
     return {*table, *NO_EFFECT, *UNSUPPORTED}
 
 
@@ -211,7 +230,7 @@ def check_required(names: Iterable[str], body: Mapping[str, Any]) -> None:
 def read_known(
     table: Mapping[str, Kind], required: Iterable[str], body: dict[str, Any]
 ) -> dict[str, Any]:
-    """The given fields of any route, each checked by itself."""
+    """Return the fields that a body of any route sets. Each field is checked separately."""
     check_required(required, body)
     fields = read_fields(table, body)
     _refuse_unsupported(table, body)
@@ -221,15 +240,16 @@ def read_known(
 def read_common(
     table: Mapping[str, Kind], required: Iterable[str], body: dict[str, Any]
 ) -> dict[str, Any]:
-    """The given fields of a generation route, checked as far as they need no model."""
+    """Return the fields that a generation request sets, after every check that needs no model."""
     fields = read_known(table, required, body)
-    penalty = fields.pop("repeat_penalty", None)  # llama.cpp's name of the same
+    # llama.cpp's name for repetition_penalty.
+    penalty = fields.pop("repeat_penalty", None)
     if penalty is not None:
         fields.setdefault("repetition_penalty", penalty)
     if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
         raise _unsupported("best_of", "the value of n")
     if fields.get("stream_options", {}).get(_BY_CHUNK) and not fields.get("stream"):
-        # include_usage is harmless: a whole answer always has its usage
+        # include_usage is accepted without a stream: a whole answer always reports the usage.
         message = f"{_BY_CHUNK} needs stream: true; leave it out otherwise."
         raise RequestError("invalid_value", message, f"stream_options.{_BY_CHUNK}")
     longest = max_tokens(fields)
@@ -239,30 +259,35 @@ def read_common(
 
 
 def ignored(table: Mapping[str, Kind], body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields that a caller may believe to matter and that do not, in the body's order.
+    """Return the names of fields that have no effect here, although a client may rely on them.
 
-    The first few, and only names that a header can hold; null counts as absent.
+    Return only the first few names, in the body's order. Leave out names that do not fit into a
+    header. A null field counts as absent.
     """
     understood = (table.keys() | UNSUPPORTED.keys() | set(NO_EFFECT)) - set(_NOT_SHOWN)
     names = (name for name, value in body.items() if value is not None and name not in understood)
-    asked = samplers.without_effect(table, body)
-    shown_names = (name for name in (*names, *asked) if _SHOWN_NAME.fullmatch(name))
+    unsupported = samplers.without_effect(table, body)
+    shown_names = (name for name in (*names, *unsupported) if _SHOWN_NAME.fullmatch(name))
     return tuple(islice(shown_names, _MAX_IGNORED))
 
 
 def max_tokens(fields: dict[str, Any]) -> int | None:
-    """The smaller of both limits; None if neither is set, -1 being the same as absent."""
-    limits = [fields.get("max_tokens", -1), fields.get("max_completion_tokens", -1)]
-    return min((limit for limit in limits if limit != -1), default=None)
+    """Return the smaller of max_tokens and max_completion_tokens; None if neither is set.
+
+    A limit of -1 counts as absent.
+    """
+    limits = fields.get("max_tokens", -1), fields.get("max_completion_tokens", -1)
+    limit: int = max(limits) if -1 in limits else min(limits)
+    return None if limit == -1 else limit
 
 
 def _refuse_unsupported(table: Mapping[str, Kind], body: dict[str, Any]) -> None:
-    """RequestError for a known field that asks for what is not there."""
+    """Raise RequestError if a known field asks for something that this server does not support."""
     for name, neutral in UNSUPPORTED.items():
         value = body.get(name)
         if name in table or value in (None, "", [], {}):
             continue
-        # JSON's own equality: true is not 1, but 1.0 is
+        # Compare as JSON does: true does not equal 1, but 1.0 does.
         if not any(_is_same(value, other) for other in neutral):
             raise _unsupported(name, " or ".join(shown(other) for other in neutral))
 

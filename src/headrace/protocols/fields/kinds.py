@@ -1,8 +1,9 @@
-"""Fields of a body as tables: what is known, of which type and range, and what has no effect.
+"""Describes the fields of bodies in tables: types, ranges, and whether a field has an effect.
 
-A kind checks one value and describes itself for OpenAPI, so that neither can lie about the other.
-Nothing is clamped, and no type is taken for another: "16" is no integer, true no number. 16.0 is
-the integer 16, as it is in JSON Schema: some languages write all their numbers so.
+A kind checks a value and also describes the value for OpenAPI, so the checks match the
+description. Values are neither clamped nor converted: "16" is not an integer, and true is not
+a number. 16.0 is the integer 16, as in JSON Schema, because some languages write all numbers
+with a fraction.
 """
 
 from collections.abc import Mapping
@@ -17,13 +18,16 @@ _SHOWN_CHARS = 40
 
 
 class Kind(Protocol):
-    """A type with its range."""
+    """The type and the range of a field's values."""
 
     def check(self, value: Any, path: str) -> Any:
-        """The value as the program uses it, or RequestError naming `path`."""
+        """Return the value as the program uses it.
+
+        Raise RequestError with `path` if the value is wrong.
+        """
 
     def schema(self) -> dict[str, Any]:
-        """The same as JSON Schema."""
+        """Return the JSON Schema of the values that `check` accepts."""
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -39,7 +43,7 @@ class Flag(msgspec.Struct, frozen=True):
 
 
 class Integer(msgspec.Struct, frozen=True):
-    """An integer from `low` to `high`, or one of `also`; a float without a fraction is one too."""
+    """An integer from `low` to `high`, or one of `also`; accepts 16.0 as 16."""
 
     low: int = -INT64
     high: int = INT64 - 1
@@ -60,7 +64,7 @@ class Integer(msgspec.Struct, frozen=True):
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number from `low` to `high`; `above`: `low` itself is excluded."""
+    """A number from `low` to `high`; `above` excludes `low` itself."""
 
     low: float
     high: float
@@ -103,7 +107,7 @@ class String(msgspec.Struct, frozen=True):
 
 
 class Array(msgspec.Struct, frozen=True):
-    """Up to `most` items of one kind."""
+    """An array of up to `most` items of one kind."""
 
     item: Kind
     most: int
@@ -119,9 +123,9 @@ class Array(msgspec.Struct, frozen=True):
 
 
 class Object(msgspec.Struct, frozen=True):
-    """An object with these fields; without any, one that is taken as it is.
+    """An object with `fields`. If `fields` is empty, any object is accepted and returned unchanged.
 
-    As it is, that is to say, if it can be stored beside its stream: integers fit 64 bits.
+    The integers of an unchanged object must fit into 64 bits, so that the object can be stored.
     """
 
     fields: Mapping[str, Kind] = {}
@@ -146,7 +150,7 @@ class Object(msgspec.Struct, frozen=True):
 def read_fields(
     fields: Mapping[str, Kind], body: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """The known fields that are given and not null, checked in the table's order."""
+    """Check a body's fields in the order of `fields`; leave out missing fields and nulls."""
     return {
         name: kind.check(body[name], prefix + name)
         for name, kind in fields.items()
@@ -155,12 +159,12 @@ def read_fields(
 
 
 def nullable(kind: Kind) -> dict[str, Any]:
-    """null equals absent, for every field."""
+    """Return the schema of a field that may be null. Null means the same as a missing field."""
     return {"anyOf": [kind.schema(), {"type": "null"}]}
 
 
 def check_object(value: Any, path: str) -> None:
-    """RequestError if the value is no object; what is in it is not looked at."""
+    """Raise RequestError if the value is not an object. The object's members are not checked."""
     if type(value) is not dict:
         raise wrong_type(value, path, "an object")
 
@@ -168,7 +172,7 @@ def check_object(value: Any, path: str) -> None:
 def items_of(
     value: Any, path: str, least: int, most: int, wanted: str = "an array"
 ) -> list[tuple[Any, str]]:
-    """Each item of an array, and its path."""
+    """Return the items of an array with their paths. Raise RequestError for a wrong count."""
     if type(value) is not list:
         raise wrong_type(value, path, wanted)
     check_count(len(value), path, least, most)
@@ -176,7 +180,7 @@ def items_of(
 
 
 def required(container: Mapping[str, Any], name: str, path: str, kind: Kind) -> Any:
-    """A field of the object at `path` that has to be there."""
+    """Return a field of the object at `path`. Raise RequestError if the field is missing."""
     if container.get(name) is None:
         raise missing(f"{path}.{name}")
     return kind.check(container[name], f"{path}.{name}")
@@ -202,9 +206,9 @@ def wrong_value(value: Any, path: str, wanted: str) -> RequestError:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, short enough for a message.
+    """Return a value as JSON, short enough for a message.
 
-    From a caller in this process it may be one that JSON does not know.
+    A caller in this process may pass a value that JSON cannot represent.
     """
     try:
         text = "not a number" if value != value else msgspec.json.encode(value).decode()
@@ -220,6 +224,6 @@ def _range(low: float, high: float) -> str:
 
 
 def _type_of(value: Any) -> str:
-    names = {bool: "true or false", int: "an integer", float: "a number with a fraction"}
+    names = {bool: "a boolean", int: "an integer", float: "a number with a fraction"}
     named = names | {str: "a string", list: "an array", dict: "an object"}
     return named.get(type(value), "null" if value is None else f"of type {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Messages of a chat: checked, and written as chat templates expect them."""
+"""Checks the messages of a chat, and writes them as chat templates expect them."""
 
 import base64
 from collections.abc import Iterable
@@ -19,14 +19,16 @@ from headrace.protocols.fields.kinds import (
     wrong_type,
 )
 from headrace.protocols.fields.parts import TEXT_PARTS, read_parts
-from headrace.protocols.progress_words import without_progress
+from headrace.protocols.progress_text import without_progress
 from headrace.text.merging import merge_contents
 from headrace_common.errors import RequestError
 from headrace_common.request import MAX_IMAGE_BYTES
 
 MAX_MESSAGES = 10_000
 MAX_IMAGES = 16
-_MAX_ADDRESS = 8192  # characters
+# The maximum number of characters in an image's address.
+_MAX_ADDRESS = 8192
+TEXT_ONLY = "this model takes text only"
 IMAGE_PART = "image_url"
 _SCHEMES = ("http://", "https://")
 _PARTS = (*TEXT_PARTS[:3], "refusal", "file")
@@ -41,24 +43,24 @@ _AS_THEY_ARE: dict[str, Kind] = {
 _CALLS = Array(Object(), most=128)
 _REASONING = ("reasoning_content", "reasoning")
 _FUNCTION = "function"
-"""The role of a function's result in chats of 2023."""
+"""The role of a function's result in the chat API of 2023."""
 
 
 class PlacedImage(msgspec.Struct, frozen=True):
-    """An image's address, and where in its request it stands: a part from another route's body."""
+    """An image in a body of another API: the image's address, and the image's path in the body."""
 
     url: str
     path: str
 
 
 class ReadMessages(tuple[dict[str, Any], ...]):
-    """Messages as the template will see them, with the paths of what was left out of them."""
+    """Messages as the template sees them, with the paths of the parts that were left out."""
 
     skipped: tuple[str, ...] = ()
 
 
 class Messages(msgspec.Struct, frozen=True):
-    """The field `messages`, read as ReadMessages; what another provider put into it is taken."""
+    """Reads the field `messages` as ReadMessages; accepts messages that other providers wrote."""
 
     def check(self, value: Any, path: str) -> ReadMessages:
         skipped: list[str] = []
@@ -79,14 +81,20 @@ class Messages(msgspec.Struct, frozen=True):
             "properties": {"type": {"const": IMAGE_PART}, IMAGE_PART: url},
             "required": ["type", IMAGE_PART],
         }
-        parts = {"type": "array", "items": {"anyOf": [part, image]}}
+        # A part from another provider: the part is skipped and named in a response header.
+        other = {
+            "type": "object",
+            "properties": {"type": {"type": "string", "not": {"enum": [*_PARTS, IMAGE_PART]}}},
+            "required": ["type"],
+        }
+        parts = {"type": "array", "items": {"anyOf": [part, image, other]}}
         content = [{"type": "string"}, parts, {"type": "null"}]
         kinds = _AS_THEY_ARE | {"tool_calls": _CALLS}
         properties = {name: nullable(kind) for name, kind in kinds.items()}
         message = {
             "type": "object",
             "properties": {
-                "role": {"enum": [*ROLES, _FUNCTION]},
+                "role": {"type": "string", "examples": [*ROLES, _FUNCTION]},
                 "content": {"anyOf": content},
             }
             | properties,
@@ -127,7 +135,8 @@ def _content(
     if value is None:
         if role != "assistant" and "content" not in message:
             raise missing(path)
-        return refusal  # templates print None as a word
+        # Templates would print None as a word.
+        return refusal
     if type(value) is list:
         value = read_parts(value, path, _image_of, skipped)
     elif type(value) is not str:
@@ -136,9 +145,9 @@ def _content(
 
 
 def _calls(message: dict[str, Any], path: str, skipped: list[str]) -> list[dict[str, Any]]:
-    """Return the calls of an assistant as calls of functions, which templates know."""
-    given = message.get("tool_calls")
-    found = [] if given is None else _CALLS.check(given, f"{path}.tool_calls")
+    """Return an assistant's calls as function calls, the only calls that templates know."""
+    tool_calls = message.get("tool_calls")
+    found = [] if tool_calls is None else _CALLS.check(tool_calls, f"{path}.tool_calls")
     calls = []
     for i, call in enumerate(found):
         own = call.get(str(call.get("type")))
@@ -163,38 +172,39 @@ def _custom_call(call: dict[str, Any], own: dict[str, Any], path: str) -> dict[s
 
 
 def arguments_of_text(text: str) -> str:
-    """Return the arguments of a call of a custom tool, as the model knows the tool: a function."""
+    """Return the text of a custom call as arguments: the model knows the tool as a function."""
     return msgspec.json.encode({"input": text}).decode()
 
 
 def _old_id(name: str) -> str:
-    """Return an id that joins a `function_call` and its result, which have none of their own."""
+    """Return an id that links a `function_call` to its result. In the body, both have no id."""
     return f"call_{name}"
 
 
 def _image_of(part: Any, path: str) -> dict[str, Any] | None:
-    """Return a part's image by address and path; it is checked when it is needed."""
+    """Return the image in a part, or None. The image's address is checked later."""
     if type(part) is PlacedImage:
         return image_part(part.url, part.path)
     if type(part) is not dict or part.get("type") not in (IMAGE_PART, "input_image"):
         return None
     image = part.get(IMAGE_PART)
-    if type(image) is not str:  # clients that speak of responses send the address itself
+    # Clients of the Responses API send the address itself.
+    if type(image) is not str:
         image = Object().check(image, f"{path}.{IMAGE_PART}").get("url")
     return image_part(String().check(image, f"{path}.{IMAGE_PART}.url"), path)
 
 
 def image_part(url: str, path: str) -> dict[str, Any]:
-    """An image as `take_images` finds it in a message's content."""
+    """Return an image as a part that `take_images` recognizes."""
     return {"type": "image", "url": url, "path": path}
 
 
 def _image(url: str, path: str) -> bytes:
-    """The bytes in a data URI; none yet of what stands at an address."""
+    """Return the bytes of a data URI; return no bytes for an http address."""
     if _address(url):
         return b""
     if url[:5].lower() != "data:":
-        message = "This is no image's address; send data:image/png;base64,… instead."
+        message = "This is not the address of an image; send data:image/png;base64,… instead."
         raise RequestError("image_url_refused", message, path)
     head, comma, data = url.partition(",")
     if not comma or not head.endswith(";base64"):
@@ -203,8 +213,8 @@ def _image(url: str, path: str) -> bytes:
     if num_bytes > MAX_IMAGE_BYTES:
         raise RequestError(
             "image_too_large",
-            f"The image has {num_bytes} bytes, and {MAX_IMAGE_BYTES} are taken; send a "
-            "smaller one.",
+            f"The image has {num_bytes} bytes; the limit is {MAX_IMAGE_BYTES}. "
+            "Send a smaller image.",
             path,
         )
     try:
@@ -217,8 +227,8 @@ def _address(url: str) -> str:
     return url if len(url) <= _MAX_ADDRESS and url[:8].lower().startswith(_SCHEMES) else ""
 
 
-class TakenImages(NamedTuple):
-    """Messages as templates see them, and their images, as Chat has them."""
+class ChatImages(NamedTuple):
+    """Messages as templates see them, and the messages' images, as fields of a chat body."""
 
     messages: tuple[dict[str, Any], ...]
     images: tuple[bytes, ...]
@@ -226,7 +236,7 @@ class TakenImages(NamedTuple):
     addresses: tuple[str, ...]
 
 
-def take_images(messages: tuple[dict[str, Any], ...]) -> TakenImages:
+def take_images(messages: tuple[dict[str, Any], ...]) -> ChatImages:
     images: list[tuple[str, str]] = []
     seen = []
     for message in messages:
@@ -240,24 +250,24 @@ def take_images(messages: tuple[dict[str, Any], ...]) -> TakenImages:
     if len(images) > MAX_IMAGES:
         raise RequestError(
             "image_too_large",
-            f"The request has {len(images)} images, and {MAX_IMAGES} are taken; send fewer.",
+            f"The request has {len(images)} images; the limit is {MAX_IMAGES}. Send fewer images.",
             images[MAX_IMAGES][1],
         )
     decoded = tuple(_image(url, path) for url, path in images)
     addresses = tuple(_address(url) for url, _ in images)
     paths = tuple(path for _, path in images)
-    return TakenImages(tuple(seen), decoded, paths, addresses if any(addresses) else ())
+    return ChatImages(tuple(seen), decoded, paths, addresses if any(addresses) else ())
 
 
 def texts_of(content: Any) -> str:
-    """The text in a message's content."""
+    """Return the text of a message's content."""
     if isinstance(content, str):
         return content
     return "\n".join(part.get("text", "") for part in content)
 
 
 def refuse_images(messages: Iterable[dict[str, Any]], why: str) -> None:
-    """RequestError with the path of the first image, if there is one."""
+    """Raise RequestError with the path of the first image, if there is one."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if type(content) is list for part in content]
     for part in parts:
@@ -266,12 +276,12 @@ def refuse_images(messages: Iterable[dict[str, Any]], why: str) -> None:
 
 
 def unseen(path: str, why: str) -> RequestError:
-    """The image at `path` is not looked at."""
+    """Return the error for an image that the model or the route cannot use; `why` is the reason."""
     message = f"{path} is an image; {why}."
     return RequestError("unsupported_content", message, f"{path}.type")
 
 
 def placeholder_in_text(param: str) -> RequestError:
-    """A text must not stand for an image that was not sent."""
+    """Return the error for a text with a token that stands for an image."""
     message = "The text has a token that stands for an image; send the image as a part instead."
     return RequestError("invalid_value", message, param)

@@ -1,4 +1,4 @@
-"""Reads the text of parts of messages, if they have any, so that no history is refused."""
+"""Reads the text of message parts. Accepts unknown parts, so that no history is refused."""
 
 import base64
 from collections.abc import Callable
@@ -8,25 +8,25 @@ from urllib.parse import unquote_to_bytes
 from headrace.protocols.fields.kinds import String, check_object, missing, required
 
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
-"""Text in the words of chats, and in those of clients that speak of responses."""
+"""Types of text parts in the chat API and in the Responses API."""
 
 _CARRIERS = (
     *("text", "refusal", "content", "output", "outputs", "results"),
     *("summary", "logs", "stdout", "stderr", "input", "message"),
     *("error", "reason"),
 )
-"""Fields in which items and parts that this server does not make may carry text."""
+"""Fields in which unknown items and parts may have text. Other servers produced these items."""
 
 ImageOf = Callable[[Any, str], dict[str, Any] | None]
-"""Returns the image in a part, or None if the part is something else."""
+"""Returns the image in a part, or None if the part has no image."""
 
 
 def read_parts(
     parts: list[Any], path: str, image_of: ImageOf, skipped: list[str]
 ) -> str | list[dict[str, Any]]:
-    """Return the text of the parts, or a list of parts if there is an image among them.
+    """Return the text of the parts, or a list of parts if at least one part is an image.
 
-    A part without text is left out, and its path is added to `skipped`.
+    A part without text is left out, and the part's path is added to `skipped`.
     """
     found: list[dict[str, Any]] = []
     for i, part in enumerate(parts):
@@ -43,7 +43,7 @@ def read_parts(
 
 
 def part_text(part: Any, path: str) -> str | None:
-    """Return the text of one part, or None if it carries none; RequestError if it is malformed."""
+    """Return a part's text; None if there is no text. Raise RequestError for a malformed part."""
     check_object(part, path)
     kind = required(part, "type", path, String())
     if kind in TEXT_PARTS:
@@ -57,7 +57,7 @@ def part_text(part: Any, path: str) -> str | None:
 
 
 def carried_text(value: Any) -> str | None:
-    """Return the text in a value of unknown shape, or None if it carries none."""
+    """Return the text in a value of unknown shape, or None if there is no text."""
     if type(value) is str:
         return value or None
     if type(value) is list:
@@ -70,7 +70,7 @@ def carried_text(value: Any) -> str | None:
 
 
 def file_text(file: dict[str, Any]) -> str | None:
-    """Return the name and the text of a file that was sent along, or None if it is not text."""
+    """Return the name and the text of an attached file, or None if the file is not text."""
     data, name = file.get("file_data"), file.get("filename")
     if type(data) is not str:
         return None

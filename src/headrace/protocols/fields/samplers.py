@@ -1,4 +1,4 @@
-"""llama.cpp's samplers and their settings by its own names, on every route that generates."""
+"""Defines llama.cpp's samplers and settings, under llama.cpp's names, for generation routes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,16 +27,23 @@ _NAMES = {name.replace("_", ""): name for name in _LETTERS.values()} | {
     **{"temp": "temperature", "nucleus": "top_p"},
     **dict.fromkeys(("typ", "typical", "typicalp"), "typ_p"),
 }
-"""Names by their form without separators, as llama.cpp also reads them, and its aliases."""
+"""Maps the names and aliases of samplers, without separators, to the main names.
 
-_ASK_NOTHING = ("dry", "adaptive_p")
-"""Samplers that we lack; they do nothing without a setting, which the header names instead."""
+llama.cpp accepts the same spellings.
+"""
+
+_ASK_NOTHING = ("adaptive_p",)
+"""Samplers that this server lacks but does not report as ignored.
+
+These samplers do nothing unless a setting turns them on. The setting is reported instead.
+"""
 
 
 class SamplerOrder(msgspec.Struct, frozen=True):
-    """An array of names, or a string with a letter for each; empty: the default order.
+    """Reads the order of samplers: an array of names, or a string with one letter per sampler.
 
-    Reads as the names of samplers that we have; None if the order is the default.
+    Returns the names of the supported samplers, or None for the default order. An empty value asks
+    for the default order.
     """
 
     def check(self, value: Any, path: str) -> tuple[str, ...] | None:
@@ -58,7 +65,10 @@ class SamplerOrder(msgspec.Struct, frozen=True):
 
 
 class _Switch(msgspec.Struct, frozen=True):
-    """A number that turns a sampler off if it is at least (or at most) `bound`."""
+    """A sampler's setting. Values of at most `bound` turn the sampler off.
+
+    If `is_upper`, values of at least `bound` turn the sampler off.
+    """
 
     bound: float
     off: float
@@ -84,18 +94,21 @@ SETTINGS: Mapping[str, Kind] = {
     "dynatemp_range": _Switch(0, 0.0),
     "dynatemp_exponent": _ANY,
     "min_keep": Integer(),
+    "mirostat": Integer(0, 2),
+    "mirostat_tau": Number(0, 100),
+    "mirostat_eta": Number(0, 100),
+    "dry_multiplier": Number(0, 100),
+    "dry_base": Number(1, 100),
+    "dry_allowed_length": Integer(low=0),
+    "dry_penalty_last_n": Integer(low=-1),
+    "dry_sequence_breakers": Array(String(most=40), 32),
 }
-"""Settings with effect, as the fields of Sampling of the same names."""
+"""Supported settings. Each setting has the same name as the setting's field in Sampling."""
+
+ASKED = frozenset((*SETTINGS, "samplers"))
+"""The fields of a body that ask for llama.cpp's samplers."""
 
 _LACKING: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
-    "mirostat": (Integer(), (0,)),
-    "mirostat_tau": (_ANY, (5,)),
-    "mirostat_eta": (_ANY, (0.1,)),
-    "dry_multiplier": (_ANY, (0,)),
-    "dry_base": (_ANY, (1.75,)),
-    "dry_allowed_length": (Integer(), (2,)),
-    "dry_penalty_last_n": (Integer(), (-1, 0, 64)),
-    "dry_sequence_breakers": (Array(String(), 1024), (["\n", ":", '"', "*"], [])),
     "adaptive_target": (_ANY, (-1,)),
     "adaptive_decay": (_ANY, (0.9,)),
     "n_keep": (Integer(), (0,)),
@@ -109,7 +122,10 @@ _LACKING: Mapping[str, tuple[Kind, tuple[Any, ...]]] = {
     "post_sampling_probs": (Flag(), (False,)),
     "lora": (Array(Object(), 1024), ([],)),
 }
-"""Fields of llama.cpp without effect here, with the values that ask for nothing."""
+"""Fields of llama.cpp that have no effect here, with their neutral values.
+
+A neutral value asks for nothing, so the field is not reported as ignored.
+"""
 
 FIELDS: Mapping[str, Kind] = {
     **SETTINGS,
@@ -119,7 +135,7 @@ FIELDS: Mapping[str, Kind] = {
 
 
 def without_effect(table: Mapping[str, Kind], body: Mapping[str, Any]) -> Iterator[str]:
-    """Name the fields of a checked body that ask for what we lack, and unknown samplers."""
+    """Yield unsupported fields and samplers that a checked body asks for."""
     for name, value in body.items():
         if name in _LACKING and name in table and value is not None:
             if value not in _LACKING[name][1]:
@@ -132,7 +148,7 @@ def without_effect(table: Mapping[str, Kind], body: Mapping[str, Any]) -> Iterat
 
 
 def _names(value: str | list[str]) -> Iterator[str]:
-    """The samplers of a checked order by the first of their names, or as they were sent."""
+    """Yield the main names of the samplers in a checked order; unknown names stay as sent."""
     if type(value) is str:
         return (_LETTERS.get(letter, letter) for letter in value)
     plain = (name.lower().replace("_", "").replace("-", "") for name in value)

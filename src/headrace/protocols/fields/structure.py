@@ -1,6 +1,6 @@
-"""The structure that a body asks of its answer: one constraint, and calls of its tools.
+"""Reads the structure that a body requires of the answer: a constraint, tool calls, or both.
 
-Knows no model: `grammars.py` makes a grammar of it.
+This module needs no model. `grammars.py` turns the result into a grammar.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ _MAX_DEPTH = 64
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """A JSON Schema, as an object or as its text."""
+    """Reads a JSON Schema, sent as an object or as text."""
 
     def check(self, value: Any, path: str) -> dict[str, Any]:
         if type(value) is not str or not value:
@@ -48,7 +48,7 @@ class JsonSchema(msgspec.Struct, frozen=True):
 
 
 class AnswerChoices(msgspec.Struct, frozen=True):
-    """The only answers there are."""
+    """Reads the list of allowed answers."""
 
     def check(self, value: Any, path: str) -> tuple[str, ...]:
         found = items_of(value, path, 0, MAX_CHOICES, "an array of strings")
@@ -59,9 +59,9 @@ class AnswerChoices(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """Text, any JSON object, or JSON by a schema; read as a Wanted, or None for text."""
+    """Reads `response_format` as an AnswerConstraint; returns None for plain text."""
 
-    def check(self, value: Any, path: str) -> "Wanted | None":
+    def check(self, value: Any, path: str) -> "AnswerConstraint | None":
         check_object(value, path)
         if not value or value.get("type") == "text":
             return None
@@ -80,7 +80,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
             raise missing(f"{path}.schema")
         check_object(described["schema"], f"{path}.schema")
         is_strict = described.get("strict") is not False
-        return Wanted("json", described["schema"], f"{path}.schema", is_strict)
+        return AnswerConstraint("json", described["schema"], f"{path}.schema", is_strict)
 
     def schema(self) -> dict[str, Any]:
         properties: dict[str, Any] = {"type": {"enum": ["text", "json_object", "json_schema"]}}
@@ -88,21 +88,23 @@ class ResponseFormat(msgspec.Struct, frozen=True):
         return {"type": "object", "properties": properties}
 
 
-def _object_of(value: dict[str, Any], path: str) -> "Wanted":
-    """Return a constraint to any JSON object, or to one that follows llama.cpp's field `schema`."""
+def _object_of(value: dict[str, Any], path: str) -> "AnswerConstraint":
+    """Return a constraint to any JSON object, or to the schema in llama.cpp's field `schema`."""
     if value.get("schema") is None:
-        return Wanted("json", _ANY_OBJECT, path)
+        return AnswerConstraint("json", _ANY_OBJECT, path)
     check_object(value["schema"], f"{path}.schema")
-    return Wanted("json", value["schema"], f"{path}.schema")
+    return AnswerConstraint("json", value["schema"], f"{path}.schema")
 
 
-class Wanted(NamedTuple):
-    """One constraint: how `value`, which stood at `path`, is to be read."""
+class AnswerConstraint(NamedTuple):
+    """A constraint on the answer; `path` is the path of `value` in the body."""
 
-    syntax: str  # json, regex, choice, grammar
+    # Has the value json, regex, choice or grammar.
+    syntax: str
     value: Any
     path: str
-    is_strict: bool = True  # what cannot be enforced is refused, not left out
+    # If a keyword cannot be enforced, True refuses the request and False leaves the keyword out.
+    is_strict: bool = True
 
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -123,20 +125,22 @@ _OPTIONS: Mapping[str, tuple[str, Kind]] = {
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """vLLM's object with one of json, regex, choice, grammar, json_object; read as Wanteds."""
+    """Reads vLLM's object, which has one of the keys json, regex, choice, grammar, json_object."""
 
-    def check(self, value: Any, path: str) -> "tuple[Wanted, ...]":
+    def check(self, value: Any, path: str) -> "tuple[AnswerConstraint, ...]":
         check_object(value, path)
         found = []
         for name, item in value.items():
             if name == "json_object" and item is True:
-                found.append(Wanted("json", _ANY_OBJECT, f"{path}.json_object"))
+                found.append(AnswerConstraint("json", _ANY_OBJECT, f"{path}.json_object"))
             elif name in _OPTIONS and item is not None:
                 syntax, kind = _OPTIONS[name]
-                found.append(Wanted(syntax, kind.check(item, f"{path}.{name}"), f"{path}.{name}"))
+                found.append(
+                    AnswerConstraint(syntax, kind.check(item, f"{path}.{name}"), f"{path}.{name}")
+                )
             elif item not in (None, False, "", [], {}):
                 known = ", ".join((*_OPTIONS, "json_object"))
-                message = f"{path}.{name} is not supported here; there is {known}."
+                message = f"{path}.{name} is not supported here; use one of {known}."
                 raise RequestError("unsupported_parameter", message, f"{path}.{name}")
         return tuple(found)
 
@@ -150,11 +154,11 @@ FIELDS: Mapping[str, Kind] = {
     "structured_outputs": StructuredOutputs(),
     **{name: kind for name, (_, kind) in _SOURCES.items()},
 }
-"""Rows of a route's table; `take` reads what they gave."""
+"""Fields that ask for a structure. Routes add them to their tables; `take` reads the values."""
 
 
 class Tool(NamedTuple):
-    """A tool that may be called; `path` is that of its schema."""
+    """A tool that may be called; `path` is the path of its schema."""
 
     name: str
     schema: dict[str, Any]
@@ -162,35 +166,38 @@ class Tool(NamedTuple):
     is_strict: bool
 
 
-class CallsWanted(NamedTuple):
-    """Calls in the form that the tools give them; forced ones are the whole answer."""
+class CallConstraint(NamedTuple):
+    """Tool calls that must follow the tools' schemas. Forced calls make up the whole answer."""
 
     tools: tuple[Tool, ...]
     is_forced: bool
     most: int
-    path: str  # of what asked for it
+    # The path of the field that asks for the calls.
+    path: str
 
 
 class Structure(NamedTuple):
-    """The form that a body asks its answer to have; at least one of both."""
+    """The structure of the answer that a body asks for: a constraint, tool calls, or both."""
 
-    wanted: Wanted | None
-    calls: CallsWanted | None
-    may_reason: bool  # first, if the model does
-    is_message: bool  # a whole one of a chat, with what a model writes before its text
+    wanted: AnswerConstraint | None
+    calls: CallConstraint | None
+    # Whether reasoning may precede the structure.
+    may_reason: bool
+    # Whether the answer is a whole chat message. If not, the answer continues a message or text.
+    is_message: bool
 
     @property
     def path(self) -> str:
-        asked = self.wanted or self.calls
-        assert asked
-        return asked.path
+        constraint = self.wanted or self.calls
+        assert constraint
+        return constraint.path
 
 
 def take(fields: dict[str, Any], exact: Mapping[int, Any] | None = None) -> Structure | None:
-    """Takes the fields above out of a body's, with what its tools ask for; None: nothing.
+    """Remove the fields that ask for a structure; return the structure, or None.
 
-    `exact` has schemas with all digits of their numbers, by the id of the object that was read.
-    RequestError for two constraints, which would exclude each other.
+    `exact` maps the `id()` of each schema to the same schema with exact numbers. Raise RequestError
+    if the body has two constraints.
     """
     one_call, paths = fields.pop("one_call", False), fields.pop("tool_paths", ())
     taken = {name: fields.pop(name) for name in FIELDS if name in fields}
@@ -204,14 +211,15 @@ def take(fields: dict[str, Any], exact: Mapping[int, Any] | None = None) -> Stru
         wanted = found[0]._replace(value=exact.get(id(found[0].value), found[0].value))
     calls = _calls(fields, wanted, 1 if one_call else _MAX_CALLS, paths)
     if wanted and calls and calls.is_forced:
-        message = f"tool_choice forces a tool call, and {wanted.path} another answer; send one."
+        message = f"tool_choice forces a tool call, but {wanted.path} asks for a different answer; "
+        message += "send only one of them."
         raise RequestError("invalid_value", message, wanted.path)
     if calls:
         tools = (it._replace(schema=exact.get(id(it.schema), it.schema)) for it in calls.tools)
         calls = calls._replace(tools=tuple(tools))
     if not (wanted or calls):
         return None
-    is_chat = bool(fields.keys() & {"messages", "input"})
+    is_chat = "messages" in fields
     is_message = is_chat and not fields.get("continue_final_message")
     return Structure(wanted, calls, is_chat and not _is_reasoning_off(fields), is_message)
 
@@ -235,34 +243,38 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def _found(taken: dict[str, Any]) -> Iterable[Wanted]:
+def _found(taken: dict[str, Any]) -> Iterable[AnswerConstraint]:
     for name, value in taken.items():
-        if isinstance(value, Wanted):
+        if isinstance(value, AnswerConstraint):
             yield value
         elif name == "structured_outputs":
             yield from value
-        elif name in _SOURCES and value:  # an empty one asks for nothing
-            yield Wanted(_SOURCES[name][0], value, name)
+        # An empty value asks for nothing.
+        elif name in _SOURCES and value:
+            yield AnswerConstraint(_SOURCES[name][0], value, name)
 
 
 def _calls(
-    fields: dict[str, Any], wanted: Wanted | None, most: int, paths: Sequence[str]
-) -> CallsWanted | None:
-    """`paths` say where the functions of the tools stood."""
-    choice, given = fields.get("tool_choice", "auto"), fields.get("tools", ())
-    tools = tuple(_tool(tool, path) for tool, path in zip(given, paths, strict=True))
+    fields: dict[str, Any], wanted: AnswerConstraint | None, most: int, paths: Sequence[str]
+) -> CallConstraint | None:
+    """Return the constraint on tool calls, or None if the calls need no grammar.
+
+    `paths` has the path of each tool's function.
+    """
+    choice, offered = fields.get("tool_choice", "auto"), fields.get("tools", ())
+    tools = tuple(_tool(tool, path) for tool, path in zip(offered, paths, strict=True))
     if not tools or choice == "none":
         return None
     if isinstance(choice, tuple):
         named = tuple(tool for tool in tools if tool.name == choice[0])
-        return CallsWanted(named, True, 1, "tool_choice")
+        return CallConstraint(named, True, 1, "tool_choice")
     if choice == "required":
-        return CallsWanted(tools, True, most, "tool_choice")
+        return CallConstraint(tools, True, most, "tool_choice")
     strict = next((i for i, tool in enumerate(tools) if tool.is_strict), None)
     if wanted is None and strict is None:
         return None
     path = "tools" if strict is None else f"{paths[strict]}.strict"
-    return CallsWanted(tools, False, most, path)
+    return CallConstraint(tools, False, most, path)
 
 
 def _tool(tool: dict[str, Any], path: str) -> Tool:

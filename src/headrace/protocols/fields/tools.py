@@ -1,4 +1,4 @@
-"""Tools as OpenAI's routes take them, and their calls as they are shown."""
+"""Reads tools as OpenAI's routes accept them, and the arguments of tool calls."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -31,7 +31,7 @@ MAX_TOOLS = 128
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """The field `tools`, as the template will see them; types that a provider runs are skipped."""
+    """Reads the field `tools` as OfferedTools; skips tools of types that a provider runs itself."""
 
     def check(self, value: Any, path: str) -> OfferedTools:
         found, skipped = list[ReadTool](), list[str]()
@@ -65,25 +65,29 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 class AllowedTools(msgspec.Struct, frozen=True):
-    """The tools that may be called: their names, and `auto` or `required`."""
+    """The names of the tools that may be called, and the mode `auto` or `required`."""
 
     mode: str
     names: tuple[str, ...]
-    path: str  # of the list
+    # The path of the list of allowed tools.
+    path: str
 
     @classmethod
-    def read(cls, given: dict[str, Any], path: str, is_flat: bool) -> "AllowedTools":
-        """`is_flat`: a tool's name stands beside its type, not in its function."""
-        mode = required(given, "mode", path, String())
+    def read(cls, choice: dict[str, Any], path: str, is_flat: bool) -> "AllowedTools":
+        """Read the choice. If `is_flat`, the name and the type of a tool are in the same object.
+
+        If not, the name is in a nested object `function` or `custom`.
+        """
+        mode = required(choice, "mode", path, String())
         if mode not in ("auto", "required"):
             raise wrong_value(mode, f"{path}.mode", "auto or required")
-        found = items_of(given.get("tools"), f"{path}.tools", 1, MAX_TOOLS)
+        found = items_of(choice.get("tools"), f"{path}.tools", 1, MAX_TOOLS)
         names = filter(None, (_allowed_name(*each, is_flat) for each in found))
         return cls(mode, tuple(names), f"{path}.tools")
 
 
 def _allowed_name(value: Any, path: str, is_flat: bool) -> str:
-    """The name of a tool that may be called; "" for one that a provider runs."""
+    """Return the name of a tool that may be called; empty for a tool that a provider runs."""
     tool = Object().check(value, path)
     kind = required(tool, "type", path, String())
     if kind not in ("function", CUSTOM):
@@ -96,14 +100,14 @@ def _allowed_name(value: Any, path: str, is_flat: bool) -> str:
 
 
 _OTHER_WORDS = ("none", "auto", "required", "any", "tool")
-"""Types of choices in other places and dialects; no tool has one of these types."""
+"""Values of `type` in the tool choices of other APIs. No tool has a type with such a name."""
 
 Choice = str | tuple[str] | AllowedTools
-"""`none`, `auto`, `required`, one function by name, or some of them."""
+"""`none`, `auto`, `required`, one function by name, or several allowed tools."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """`none`, `auto`, `required`, one function by name, or those that are allowed."""
+    """Reads `none`, `auto`, `required`, one function by name, or the allowed tools."""
 
     def check(self, value: Any, path: str) -> Choice:
         if type(value) is str:
@@ -113,8 +117,8 @@ class ToolChoice(msgspec.Struct, frozen=True):
         if type(value) is not dict:
             raise wrong_type(value, path, "a string or an object")
         if value.get("type") == "allowed_tools":
-            given = Object().check(value.get("allowed_tools"), f"{path}.allowed_tools")
-            return AllowedTools.read(given, f"{path}.allowed_tools", is_flat=False)
+            allowed = Object().check(value.get("allowed_tools"), f"{path}.allowed_tools")
+            return AllowedTools.read(allowed, f"{path}.allowed_tools", is_flat=False)
         kind = value.get("type")
         function = value.get(kind) or {} if kind in ("function", CUSTOM) else None
         if type(function) is not dict:
@@ -127,39 +131,42 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 def not_forced(choice: dict[str, Any], path: str, example: str) -> RequestError:
-    """A choice of a tool that this server does not offer; `example` shows the form of a choice."""
+    """Return the error for a forced tool that this server lacks; `example` shows a valid choice."""
     kind = choice.get("type")
     if type(kind) is not str or kind in ("function", CUSTOM, *_OTHER_WORDS):
         return wrong_value(choice, path, example)
-    message = f"{path} asks for {shown(kind)}, a tool that a provider runs; this server runs none. "
-    message += "Offer a function that does the same, or send tool_choice auto."
+    message = f"{path} asks for a tool of type {shown(kind)}, which this server cannot offer to "
+    message += "the model. Send a function that does the same, or send tool_choice auto."
     return RequestError("unsupported_parameter", message, f"{path}.type")
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The one name by which a model knows a function that stands in a namespace."""
+    """Return the name by which a model knows a function in a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def narrow(fields: dict[str, Any]) -> None:
-    """Takes out of the fields the tools that `tool_choice` does not allow; its mode is left."""
+    """Remove the tools that `tool_choice` does not allow; replace the choice with its mode."""
     choice, tools = fields.get("tool_choice"), fields.get("tools", ())
     if not isinstance(choice, AllowedTools):
         return
     known = [tool["function"]["name"] for tool in tools]
     for i, name in enumerate(choice.names):
         if name not in known:
-            sent = f"one of {', '.join(known[:10])}" if known else "a tool, and none was sent"
+            sent = f"one of {', '.join(known[:10])}" if known else "a tool, but no tools were sent"
             raise wrong_value(name, f"{choice.path}[{i}]", sent)
-    kept = [i for i, name in enumerate(known) if name in choice.names]
-    fields["tools"] = tuple(tools[i] for i in kept)
+    allowed = [i for i, name in enumerate(known) if name in choice.names]
+    fields["tools"] = tuple(tools[i] for i in allowed)
     fields["tool_choice"] = choice.mode
     if paths := fields.get("tool_paths"):
-        fields["tool_paths"] = [paths[i] for i in kept]
+        fields["tool_paths"] = [paths[i] for i in allowed]
 
 
 def check_choice(fields: dict[str, Any], path: str = "tool_choice.function.name") -> None:
-    """RequestError if a choice is forced for which there is no tool; `path` is that of its name."""
+    """Raise RequestError if a forced tool is missing, or if two tools have the same name.
+
+    `path` is the path of the forced tool's name.
+    """
     choice, tools = fields.get("tool_choice", "auto"), fields.get("tools", ())
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
@@ -167,15 +174,17 @@ def check_choice(fields: dict[str, Any], path: str = "tool_choice.function.name"
         message = f"Two tools are named {twice}; names must differ."
         raise RequestError("invalid_value", message, "tools")
     if choice == "required" and not tools:
-        message = "tool_choice is required, and there are no tools; send some, or auto."
+        message = (
+            'tool_choice is "required", but no tools were sent. Send tools, or tool_choice auto.'
+        )
         raise RequestError("invalid_value", message, "tool_choice")
     if isinstance(choice, tuple) and choice[0] not in names:
-        known = f"one of {', '.join(names[:10])}" if names else "a tool, and none was sent"
+        known = f"one of {', '.join(names[:10])}" if names else "a tool, but no tools were sent"
         raise wrong_value(choice[0], path, known)
 
 
 def text_parameters(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """The parameters that each tool declares as strings."""
+    """Return a dict from each tool's name to the parameters that the tool declares as strings."""
     found = {}
     for tool in tools:
         function = tool["function"]
@@ -214,7 +223,7 @@ def _is_text(schema: dict[str, Any]) -> bool:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """A call's arguments; empty where they were cut off, or JSON cannot hold them."""
+    """Return a call's arguments; empty if the text is incomplete or JSON cannot represent them."""
     try:
         value = msgspec.json.decode(text)
         msgspec.json.encode(value)

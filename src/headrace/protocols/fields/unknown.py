@@ -1,4 +1,4 @@
-"""Finds unknown fields within the objects of a body: they have no effect."""
+"""Finds unknown fields, which have no effect, in the nested objects of a body."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,11 +10,16 @@ from headrace_common.request import Route
 
 _MAX_NAMED = 16
 _MAX_PATH, _MAX_HEADER = 200, 1900  # characters
-_SAFE = "!#$&'()*+-./:;<=>?@[]^_`{|}~"  # all visible ASCII but the comma, quotes and the escape
+# All visible ASCII except the comma, quotes and the percent sign.
+_SAFE = "!#$&'()*+-./:;<=>?@[]^_`{|}~"
 
 Known = Mapping[str, Any]
-"""The names of an object's fields. The value of a name is None if nothing within it is looked at,
-a Known for an object, and a list for an array, with the Known of its items or one for each type."""
+"""Maps the name of each known field of an object to a description of the field's value.
+
+None means that the value is not examined. A Known describes an object. A list with one entry
+describes an array. The entry is the Known of all items, or a dict with a Known for each type of
+item.
+"""
 
 
 def _names(names: str, **within: Any) -> Known:
@@ -92,7 +97,7 @@ _BY_ROUTE: Mapping[str, Known] = {
 
 
 def unknown_within(body: Mapping[str, Any], route: Route) -> tuple[str, ...]:
-    """The paths of the first fields within a body's objects that have no effect."""
+    """Return the paths of unknown fields in a body's nested objects, but only the first few."""
     known = _BY_ROUTE.get(route, _CHAT)
     found = (
         path for name, inner in known.items() for path in _unknown(body.get(name), inner, name)
@@ -117,12 +122,12 @@ def _unknown(value: Any, known: Any, path: str) -> Iterator[str]:
 
 
 def _default(kinds: Mapping[str, Any]) -> str:
-    """The type of an item that names none."""
+    """Return the type of an item that has no field `type`."""
     return "" if "" in kinds else next(iter(kinds))
 
 
 def renamed(paths: Iterable[str], own: Iterable[tuple[re.Pattern[str], str]]) -> Iterator[str]:
-    """Paths of chat's fields by the names that they have in a dialect."""
+    """Replace paths of chat's fields with a dialect's own paths for the same fields."""
     rules = tuple(own)
     for path in paths:
         for known, name in rules:
@@ -131,7 +136,7 @@ def renamed(paths: Iterable[str], own: Iterable[tuple[re.Pattern[str], str]]) ->
 
 
 def header_of(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the paths in a form that fits a header; the last one may stand for the rest."""
+    """Return the paths encoded for a header. A last entry "..." stands for the remaining paths."""
     shown: list[str] = []
     left = _MAX_HEADER
     for path in dict.fromkeys(paths):

@@ -1,4 +1,4 @@
-"""Answers of Ollama's two generation routes: lines of JSON, the last with figures; and errors."""
+"""Renders the answers and errors of Ollama's generation routes as lines of JSON."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +9,7 @@ from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.tools import arguments_of
 from headrace.protocols.openai.chunks import ingestion_of, progress_of, queue_of, wait_of
-from headrace.protocols.progress_words import ProgressWords
+from headrace.protocols.progress_text import ProgressWords
 from headrace.streams.events import (
     AnyEvent,
     Error,
@@ -27,16 +27,22 @@ from headrace_common.errors import RequestError
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace_common.request import Route
 
-_NS = 1_000_000  # in a millisecond
+_NS = 1_000_000  # nanoseconds in a millisecond
 _OWN_PATHS = (
     (re.compile(r"\bresponse_format(\.json_schema\.schema)?"), "format"),
     (re.compile(r"\bchat_template_kwargs\.enable_thinking\b"), "think"),
 )
-"""Paths of fields in chat, and their names here."""
+"""Pairs of a regular expression and a replacement.
+
+The replacement turns the path of a chat field into the path of this API's field.
+"""
 
 
 class OllamaErrors:
-    """A message under `error`, in a stream a line of its own; the code is ours."""
+    """Formats an error as a message under `error`; `code` is Headrace's own field.
+
+    In a stream, the error is a separate line.
+    """
 
     REQUEST_ID = "X-Request-Id"
     OWN_PATHS = _OWN_PATHS
@@ -64,7 +70,7 @@ ERRORS = OllamaErrors()
 
 
 class LinePart(NamedTuple):
-    """More of an answer."""
+    """The text, reasoning, calls and log probabilities that one line adds."""
 
     text: str = ""
     thinking: str = ""
@@ -73,7 +79,7 @@ class LinePart(NamedTuple):
 
 
 Shape = Callable[[LinePart], dict[str, Any]]
-"""The look of a part: each route has its own."""
+"""Formats a LinePart for one route."""
 
 
 def as_message(part: LinePart) -> dict[str, Any]:
@@ -91,7 +97,7 @@ def as_response(part: LinePart) -> dict[str, Any]:
 
 
 def unloaded(model: str, route: Route) -> dict[str, Any]:
-    """The answer to a request that unloads a model."""
+    """Return the answer to a request that unloads a model."""
     shape = as_message if route == "/api/chat" else as_response
     created_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     head = {"model": model, "created_at": created_at}
@@ -99,7 +105,7 @@ def unloaded(model: str, route: Route) -> dict[str, Any]:
 
 
 class _AnswerLines:
-    """The lines of one stream: what each of them has, and what the last one tells."""
+    """Builds the lines of one stream."""
 
     def __init__(self, record: Record, shape: Shape) -> None:
         self.record = record
@@ -108,7 +114,7 @@ class _AnswerLines:
         self._load_ms = 0
 
     def feed(self, event: AnyEvent) -> None:
-        """Takes every event from seq 0, in order: a line has the time of the last one."""
+        """Note the times of an event. The caller passes every event from seq 0, in order."""
         self._at_ms = event.at_ms
         if isinstance(event, Served):
             self._load_ms = event.at_ms
@@ -117,7 +123,10 @@ class _AnswerLines:
         return self._head() | self._shown(part) | {"done": False} | more
 
     def ended(self, part: LinePart, event: Finish) -> dict[str, Any]:
-        """Durations, in nanoseconds, are whole: what is neither queue nor prompt is the answer."""
+        """Return the last line, with durations in nanoseconds.
+
+        `eval_duration` is all time that was spent neither in the queue nor on the prompt.
+        """
         timings, (end,) = event.timings, event.ends
         before_ms = timings.queue_ms + timings.prompt_ms
         is_load = self.record.request.sampling.max_tokens == 0
@@ -154,17 +163,18 @@ _REASONS = {"length": "length"}
 
 
 class OllamaFrames:
-    """The lines of one stream. A tool call is told once it is whole."""
+    """Renders the lines of one stream. A tool call is sent only once it is complete."""
 
     def __init__(self, record: Record, shape: Shape) -> None:
         self._options = record.request.response_options
         self._lines = _AnswerLines(record, shape)
         self._blocks: Blocks[LinePart] = Blocks(self)
         self._words = ProgressWords(record)
-        self._arguments = ""  # of the open call
+        # The arguments of the open call so far.
+        self._arguments = ""
 
     def render(self, event: AnyEvent) -> list[bytes]:
-        """The lines of one event: none, one or several."""
+        """Return the lines of one event: none, one or several."""
         self._lines.feed(event)
         match event:
             case Tokens():
@@ -183,14 +193,14 @@ class OllamaFrames:
         return []
 
     def idle(self) -> bytes:
-        """A line without content."""
+        """Return a heartbeat: a line without content."""
         return self._line()
 
     def _heartbeat(self, event: Heartbeat) -> list[bytes]:
         if not self._options.heartbeat and event.form != "comment":
             return []
-        told = wait_of(event) if self._options.return_progress else {}
-        return [self._line(**told)]
+        fields = wait_of(event) if self._options.return_progress else {}
+        return [self._line(**fields)]
 
     def _line(self, part: LinePart = LinePart(), **more: Any) -> bytes:  # noqa: B008, for it is a constant
         return encode(self._lines.going_on(part, **more)) + b"\n"
@@ -221,7 +231,7 @@ class OllamaFrames:
 
 
 class OllamaBody:
-    """The whole answer of one stream."""
+    """Collects the whole answer of one stream."""
 
     def __init__(self, record: Record, shape: Shape) -> None:
         self._lines = _AnswerLines(record, shape)
@@ -239,7 +249,7 @@ class OllamaBody:
                 self._finish = event
 
     def whole(self) -> dict[str, Any]:
-        assert self._finish, "an answer is asked for before its end"
+        assert self._finish, "a whole answer is read before its stream has ended"
         found = [run for run in runs(self._pieces) if run.channel == TOOL]
         calls = tuple(self._lines.call(run.call, run.name, run.text) for run in found)
         text, thinking = (self._joined(channel) for channel in (CONTENT, REASONING))

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: from a body to a Request, from events to chunks and a whole answer."""
+"""POST /v1/chat/completions: turns bodies into requests, and events into chunks or an answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,11 +21,12 @@ from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.chunks import Choice, ChunkBody, ChunkFrames, Part
 from headrace.protocols.openai.custom_calls import CallDeltas
-from headrace.protocols.progress_words import ProgressWords
+from headrace.protocols.progress_text import ProgressWords
 from headrace.streams.events import ChoiceEnd, TokenLogprob
 from headrace.streams.record import Record
 from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
+from headrace_common.pieces import ChannelPiece
 from headrace_common.request import Channels, Chat, Prompt, Request, Route
 
 ROUTE: Route = "/v1/chat/completions"
@@ -57,7 +58,7 @@ FRAMING = SSE
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
-    """The given fields, checked as far as they need no model."""
+    """Return the fields that a body sets, after every check that needs no model."""
     fields = read_common(TABLE, REQUIRED, body)
     check_template_fields(fields)
     tools = fields.get("tools", OfferedTools())
@@ -80,7 +81,7 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
-    """The request, by the model's limits and with its defaults."""
+    """Make the request with the model's defaults. Raise RequestError if a limit is exceeded."""
     request = requests.make_request(ROUTE, prompts, fields, model)
     num_logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     sampling = msgspec.structs.replace(request.sampling, num_logprobs=num_logprobs)
@@ -95,12 +96,12 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextM
 
 
 def offers_tools(fields: Mapping[str, Any]) -> bool:
-    """Whether a body that was read, of this route or one like it, lets the model call tools."""
+    """Whether a request with these checked fields lets the model call tools."""
     return bool(fields.get("text_parameters")) and fields.get("tool_choice") != "none"
 
 
 def read_chat(fields: dict[str, Any]) -> Chat:
-    """The chat in the fields of a route that has those of TEMPLATE and no others."""
+    """Return the chat of a request that only renders the template."""
     check_template_fields(fields)
     narrow(fields)
     return to_chat(fields)
@@ -135,7 +136,7 @@ def check_template_fields(fields: dict[str, Any]) -> None:
     if role != "assistant":
         raise RequestError(
             "invalid_value",
-            f"continue_final_message needs a last message by the assistant; it is by the {role}.",
+            f"continue_final_message needs an assistant message at the end, not a {role} message.",
             "continue_final_message",
         )
 
@@ -146,19 +147,16 @@ class ChatShape:
     has_prompt_in_choice = False
 
     def __init__(self, record: Record) -> None:
-        self._num_choices = record.request.num_choices
-        self._id = record.id
+        self._record = record
         self._has_logprobs = record.request.sampling.num_logprobs is not None
-        channels = record.request.channels
-        custom = channels.custom_tools if channels else ()
-        self._calls = [CallDeltas((self._id, i), custom) for i in range(self._num_choices)]
+        # The tool calls by choice; choices without tool calls are missing.
+        self._calls: dict[int, CallDeltas] = {}
 
     def opening(self) -> list[Choice]:
-        """A role chunk per choice."""
+        """Return one chunk with the role for each choice."""
         role = {"role": "assistant", "content": ""}
-        return [
-            {"index": i, "delta": role, "finish_reason": None} for i in range(self._num_choices)
-        ]
+        numbers = range(self._record.request.num_choices)
+        return [{"index": i, "delta": role, "finish_reason": None} for i in numbers]
 
     def idle(self, index: int) -> Choice:
         return {"index": index, "delta": {}, "finish_reason": None}
@@ -168,7 +166,7 @@ class ChatShape:
         if part.text:
             delta["content"] = part.text
         if part.calls:
-            delta["tool_calls"] = self._calls[index].add(part.calls)
+            delta["tool_calls"] = self._calls_of(index).add(part.calls)
         shown: Choice = {"index": index, "delta": delta}
         if self._has_logprobs:
             shown["logprobs"] = _logprobs(part.logprobs)
@@ -176,18 +174,22 @@ class ChatShape:
 
     def end(self, index: int, end: ChoiceEnd) -> Choice:
         idle = self.idle(index)
-        if rest := self._calls[index].end():
+        if index in self._calls and (rest := self._calls[index].end()):
             idle["delta"] = {"tool_calls": rest}
         return idle | {"finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
 
     def whole(self, index: int, parts: Sequence[Part], end: ChoiceEnd) -> Choice:
-        text = "".join([part.text for part in parts])
-        reasoning = "".join([part.reasoning for part in parts])
-        pieces = [piece for part in parts for piece in part.calls]
+        texts, reasonings, pieces = list[str](), list[str](), list[ChannelPiece]()
+        for part in parts:
+            texts.append(part.text)
+            reasonings.append(part.reasoning)
+            pieces += part.calls
+        text, reasoning = "".join(texts), "".join(reasonings)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        message |= _reasoning(reasoning)
+        if reasoning:
+            message |= _reasoning(reasoning)
         if pieces:
-            calls = self._calls[index].whole(pieces)
+            calls = self._calls_of(index).whole(pieces)
             message["content"] = text or None
             message["tool_calls"] = [{k: v for k, v in it.items() if k != "index"} for it in calls]
         logprobs = None
@@ -201,10 +203,17 @@ class ChatShape:
             "stop_reason": end.stop_reason,
         }
 
+    def _calls_of(self, index: int) -> CallDeltas:
+        if index not in self._calls:
+            channels = self._record.request.channels
+            custom = channels.custom_tools if channels else ()
+            self._calls[index] = CallDeltas((self._record.id, index), custom)
+        return self._calls[index]
+
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Under both names that clients read."""
-    return {"reasoning_content": text, "reasoning": text} if text else {}
+    """Return the reasoning under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Common parts of OpenAI's two generation routes: chunks, whole answers, errors.
+"""Common parts of OpenAI's routes for chat and text completions: chunks, whole answers, errors.
 
-The look of a choice in them is the route's own: its Shape.
+Each of the two routes formats a choice with its own Shape.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from msgspec import UnsetType
 
 from headrace.protocols.dialect import ErrorFormat, data, encode
-from headrace.protocols.progress_words import ProgressWords
+from headrace.protocols.progress_text import ProgressWords
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -26,7 +26,7 @@ from headrace.streams.events import (
     Usage,
 )
 from headrace.streams.record import Record
-from headrace.streams.tally import Tally
+from headrace.streams.usage import UsageCounter
 from headrace_common.errors import KINDS, RequestError
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 
@@ -34,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 KEYS: tuple[str, ...] = ("id", "object", "created", "model", "choices", "usage", "timings")
 
 Choice = dict[str, Any]
-"""One entry of `choices`, its keys in the order of the wire."""
+"""One entry of `choices`, with its keys in the order in which they are sent."""
 
 
 class Part(NamedTuple):
@@ -43,21 +43,26 @@ class Part(NamedTuple):
     text: str
     logprobs: tuple[TokenLogprob, ...]
     reasoning: str = ""
-    calls: tuple[ChannelPiece, ...] = ()  # of tools
+    # Pieces of tool calls.
+    calls: tuple[ChannelPiece, ...] = ()
 
 
 class Shape(Protocol):
-    """Made anew for each rendering, since it counts places in the text along."""
+    """Formats the choices of one route.
+
+    A shape can count positions in the text, so each rendering of a stream needs a new shape.
+    """
 
     whole_object: str
     chunk_object: str
-    has_prompt_in_choice: bool  # where the prompt's token ids go, if asked for
+    # True if a choice contains its prompt's token ids, False if the ids are next to `choices`.
+    has_prompt_in_choice: bool
 
     def opening(self) -> list[Choice]:
-        """The chunks that must precede any text."""
+        """Return the chunks that must precede any text."""
 
     def idle(self, index: int) -> Choice:
-        """A choice with nothing to say."""
+        """Return a choice without content."""
 
     def part(self, index: int, part: Part) -> Choice: ...
 
@@ -67,7 +72,7 @@ class Shape(Protocol):
 
 
 def error_of(error: RequestError | Error) -> dict[str, Any]:
-    """The error object."""
+    """Return the object that describes an error."""
     if isinstance(error, Error):
         return {"message": error.message, "type": error.type, "param": None, "code": error.code}
     shown = {"message": error.message, "type": error.kind.type}
@@ -75,7 +80,7 @@ def error_of(error: RequestError | Error) -> dict[str, Any]:
 
 
 class OpenaiErrors:
-    """An error object under `error`, in frames too."""
+    """Formats an error as an object under `error`, also in frames."""
 
     REQUEST_ID = "X-Request-Id"
     SCHEMA: Mapping[str, Any] = {
@@ -120,7 +125,8 @@ def _head(record: Record, kind: str, fingerprint: str) -> dict[str, Any]:
 
 
 def _part_of(event: Tokens) -> Part:
-    if len(event.pieces) == 1 and event.pieces[0].channel == CONTENT:  # most events are
+    # The fast path: most events have a single piece of text.
+    if len(event.pieces) == 1 and event.pieces[0].channel == CONTENT:
         return Part(event.pieces[0].text, event.logprobs)
     text = "".join(piece.text for piece in event.pieces if piece.channel == CONTENT)
     reasoning = "".join(piece.text for piece in event.pieces if piece.channel == REASONING)
@@ -129,54 +135,56 @@ def _part_of(event: Tokens) -> Part:
 
 
 class ChunkFrames:
-    """The SSE frames of one stream: owns their order and what rides on them."""
+    """Renders the SSE frames of one stream, with the usage and timings that the client wants."""
 
     def __init__(self, record: Record, shape: Shape, words: ProgressWords | None = None) -> None:
         self._record = record
         self._options = record.request.response_options
         self._shape = shape
-        self._words = words  # of a route that has reasoning
+        # Writes progress as reasoning; None on a route without reasoning.
+        self._words = words
         self._serve(record.system_fingerprint)
-        self._tally = Tally()
+        self._tally = UsageCounter()
         options = self._options
-        # without usage at the end, timings ride on the last chunk
+        # If no chunk with the usage follows, the last chunk of a choice carries the timings.
         self._has_figures = (
             options.continuous_usage or options.timings_per_token or not options.include_usage
         )
-        self._tells_more = options.continuous_usage or options.return_token_ids
+        self._has_extras = options.continuous_usage or options.return_token_ids
         self._is_open = False
         self._num_running = record.request.num_choices
-        self._untold_ids: list[list[int]] = [[] for _ in range(self._num_running)]
-        self._told_prompts: set[int] = set()
+        self._pending_ids: list[list[int]] = [[] for _ in range(self._num_running)]
+        self._sent_prompts: set[int] = set()
 
     def render(self, event: AnyEvent) -> list[bytes]:
-        """The frames of one event: none, one or several."""
+        """Return the frames of one event: none, one or several."""
         if self._has_figures:
             self._tally.feed(event)
         if not isinstance(event, Tokens):
             return self._render_other(event)
-        # To developers: what follows runs for every token. Keep it one function.
+        # For developers: the code below runs for every token. Keep the code in one function.
         part = _part_of(event)
         if self._options.return_token_ids:
-            self._untold_ids[event.choice] += event.ids
+            self._pending_ids[event.choice] += event.ids
         frames = []
         if any(part):
             choice = self._shape.part(event.choice, part)
-            frames.append(self._told(event.choice, choice, self._options.timings_per_token))
+            frames.append(self._with_figures(event.choice, choice, self._options.timings_per_token))
         if event.end:
             self._num_running -= 1
             choice = self._shape.end(event.choice, event.end)
             is_last = not self._num_running and not self._options.include_usage
-            frames.append(self._told(event.choice, choice, is_last))
+            frames.append(self._with_figures(event.choice, choice, is_last))
         if frames and not self._is_open:
             return self._open() + frames
         return frames
 
     def _render_other(self, event: AnyEvent) -> list[bytes]:
-        """The frames of an event that is not Tokens."""
+        """Return the frames of an event that is not Tokens."""
         match event:
             case Accepted():
-                # without heartbeats, the first frame is a client's sign of the first token
+                # Without the option `heartbeat`, a client would mistake this frame for the first
+                # token.
                 return self._open() or [self.idle()] if self._options.heartbeat else []
             case Queued():
                 if not self._options.return_progress:
@@ -195,7 +203,7 @@ class ChunkFrames:
         return [ERRORS.frame(event)]
 
     def idle(self) -> bytes:
-        """A heartbeat: parses as data, adds nothing."""
+        """Return a heartbeat: a valid frame that adds nothing to the answer."""
         return self._chunk([self._shape.idle(0)])
 
     def _serve(self, fingerprint: str) -> None:
@@ -209,19 +217,19 @@ class ChunkFrames:
         return [self._chunk([choice]) for choice in self._shape.opening()]
 
     def _heartbeat(self, event: Heartbeat) -> bytes:
-        told = wait_of(event) if self._options.return_progress else {}
-        return self._chunk([self._shape.idle(0)], **told)
+        fields = wait_of(event) if self._options.return_progress else {}
+        return self._chunk([self._shape.idle(0)], **fields)
 
     def _progress(self, event: Progress) -> list[bytes]:
         if not self._options.return_progress:
             return []
         idle = self._shape.idle(event.choice)
-        told = self._chunk([idle], prompt_progress=progress_of(event))
+        frame = self._chunk([idle], prompt_progress=progress_of(event))
         line = self._words.take(event) if self._words else ""
         if not line:
-            return [told]
-        said = self._shape.part(event.choice, Part("", (), reasoning=line))
-        return [told, *self._open(), self._chunk([said])]
+            return [frame]
+        choice = self._shape.part(event.choice, Part("", (), reasoning=line))
+        return [frame, *self._open(), self._chunk([choice])]
 
     def _finish(self, event: Finish) -> list[bytes]:
         more = ingestion_of(event)
@@ -230,9 +238,9 @@ class ChunkFrames:
         timings = timings_of(event.timings)
         return [self._chunk([], usage=usage_of(event.usage), timings=timings, **more), DONE]
 
-    def _told(self, index: int, choice: Choice, has_timings: bool) -> bytes:
-        """A chunk with text or an end, and the figures that go with it."""
-        if not has_timings and not self._tells_more:
+    def _with_figures(self, index: int, choice: Choice, has_timings: bool) -> bytes:
+        """Return a chunk with the usage, timings and token ids that belong to the chunk."""
+        if not has_timings and not self._has_extras:
             return self._chunk([choice])
         more: dict[str, Any] = {}
         if self._options.continuous_usage:
@@ -241,15 +249,15 @@ class ChunkFrames:
             more["timings"] = timings_of(self._tally.timings)
         if self._options.return_token_ids:
             place = choice if self._shape.has_prompt_in_choice else more
-            self._tell_prompt(index, place)
-            choice["token_ids"] = self._untold_ids[index]
-            self._untold_ids[index] = []
+            self._add_prompt_ids(index, place)
+            choice["token_ids"] = self._pending_ids[index]
+            self._pending_ids[index] = []
         return self._chunk([choice], **more)
 
-    def _tell_prompt(self, index: int, place: dict[str, Any]) -> None:
+    def _add_prompt_ids(self, index: int, place: dict[str, Any]) -> None:
         owner = index if self._shape.has_prompt_in_choice else 0
-        if owner not in self._told_prompts:
-            self._told_prompts.add(owner)
+        if owner not in self._sent_prompts:
+            self._sent_prompts.add(owner)
             place["prompt_token_ids"] = self._record.prompt_ids(owner // self._record.request.n)
 
     def _chunk(self, choices: list[Choice], **more: Any) -> bytes:
@@ -258,7 +266,7 @@ class ChunkFrames:
 
 
 class ChunkBody:
-    """The whole answer of one stream."""
+    """Collects the whole answer of one stream."""
 
     def __init__(self, record: Record, shape: Shape) -> None:
         self._record = record
@@ -280,7 +288,7 @@ class ChunkBody:
                 self._finish = event
 
     def whole(self) -> dict[str, Any]:
-        assert self._finish, "an answer is asked for before its end"
+        assert self._finish, "a whole answer is read before its stream has ended"
         shape = self._shape
         body = _head(self._record, shape.whole_object, self._fingerprint)
         body["choices"] = [self._choice(shape, i, end) for i, end in enumerate(self._finish.ends)]
@@ -304,15 +312,15 @@ class ChunkBody:
 
 
 def wait_of(event: Heartbeat) -> dict[str, Any]:
-    """Beside a heartbeat: which start of the engine is waited for, or what the model's load does.
+    """Return fields for a heartbeat: the engine's restart attempt, or the load progress.
 
-    Empty for one that only shows that the server lives.
+    The result is empty for a heartbeat that only shows that the server is alive.
     """
     if event.attempt is not None:
         return {"recovering": {"attempt": event.attempt}}
     load = {"progress": event.progress, "stage": event.stage or None}
-    told = {name: value for name, value in load.items() if value is not None}
-    return {"loading": told} if told else {}
+    fields = {name: value for name, value in load.items() if value is not None}
+    return {"loading": fields} if fields else {}
 
 
 def queue_of(event: Queued) -> dict[str, Any]:
@@ -329,7 +337,7 @@ def progress_of(event: Progress) -> dict[str, Any]:
 
 
 def ingestion_of(event: Finish) -> dict[str, Any]:
-    """Fields beside an answer whose request asked how its prompt was computed."""
+    """Return fields that describe how the prompt was computed; empty if they were not requested."""
     if isinstance(event.ingestion, UnsetType):
         return {}
     return {"headrace": {"ingestion": event.ingestion}}
@@ -348,7 +356,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def timings_of(timings: Timings) -> dict[str, Any]:
-    """Timings and the rates that follow from them; predicted ones count steps between tokens."""
+    """Return timings and rates. The rates of predicted tokens count the steps between tokens."""
     num_steps = max(timings.predicted_n - 1, 0)
     shown = {
         "cache_n": timings.cache_n,

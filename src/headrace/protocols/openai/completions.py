@@ -1,4 +1,4 @@
-"""POST /v1/completions: from a body to a Request, from events to chunks and a whole answer."""
+"""POST /v1/completions: turns bodies into requests, and events into chunks or an answer."""
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,14 +37,17 @@ IN_PROMPTS = frozenset({"prompt", "add_special_tokens", "suffix"})
 
 
 class PromptList(NamedTuple):
-    """All prompts as text, or all as tuples of ids; `is_list`: several could have been sent."""
+    """Prompts, which are either all texts or all tuples of token ids.
+
+    `is_list` is true if the client sent an array of prompts.
+    """
 
     prompts: tuple[Any, ...]
     is_list: bool
 
 
 class Prompts(msgspec.Struct, frozen=True):
-    """A string, strings, ids, or lists of ids."""
+    """Reads one prompt or an array of prompts. A prompt is a string or an array of token ids."""
 
     def check(self, value: Any, path: str) -> PromptList:
         if type(value) is str:
@@ -79,13 +82,13 @@ FRAMING = SSE
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
-    """The given fields, checked as far as they need no model."""
+    """Return the fields that a body sets, after every check that needs no model."""
     limits = ("max_tokens", "max_completion_tokens")
     if all(body.get(name) is None for name in limits):
         body = body | {"max_tokens": DEFAULT_MAX_TOKENS}
     fields = read_common(TABLE, REQUIRED, body)
     if fields.get("suffix") and fields.get("echo"):
-        message = "echo cannot repeat a prompt that has a suffix; send one of them."
+        message = "echo cannot repeat a prompt that has a suffix; send only echo or only suffix."
         raise RequestError("invalid_value", message, "echo")
     if fields.get("suffix") and type(fields["prompt"].prompts[0]) is not str:
         message = "A suffix needs a prompt that is text, not token ids."
@@ -94,47 +97,50 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
-    """The request, by the model's limits and with its defaults."""
+    """Make the request with the model's defaults. Raise RequestError if a limit is exceeded."""
     request = requests.make_request(ROUTE, prompts, fields, model)
-    echo, asked = fields.get("echo", False), fields.get("logprobs")
-    scores_prompt = echo and asked is not None
+    echo, num_logprobs = fields.get("echo", False), fields.get("logprobs")
+    scores_prompt = echo and num_logprobs is not None
     sampling = msgspec.structs.replace(
         request.sampling,
-        num_logprobs=asked,
-        num_prompt_logprobs=asked if scores_prompt else None,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_logprobs if scores_prompt else None,
         stop_token_ids=request.sampling.stop_token_ids + ends_of_gap(prompts, model, "suffix"),
     )
-    # a prompt taken from the cache has no logits to score
+    # Cached prompt tokens have no logits, so a scored prompt must not come from the cache.
     cache = request.cache_prompt and not scores_prompt
     return msgspec.structs.replace(request, sampling=sampling, echo=echo, cache_prompt=cache)
 
 
 def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
-    asked: PromptList = fields["prompt"]
-    if type(asked.prompts[0]) is str:
+    inputs: PromptList = fields["prompt"]
+    if type(inputs.prompts[0]) is str:
         adds = fields.get("add_special_tokens", True)
         if suffix := fields.get("suffix"):
-            return tuple(Infill(text, suffix, (), adds) for text in asked.prompts)
-        return tuple(Text(text, adds) for text in asked.prompts)
-    return tuple(Ids(ids) for ids in asked.prompts)
+            return tuple(Infill(text, suffix, (), adds) for text in inputs.prompts)
+        return tuple(Text(text, adds) for text in inputs.prompts)
+    return tuple(Ids(ids) for ids in inputs.prompts)
 
 
 def ends_of_gap(prompts: tuple[Prompt, ...], model: TextModel, field: str) -> tuple[int, ...]:
-    """Further end tokens of prompts that have a gap to fill; RequestError if the model cannot."""
+    """Return the tokens that end the text in a gap; an empty tuple if no prompt has a gap.
+
+    Raise RequestError if a prompt has a gap, but the model has no infill marks.
+    """
     if not any(isinstance(prompt, Infill) for prompt in prompts):
         return ()
     marks = model.tokenizer.infill_marks
     if marks is None:
         message = f"{field} needs a model that was trained to fill in the middle, and "
-        message += f"{model.names[0]} has no tokens for it; leave it out, or serve one such as "
-        message += "Qwen2.5-Coder."
+        message += f"{model.names[0]} has no tokens for this. Leave out {field}, or serve a model "
+        message += "such as Qwen2.5-Coder."
         raise RequestError("unsupported_parameter", message, field)
     return marks.ends
 
 
 def _one(value: Any, first: type[Any], path: str) -> Any:
     if type(value) is not first or first not in (str, list):
-        raise wrong_type(value, path, "a string or an array of ids, the same for all prompts")
+        raise wrong_type(value, path, "a string or an array of ids, like the first prompt")
     return value if first is str else _IDS.check(value, path)
 
 
@@ -148,7 +154,7 @@ class TextShape:
         self._offsets = [_Offsets() for _ in range(record.request.num_choices)]
 
     def opening(self) -> list[Choice]:
-        """No chunks: a heartbeat says as much."""
+        """Return no chunks: a text completion has no role to announce."""
         return []
 
     def idle(self, index: int) -> Choice:
@@ -171,21 +177,24 @@ class TextShape:
 
 
 class _Offsets:
-    """Where each token begins, in code points from the start of the text."""
+    """Computes where each token begins, in code points from the start of the text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._begun = 0  # code points of the tokens so far
-        self._delivered = 0  # code points of the text so far
+        # The number of code points in the tokens so far.
+        self._begun = 0
+        # The number of code points in the text so far.
+        self._delivered = 0
 
     def of(self, part: Part) -> Iterable[int]:
-        """Offsets of the part's entries. Text decides where bytes and text disagree."""
+        """Yield each token's offset in the text. If bytes and text disagree, the text decides."""
         self._begun = min(self._begun, self._delivered)
         self._delivered += len(part.text)
         for entry in part.logprobs:
             is_inside = bool(self._decoder.getstate()[0])
             first = self._decoder.decode(entry.bytes[:1])
-            # what does not continue an unfinished code point leaves U+FFFD in its place
+            # If the previous token left a code point unfinished and this token does not continue
+            # it, the text has U+FFFD before this token.
             yield self._begun + (is_inside and first.startswith("\ufffd"))
             self._begun += len(first) + len(self._decoder.decode(entry.bytes[1:]))
 
@@ -201,7 +210,10 @@ def _logprobs(parts: Sequence[Part], offsets: _Offsets) -> dict[str, Any]:
 
 
 def _top(entry: TokenLogprob) -> dict[str, float | None] | None:
-    """The likeliest and the sampled one; where two tokens read alike, the likelier."""
+    """Map the texts of the likeliest tokens and the sampled token to log probabilities.
+
+    If two tokens have the same text, the dict contains the likelier token.
+    """
     if entry.logprob is None:
         return None
     top: dict[str, float | None] = {}

@@ -1,4 +1,4 @@
-"""Turns calls of functions back into calls of the tools that the functions stand for."""
+"""Turns function calls back into calls of the tools that the functions represent."""
 
 import json
 import re
@@ -8,24 +8,24 @@ from typing import Any
 from headrace.protocols.blocks import Block
 from headrace.protocols.fields.tools import arguments_of
 from headrace.protocols.openai.response_items import item_id
-from headrace_common.answer import Said, call_deltas, call_id, runs
+from headrace_common.answer import ChannelText, call_deltas, call_id, runs
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _UNIT = "[0-9a-f]{2}"
 _WHOLE = re.compile(
     rf"""(?:[^"\\]|\\(?:["\\/bfnrt]|u(?!d[89a-f]){_UNIT}{_UNIT}|ud[89ab]{_UNIT}\\ud[c-f]{_UNIT}"""
-    # half of a pair, once it is certain that the other half is missing
+    # This alternative matches half of a surrogate pair if the other half is missing for certain.
     rf"""|ud[89a-f]{_UNIT}(?=[^\\]|\\[^u]|\\u[^d]|\\ud[^c-f])))*+""",
     re.IGNORECASE,
 )
-"""Characters of a JSON string, no escape or pair of them cut off."""
+"""Matches characters of a JSON string, but no incomplete escape or surrogate pair."""
 
 _ACTIONS = {"local_shell": "action", "shell": "action", "apply_patch": "operation"}
 Delta = dict[str, Any]
 
 
 class InputText:
-    """The text of `input` in arguments that come piece by piece."""
+    """Extracts the text of `input` from arguments that arrive in pieces."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -35,6 +35,8 @@ class InputText:
 
     def feed(self, piece: str) -> str:
         """Return the text that a piece of the arguments adds."""
+        # The arguments are JSON such as {"input": "…"}, and a piece may end within an escape. Skip
+        # the head, then decode only whole characters; the remainder waits for the next piece.
         self._all.append(piece)
         if self._is_closed:
             return ""
@@ -45,22 +47,22 @@ class InputText:
                 return ""
             self._is_open, self._left = True, self._left[head.end() :]
         found = _WHOLE.match(self._left)
-        assert found is not None, "it matches nothing, too"
+        assert found is not None, "the pattern also matches an empty text"
         self._left = self._left[found.end() :]
         self._is_closed = self._left[:1] == '"'
         text: str = json.loads(f'"{found[0]}"', strict=False)
         return self._say(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
     def end(self) -> str:
-        """Return the text that is left, at the end of the arguments.
+        """Return the remaining text at the end of the arguments.
 
-        If the model wrote anything else than one string in `input`, that is passed on.
+        If the arguments are not an object with one string `input`, return the arguments unchanged.
         """
         if self._is_open:
             return ""
         whole = "".join(self._all)
-        given = arguments_of(whole)
-        text = given.get("input")
+        arguments = arguments_of(whole)
+        text = arguments.get("input")
         if type(text) is not str:
             text = "" if whole.strip() in ("", "{}") else whole
         return self._say(text)
@@ -71,36 +73,37 @@ class InputText:
 
 
 class CallDeltas:
-    """The tool calls of one choice of a chat, in OpenAI's form, as their pieces come."""
+    """Formats the tool calls of one choice of a chat as their pieces arrive, in OpenAI's format."""
 
     def __init__(self, place: tuple[str, int], custom: Sequence[str]) -> None:
         self._place = place
         self._custom = custom
-        self._inputs: dict[int, InputText] = {}  # of custom calls, by the number of the call
+        # The texts of custom calls, by call number.
+        self._inputs: dict[int, InputText] = {}
 
-    def add(self, pieces: Sequence[Said]) -> list[Delta]:
+    def add(self, pieces: Sequence[ChannelText]) -> list[Delta]:
         if not self._custom:
             return call_deltas(self._place, pieces)
-        told: list[Delta] = []
+        deltas: list[Delta] = []
         for run in runs(pieces):
             if run.name in self._custom:
                 self._inputs[run.call] = InputText()
                 head = {"index": run.call, "id": call_id(*self._place, run.call), "type": "custom"}
-                told.append(head | {"custom": {"name": run.name, "input": ""}})
+                deltas.append(head | {"custom": {"name": run.name, "input": ""}})
             if run.call not in self._inputs:
-                told += call_deltas(self._place, [run])
+                deltas += call_deltas(self._place, [run])
             elif text := self._inputs[run.call].feed(run.text):
-                told.append({"index": run.call, "custom": {"input": text}})
-        return told
+                deltas.append({"index": run.call, "custom": {"input": text}})
+        return deltas
 
     def end(self) -> list[Delta]:
-        """Return what is left of the custom calls at the end of the choice."""
+        """Return the rest of the custom calls at the end of the choice."""
         left = {call: text.end() for call, text in self._inputs.items()}
         self._inputs.clear()
         return [{"index": call, "custom": {"input": text}} for call, text in left.items() if text]
 
-    def whole(self, pieces: Iterable[Said]) -> list[Delta]:
-        """The calls of a whole answer."""
+    def whole(self, pieces: Iterable[ChannelText]) -> list[Delta]:
+        """Return the calls of a whole answer."""
         calls: dict[int, Delta] = {}
         for delta in [*self.add(list(pieces)), *self.end()]:
             index = delta.pop("index")
@@ -113,9 +116,10 @@ class CallDeltas:
 
 
 class OpenCall:
-    """A call that is being written, of a tool of type `custom`, `apply_patch` or a shell's.
+    """Formats an unfinished call of a custom tool, of `apply_patch` or of a shell.
 
-    Only the text of a custom call is sent as it grows: the fields of the others have types.
+    Only the text of a custom call is sent piece by piece. All other calls have typed fields, which
+    are sent once the call is complete.
     """
 
     def __init__(self, stream_id: str, block: Block, namespace: str, kind: str) -> None:
@@ -136,15 +140,15 @@ class OpenCall:
         if self._kind != "custom":
             self._texts.append(text)
         elif added := self._input.feed(text):
-            return self._told("delta", added)
+            return self._text_event("delta", added)
         return None
 
     def done(self, status: str) -> list[Delta]:
         events = []
         if self._kind == "custom":
             if rest := self._input.end():
-                events.append(self._told("delta", rest))
-            events.append(self._told("done", self._input.text))
+                events.append(self._text_event("delta", rest))
+            events.append(self._text_event("done", self._input.text))
         else:
             added = self.shown(status) or {}
             item = added | {"status": "in_progress"}
@@ -152,16 +156,16 @@ class OpenCall:
         return [*events, self._event("response.output_item.done", item=self.shown(status))]
 
     def shown(self, status: str) -> Delta | None:
-        """Return the item so far; None until it has the fields that clients need."""
+        """Return the item so far; None until the item has the fields that clients need."""
         head = {"id": self._id, "type": self._type, "status": status, "call_id": self._call_id}
         if self._kind == "custom":
             return head | self._named | {"input": self._input.text}
         if status == "in_progress":
             return None
-        given = arguments_of("".join(self._texts))
-        return head | {_ACTIONS[self._kind]: _action(self._kind, given)}
+        arguments = arguments_of("".join(self._texts))
+        return head | {_ACTIONS[self._kind]: _action(self._kind, arguments)}
 
-    def _told(self, name: str, text: str) -> Delta:
+    def _text_event(self, name: str, text: str) -> Delta:
         key = "delta" if name == "delta" else "input"
         place = {"item_id": self._id, "output_index": self._index}
         return {"type": f"response.custom_tool_call_input.{name}", **place, key: text}
@@ -170,20 +174,22 @@ class OpenCall:
         return {"type": kind, "output_index": self._index} | more
 
 
-def _action(kind: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields that clients of a fixed tool read, whatever the model left out."""
+def _action(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that clients of a fixed tool read, even if the model left some out."""
     if kind == "apply_patch":
-        operation = given.get("type")
+        operation = arguments.get("type")
         known = ("create_file", "update_file", "delete_file")
         shown = {"type": operation if operation in known else "update_file"}
-        shown["path"] = str(given.get("path", ""))
-        return shown if operation == "delete_file" else shown | {"diff": str(given.get("diff", ""))}
+        shown["path"] = str(arguments.get("path", ""))
+        if operation != "delete_file":
+            shown["diff"] = str(arguments.get("diff", ""))
+        return shown
     if kind == "shell":
-        limits = {name: given.get(name) for name in ("timeout_ms", "max_output_length")}
-        return {"commands": _texts(given.get("commands"))} | limits
-    rest = {name: given.get(name) for name in ("timeout_ms", "user", "working_directory")}
-    env = given.get("env") if isinstance(given.get("env"), dict) else {}
-    command = given.get("command")
+        limits = {name: arguments.get(name) for name in ("timeout_ms", "max_output_length")}
+        return {"commands": _texts(arguments.get("commands"))} | limits
+    rest = {name: arguments.get(name) for name in ("timeout_ms", "user", "working_directory")}
+    env = arguments.get("env") if isinstance(arguments.get("env"), dict) else {}
+    command = arguments.get("command")
     command = ["bash", "-lc", command] if isinstance(command, str) else _texts(command)
     return {"type": "exec", "command": command, "env": env} | rest
 

@@ -1,4 +1,4 @@
-"""An answer of /v1/responses as it grows: items, the events that tell of them, and the whole."""
+"""Turns a stream's events into the items, events and response object of /v1/responses."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.openai.chunks import ingestion_of
 from headrace.protocols.openai.custom_calls import OpenCall
 from headrace.protocols.openai.response_items import Item, item_id
-from headrace.protocols.progress_words import ProgressWords
+from headrace.protocols.progress_text import ProgressWords
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -25,28 +25,30 @@ from headrace_common.answer import call_id
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 
 ResponseEvent = dict[str, Any]
-"""One event but for its sequence_number; `type` is its first key."""
+"""One event of the Responses API, without sequence_number. The first key is `type`."""
 
 
-class KeptBody(msgspec.Struct, frozen=True):
-    """The parts of a request's body that are stored, both as JSON.
+class StoredBody(msgspec.Struct, frozen=True):
+    """The stored parts of a request's body; `items` and `shown` are JSON.
 
-    `items` are all that led to the answer, those of earlier responses included; `shown` is the part
-    of the response object that repeats the request.
+    `items` are all items that led to the answer, including those of earlier responses. `shown` is
+    the part of the response object that repeats the request.
     """
 
     items: bytes = b"[]"
     shown: bytes = b"{}"
-    namespaces: dict[str, str] = {}  # of functions that stand in one, by the model's names for them
-    kinds: dict[str, str] = {}  # the types of tools that are no functions, by the same names
+    # Maps the model's names for functions in a namespace to the namespaces.
+    namespaces: dict[str, str] = {}
+    # For tools that are not functions: maps the model's names to the tools' types.
+    kinds: dict[str, str] = {}
 
 
-open_kept = msgspec.msgpack.Decoder(KeptBody).decode
+open_kept = msgspec.msgpack.Decoder(StoredBody).decode
 _shown = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class _OpenItem:
-    """The item that the next piece may belong to."""
+    """The item that is being written; the next piece can extend the item."""
 
     def __init__(self, record: Record, block: Block, namespace: str = "") -> None:
         kind = _KINDS[block.channel]
@@ -90,7 +92,7 @@ class _OpenItem:
         return [self._event(kind, **more), part, end]
 
     def shown(self, status: str) -> Item:
-        """The item as it stands; without content before there is any."""
+        """Return the item so far; the content is empty until text arrives."""
         head = {"id": self._id, "type": _KINDS[self.channel], "status": status}
         if self.channel == TOOL:
             arguments = "".join(self._texts)
@@ -120,13 +122,13 @@ class _OpenItem:
 _KINDS = {CONTENT: "message", REASONING: "reasoning", TOOL: "function_call"}
 
 
-class GrowingResponse:
-    """The response object of one stream, as far as its events have come; any time can be asked."""
+class ResponseBuilder:
+    """The response object of one stream, up to the last event that was fed."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
         request = record.request
-        self._kept = open_kept(request.kept) if request.kept else KeptBody()
+        self._kept = open_kept(request.kept) if request.kept else StoredBody()
         self._status = "queued" if request.response_options.background else "in_progress"
         self._error: Error | None = None
         self._usage: Usage | None = None
@@ -137,18 +139,22 @@ class GrowingResponse:
         self._open: _OpenItem | OpenCall | None = None
         self._blocks: Blocks[ResponseEvent] = Blocks(self)
         self._words = ProgressWords(record)
-        self._entries: list[TokenLogprob] = []  # of tokens whose text is still held back
+        # Log probabilities of tokens whose text is still held back.
+        self._entries: list[TokenLogprob] = []
 
     def take(self, event: AnyEvent) -> list[ResponseEvent]:
-        """The response events that one event adds. Takes every event from seq 0, in order."""
+        """Return the response events that one event adds. Pass every event from seq 0, in order."""
         match event:
             case Accepted():
-                # the openai package wants `created` before anything else
-                return [self._told("response.created"), self._told(f"response.{self._status}")]
+                # The openai package requires `created` to come first.
+                return [
+                    self._response_event("response.created"),
+                    self._response_event(f"response.{self._status}"),
+                ]
             case Progress():
                 line = self._words.take(event)
-                said = self._blocks.feed(ChannelPiece(line, REASONING)) if line else []
-                return self._begin() + said
+                events = self._blocks.feed(ChannelPiece(line, REASONING)) if line else []
+                return self._begin() + events
             case Tokens():
                 return self._begin() + self._tokens(event)
             case Finish():
@@ -158,12 +164,12 @@ class GrowingResponse:
         return []
 
     def feed(self, event: AnyEvent) -> None:
-        """Takes every event from seq 0, in order."""
+        """Add an event. The caller passes every event from seq 0, in order."""
         self.take(event)
 
     @property
     def output(self) -> list[Item]:
-        """The items; the last one may be unfinished."""
+        """Return the items; the last item may be unfinished."""
         if self._open is None:
             return self._done
         status = "incomplete" if self._error else "in_progress"
@@ -171,7 +177,7 @@ class GrowingResponse:
         return [*self._done, item] if item else self._done
 
     def whole(self) -> dict[str, Any]:
-        """The response object."""
+        """Return the response object."""
         request, error = self._record.request, self._error
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
@@ -191,8 +197,8 @@ class GrowingResponse:
             **self._ingestion,
         }
 
-    def at_work(self) -> ResponseEvent:
-        """An event that says no more than that it is in progress: the response without its body."""
+    def bare_progress(self) -> ResponseEvent:
+        """Return an event that only reports "in progress", without the body's fields."""
         head = {"id": self._record.id, "object": "response", "created_at": self._record.created}
         shown = head | {
             "status": "in_progress",
@@ -205,14 +211,15 @@ class GrowingResponse:
         if self._status != "queued":
             return []
         self._status = "in_progress"
-        return [self._told("response.in_progress")]
+        return [self._response_event("response.in_progress")]
 
     def _tokens(self, event: Tokens) -> list[ResponseEvent]:
         self._entries += event.logprobs
-        made = [told for piece in event.pieces for told in self._blocks.feed(piece)]
+        made = [it for piece in event.pieces for it in self._blocks.feed(piece)]
         if event.end is None:
             return made
-        if not self._blocks.num_opened:  # an answer of no text is a message of none
+        # An answer without text is one empty message.
+        if not self._blocks.num_opened:
             made += self._blocks.begin(ChannelPiece(""))
         self._is_cut_short = event.end.finish_reason == "length"
         return made + self._blocks.close()
@@ -237,25 +244,26 @@ class GrowingResponse:
         assert self._open is not None
         item, self._open = self._open, None
         status = "incomplete" if self._is_cut_short else "completed"
-        told = item.done(status)
+        events = item.done(status)
         whole = item.shown(status)
         assert whole is not None, "only an item in progress may have nothing to show"
         self._done.append(whole)
-        return told
+        return events
 
     def _finish(self, event: Finish) -> ResponseEvent:
         self._usage, self._ingestion = event.usage, ingestion_of(event)
         self._status = "incomplete" if self._is_cut_short else "completed"
         if not self._is_cut_short:
             self._ended_at = self._record.created + event.at_ms // 1000
-        return self._told(f"response.{self._status}")
+        return self._response_event(f"response.{self._status}")
 
     def _fail(self, event: Error) -> ResponseEvent:
         self._error = event
         self._status = "cancelled" if event.code == "cancelled" else "failed"
-        return self._told("response.failed")  # there is none for a response that was cancelled
+        # The API has no event for a cancelled response.
+        return self._response_event("response.failed")
 
-    def _told(self, kind: str) -> ResponseEvent:
+    def _response_event(self, kind: str) -> ResponseEvent:
         return {"type": kind, "response": self.whole()}
 
 

@@ -1,4 +1,4 @@
-"""Fields of /v1/responses whose shape is their own; tools are read into the shape of chat's."""
+"""Reads the fields of /v1/responses that differ from chat's; converts tools to chat's tools."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from headrace.protocols.fields.kinds import (
     wrong_type,
     wrong_value,
 )
-from headrace.protocols.fields.structure import Wanted
+from headrace.protocols.fields.structure import AnswerConstraint
 from headrace.protocols.fields.tools import (
     MAX_TOOLS,
     AllowedTools,
@@ -41,13 +41,13 @@ _FUNCTION = ("name", "description", "parameters", "strict")
 _FORMATS = ("text", "json_object", "json_schema")
 _MAX_PAIRS = 16
 TOOL_CARRIERS = ("additional_tools", "tool_search_output", "tool_search_call_output")
-"""Items that bring tools along, which the model may call from then on."""
+"""Types of items that contain tools. The model may call these tools after the item."""
 
 
 class FlatTools(msgspec.Struct, frozen=True):
-    """The field `tools`. Types of tools that a provider runs itself are skipped.
+    """Reads the field `tools`; skips tools that a provider runs itself.
 
-    The model knows a tool in a namespace by both names.
+    The model knows a tool in a namespace by the namespace and the name, joined.
     """
 
     def check(self, value: Any, path: str) -> OfferedTools:
@@ -74,7 +74,7 @@ class FlatTools(msgspec.Struct, frozen=True):
 
 
 class FlatChoice(msgspec.Struct, frozen=True):
-    """`none`, `auto`, `required`, or an object without nested ones, read as chat's is."""
+    """Reads a `tool_choice` with flat objects, and returns the same values as ToolChoice."""
 
     def check(self, value: Any, path: str) -> Choice:
         if type(value) is not dict:
@@ -94,22 +94,22 @@ class FlatChoice(msgspec.Struct, frozen=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True):
-    """The field `text`: plain, any JSON object, or JSON by a schema."""
+    """Reads the field `text`: plain text, any JSON object, or JSON that matches a schema."""
 
     def check(self, value: Any, path: str) -> dict[str, Any]:
-        given = Object().check(value, path)
-        if given.get("format") is None:
-            return given
-        kind = Object().check(given["format"], f"{path}.format").get("type")
+        text = Object().check(value, path)
+        if text.get("format") is None:
+            return text
+        kind = Object().check(text["format"], f"{path}.format").get("type")
         if kind is None:
             raise missing(f"{path}.format.type")
         if kind not in _FORMATS:
             raise wrong_value(kind, f"{path}.format.type", f"one of {', '.join(_FORMATS)}")
         if kind == "json_schema":
-            if given["format"].get("schema") is None:
+            if text["format"].get("schema") is None:
                 raise missing(f"{path}.format.schema")
-            Object().check(given["format"]["schema"], f"{path}.format.schema")
-        return given
+            Object().check(text["format"]["schema"], f"{path}.format.schema")
+        return text
 
     def schema(self) -> dict[str, Any]:
         format = {"type": "object", "properties": {"type": {"enum": list(_FORMATS)}}}
@@ -117,35 +117,35 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """Up to 16 pairs of strings, given back as they came."""
+    """Reads up to 16 pairs of strings, which the response repeats unchanged."""
 
     def check(self, value: Any, path: str) -> dict[str, str]:
-        given = Object().check(value, path)
-        if len(given) > _MAX_PAIRS:
-            message = f"{path} has {len(given)} entries; it may have {_MAX_PAIRS}."
+        pairs = Object().check(value, path)
+        if len(pairs) > _MAX_PAIRS:
+            message = f"{path} has {len(pairs)} entries; it may have {_MAX_PAIRS}."
             raise RequestError("invalid_value", message, path)
-        for key, text in given.items():
+        for key, text in pairs.items():
             String(most=64).check(key, f"a key of {path}")
             String(most=512).check(text, f"{path}.{key}")
-        return given
+        return pairs
 
     def schema(self) -> dict[str, Any]:
         values = {"type": "string", "maxLength": 512}
         return {"type": "object", "maxProperties": _MAX_PAIRS, "additionalProperties": values}
 
 
-def wanted_of(text: dict[str, Any]) -> Wanted | None:
-    """The form of answer that a checked field `text` asks for."""
+def constraint_of(text: dict[str, Any]) -> AnswerConstraint | None:
+    """Return the constraint that a checked field `text` asks for."""
     format = text.get("format") or {}
     if format.get("type") == "json_object":
-        return Wanted("json", {"type": "object"}, "text.format")
+        return AnswerConstraint("json", {"type": "object"}, "text.format")
     if format.get("type") == "json_schema":
-        return Wanted("json", format["schema"], "text.format.schema")
+        return AnswerConstraint("json", format["schema"], "text.format.schema")
     return None
 
 
 class _PlacedTool(NamedTuple):
-    """A tool that the client runs, with its namespace ("" if it has none)."""
+    """A tool that the client runs, and the tool's namespace ("" for a tool without a namespace)."""
 
     path: str
     tool: dict[str, Any]
@@ -153,10 +153,10 @@ class _PlacedTool(NamedTuple):
 
 
 def with_found(offered: OfferedTools, items: Iterable[tuple[Any, str]]) -> OfferedTools:
-    """Return the tools with those that items bring along, as the result of a search does.
+    """Return the offered tools and the tools in `items`, such as the results of a tool search.
 
-    A tool that cannot be offered is skipped: it must not end the conversation. `strict` is not
-    enforced, since a schema may have what no grammar can enforce.
+    A tool that cannot be offered is skipped, so that the conversation can continue. `strict` is
+    ignored for tools in items, because their schemas may contain what a grammar cannot enforce.
     """
     found, skipped = [*offered.found], [*offered.skipped]
     names = {tool["function"]["name"] for tool in offered}
@@ -191,9 +191,10 @@ def _read_loosely(placed: _PlacedTool) -> ReadTool:
 
 
 def _sorted_tools(tools: Iterable[tuple[Any, str]]) -> tuple[list[_PlacedTool], list[str]]:
-    """The tools that the client runs, those in namespaces too, and the paths of all others.
+    """Return the tools that the client runs, and the paths of all other tools.
 
-    A tool in a namespace whose whole name is longer than a name may be is passed over.
+    Tools in namespaces are included. A tool in a namespace is skipped if its namespace and name,
+    joined, are not a valid name.
     """
     found, others = list[_PlacedTool](), list[str]()
     for tool, place in tools:
@@ -213,7 +214,7 @@ def _sorted_tools(tools: Iterable[tuple[Any, str]]) -> tuple[list[_PlacedTool], 
 
 
 def _read(placed: _PlacedTool) -> ReadTool:
-    """A tool in chat's shape; RequestError names this route's path."""
+    """Return a tool in chat's format. Raise RequestError with this route's paths."""
     path, tool, namespace = placed
     if tool["type"] in CLIENT_TYPES and tool["type"] != CUSTOM:
         return fixed_tool(tool["type"], path)

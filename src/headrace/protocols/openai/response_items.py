@@ -1,8 +1,7 @@
-"""Items of /v1/responses: checked, written as messages for the template, listed again."""
+"""Checks the items of /v1/responses, writes the items as chat messages, and lists items."""
 
 import re
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -19,15 +18,17 @@ from headrace.protocols.fields.kinds import (
 from headrace.protocols.fields.messages import arguments_of_text, image_part
 from headrace.protocols.fields.parts import carried_text, part_text, read_parts
 from headrace.protocols.fields.tools import flat_name
-from headrace.protocols.progress_words import without_progress
+from headrace.protocols.progress_text import without_progress
 
 MAX_ITEMS = 10_000
 RESPONSE = "resp_"
-"""Begins the id of a response; the ids of its items have the rest."""
+"""The prefix of a response's id. The ids of the response's items contain the part after it."""
 
 REFERENCE = "item_reference"
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,6}")
-_MAX_REFERENCED = 64  # responses
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")
+# The maximum number of items per response that can be found by the client's ids.
+_MAX_INDEXED = 1000
 _ROLES = ("user", "assistant", "system", "developer")
 _IMAGE = "input_image"
 PAST = "previous_response_id"
@@ -44,7 +45,7 @@ _CALLS: Mapping[str, tuple[str, str]] = {
     "computer_call": ("computer", "action"),
     "program": ("program", "code"),
 }
-"""Calls that have a type of their own: the tool's name, and the field of the arguments."""
+"""Maps each type of call to the tool's name and to the field that has the arguments."""
 
 _OUTPUTS = (
     *("function_call_output", "custom_tool_call_output", "local_shell_call_output"),
@@ -57,19 +58,20 @@ _RUN_ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "file_search_call": ("queries", "results"),
     "web_search_call": ("action", "results"),
 }
-"""Calls that a provider ran: the fields of the arguments and of the result."""
+"""For each type of call that a provider runs: the fields with the arguments and the result."""
 
 
 class ReadItems(tuple[Item, ...]):
-    """Items as they are stored, with the paths of those that the model is not shown."""
+    """Items as they are stored, with the items' messages and the paths of unreadable values."""
 
+    messages: tuple[Message, ...] = ()
     skipped: tuple[str, ...] = ()
 
 
 class Items(msgspec.Struct, frozen=True):
-    """The field `input`, read as ReadItems; a string is a message of the user's.
+    """Reads the field `input` as ReadItems; a string counts as a message of the user.
 
-    Items that other providers made are taken too: one that is refused would end a conversation.
+    Items that other providers made are accepted: refusing such an item would end the conversation.
     """
 
     def check(self, value: Any, path: str) -> ReadItems:
@@ -80,7 +82,7 @@ class Items(msgspec.Struct, frozen=True):
         transcript = Transcript()
         for item, (_, place) in zip(items, found, strict=True):
             transcript.add(item, place)
-        items.skipped = tuple(transcript.skipped)
+        items.messages, items.skipped = tuple(transcript.messages), tuple(transcript.skipped)
         return items
 
     def schema(self) -> dict[str, Any]:
@@ -90,9 +92,9 @@ class Items(msgspec.Struct, frozen=True):
 
 
 def messages_of(items: Iterable[Item], num_past: int = 0) -> tuple[Message, ...]:
-    """The messages for a chat template; images with the paths that they have in the request.
+    """Return the items as messages for a chat template. Each image has its path in the request.
 
-    The first `num_past` items are an earlier response's.
+    The first `num_past` items belong to earlier responses; their path is `previous_response_id`.
     """
     transcript = Transcript()
     for number, item in enumerate(items):
@@ -101,7 +103,10 @@ def messages_of(items: Iterable[Item], num_past: int = 0) -> tuple[Message, ...]
 
 
 def listed(items: Iterable[Item], stream_id: str) -> list[Item]:
-    """The items with ids: their own, or those of their places, equal each time they are listed."""
+    """Return the items with ids: their own ids, or ids made from their positions.
+
+    Each listing of the same items has the same ids.
+    """
     found = []
     for number, item in enumerate(items):
         id = item.get("id") or item_id(stream_id, item["type"], f"i{number}")
@@ -126,21 +131,35 @@ _PREFIXES = {
 def item_id(stream_id: str, kind: str, place: str) -> str:
     """Return the id of an item, the same for every reader of the log.
 
-    It has the id of its response, so that an item_reference leads there. `place` is its number
-    behind `i` for input or `o` for output.
+    The id contains the response's id, so that an item_reference can be resolved. `place` is the
+    letter `i` for input or `o` for output, followed by the item's number.
     """
     return f"{_PREFIXES.get(kind, 'item')}_{stream_id.removeprefix(RESPONSE)}{place}"
 
 
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response that made an item; None if the item's id is from a client."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return RESPONSE + found[1] if found else None
+
+
 def referenced(items: Iterable[Item]) -> tuple[str, ...]:
-    """Return the ids of the first responses whose items are referred to."""
-    ids = (item.get("id") or "" for item in items if item["type"] == REFERENCE)
-    found = dict.fromkeys(RESPONSE + it[1] for id in ids if (it := _ITEM_ID.fullmatch(id)))
-    return tuple(islice(found, _MAX_REFERENCED))
+    """Return the ids of the items to which item_references refer."""
+    return _ids(item for item in items if item["type"] == REFERENCE)
+
+
+def client_ids(items: Iterable[Item]) -> tuple[str, ...]:
+    """Return the ids that the client gave to its last items; a later request may name these ids."""
+    return _ids(item for item in items if item["type"] != REFERENCE)[-_MAX_INDEXED:]
+
+
+def _ids(items: Iterable[Item]) -> tuple[str, ...]:
+    ids = (item.get("id") or "" for item in items)
+    return tuple(dict.fromkeys(id for id in ids if _CLIENT_ID.fullmatch(id)))
 
 
 def _stored(value: Any, path: str) -> Item:
-    """The item as it came, with its type, and with the text of a message as a part."""
+    """Return the item as sent, but always with a type. A message's text becomes a part."""
     check_object(value, path)
     kind = value.get("type")
     if kind is None:
@@ -159,18 +178,19 @@ def _stored(value: Any, path: str) -> Item:
 
 
 class Transcript:
-    """Writes items as messages for a chat template, and notes which it leaves out.
+    """Writes items as messages for a chat template, and records the paths of skipped values.
 
-    Reasoning, text and calls of the assistant that follow each other in this order are one message.
+    Consecutive reasoning, text and calls of the assistant become one message, in this order.
     """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.skipped: list[str] = []
-        self._names: dict[str, str] = {}  # of the tools that were called, by the calls' ids
+        # Maps the ids of calls to the names of the called tools.
+        self._names: dict[str, str] = {}
 
     def add(self, item: Item, path: str) -> None:
-        """RequestError if a field that the messages need has the wrong type."""
+        """Add an item. Raise RequestError if a field that the messages need has the wrong type."""
         kind: str = item["type"]
         if kind == "message":
             self._message(item, path)
@@ -228,20 +248,23 @@ class Transcript:
 
     def _typed_call(self, item: Item, path: str) -> None:
         name, field = _CALLS[item["type"]]
-        given = item.get(field)
-        if given is None and type(item.get("actions")) is list:
-            given = {"actions": item["actions"]}  # several of a computer's at once
-        if type(given) not in (dict, str, type(None)):
+        value = item.get(field)
+        if value is None and type(item.get("actions")) is list:
+            # Newer computer calls have several actions.
+            value = {"actions": item["actions"]}
+        if type(value) not in (dict, str, type(None)):
             if item["type"] != "tool_search_call":
-                raise wrong_type(given, f"{path}.{field}", "an object")
-            given = {field: given}  # any JSON, by whoever ran the search
+                raise wrong_type(value, f"{path}.{field}", "an object")
+            # A tool search may come from any provider, so any JSON is accepted.
+            value = {field: value}
         call_id, id = _optional(item, "call_id", path), item.get("id") or ""
-        if type(given) is str:
-            arguments = given if given.lstrip()[:1] == "{" else arguments_of_text(given)
+        if type(value) is str:
+            arguments = value if value.lstrip()[:1] == "{" else arguments_of_text(value)
         else:
-            arguments = encode(arguments_within(item["type"], given or {})).decode()
+            arguments = encode(arguments_within(item["type"], value or {})).decode()
         self._call(call_id or id, name, arguments)
-        self._names[id] = name  # by which outputs of local_shell name their call
+        # The output of a local_shell call may name the id of the call's item instead of call_id.
+        self._names[id] = name
 
     def _output(self, item: Item, path: str) -> None:
         call_id = _optional(item, "call_id", path) or item.get("id") or ""
@@ -274,20 +297,20 @@ class Transcript:
         return text or ""
 
     def _run_elsewhere(self, item: Item, path: str) -> None:
-        """Show a call that a provider ran if its result came along."""
+        """Add the call and the result of a provider's tool; skip an item without a result."""
         kind = item["type"]
-        given, result = _RUN_ELSEWHERE[kind]
+        field, result = _RUN_ELSEWHERE[kind]
         text = carried_text(item.get(result)) or carried_text(item.get("error"))
         if text is None and kind == "code_interpreter_call" and item.get("code"):
             text = "The output was not kept."
         if text is None:
             self.skipped.append(path)
             return
-        name, asked = item.get("name"), item.get(given)
-        arguments = asked if type(asked) is str and given == "arguments" else None
+        name, value = item.get("name"), item.get(field)
+        arguments = value if type(value) is str and field == "arguments" else None
         id = item.get("id") or kind
         tool = name if type(name) is str else kind.removesuffix("_call")
-        self._call(id, tool, arguments or encode({given: asked}).decode())
+        self._call(id, tool, arguments or encode({field: value}).decode())
         self.messages.append({"role": "tool", "content": text, "tool_call_id": id})
 
     def _reasoning(self, item: Item, path: str) -> None:
@@ -305,9 +328,10 @@ class Transcript:
             self.skipped.append(path)
 
     def _other(self, item: Item, path: str) -> None:
-        """Show the text of an item that this server does not know or make."""
+        """Add the text of an item of any other type as a user message."""
         if item["type"] == "additional_tools" and item.get("tools"):
-            return  # the tools are offered
+            # The tools in this item are offered to the model, so no message shows them.
+            return
         text = carried_text(item)
         if text is None:
             self.skipped.append(path)
@@ -317,7 +341,7 @@ class Transcript:
         self.messages.append({"role": "user", "content": text})
 
     def _open_assistant(self) -> Message:
-        """The assistant's last message if nothing follows it, else a new one."""
+        """Return the last message if the assistant wrote it, otherwise a new message."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             return self.messages[-1]
         return self._new_assistant()
@@ -328,7 +352,7 @@ class Transcript:
 
 
 def arguments_within(kind: str, given: Item) -> Item:
-    """The arguments of a call of that type, as the model writes them."""
+    """Return a call's arguments as the model writes them: without nulls or a shell's `type`."""
     is_needless = kind in ("local_shell_call", "shell_call")
     return {
         name: value
@@ -338,7 +362,7 @@ def arguments_within(kind: str, given: Item) -> Item:
 
 
 def _shell_text(chunk: Item) -> str:
-    """Return the output of a command, and how it ended unless it succeeded."""
+    """Return a command's output. If the command failed or timed out, the last line says so."""
     texts = [text for name in ("stdout", "stderr") if type(text := chunk.get(name)) is str and text]
     outcome = chunk.get("outcome")
     if type(outcome) is dict and outcome.get("type") == "timeout":
@@ -349,7 +373,10 @@ def _shell_text(chunk: Item) -> str:
 
 
 def _image_of(part: Any, path: str) -> Item | None:
-    """Return an image by its address, or None for one that only its provider has, as a file."""
+    """Return the image in a part, with its address; None if the part has no image.
+
+    Also return None for an image that has only a `file_id`: another provider stores the file.
+    """
     if type(part) is not dict or part.get("type") != _IMAGE:
         return None
     if part.get("image_url") is None and part.get("file_id") is not None:

@@ -1,4 +1,4 @@
-"""POST /v1/responses: from a body to a Request, from events to numbered events and a response."""
+"""POST /v1/responses: turns bodies into requests, and a stream's events into a response."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,15 +10,15 @@ from headrace.protocols.fields import samplers
 from headrace.protocols.fields.client_tools import OfferedTools
 from headrace.protocols.fields.common import COMMON, read_common
 from headrace.protocols.fields.kinds import Array, Flag, Integer, Kind, Object, String
-from headrace.protocols.fields.messages import take_images
+from headrace.protocols.fields.messages import TEXT_ONLY, take_images, unseen
 from headrace.protocols.fields.tools import check_choice, narrow, text_parameters
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.openai.response_events import (
-    GrowingResponse,
-    KeptBody,
+    ResponseBuilder,
     ResponseEvent,
+    StoredBody,
     open_kept,
 )
 from headrace.protocols.openai.response_fields import (
@@ -26,7 +26,7 @@ from headrace.protocols.openai.response_fields import (
     FlatTools,
     Metadata,
     TextFormat,
-    wanted_of,
+    constraint_of,
     with_found,
 )
 from headrace.protocols.openai.response_items import (
@@ -35,20 +35,22 @@ from headrace.protocols.openai.response_items import (
     RESPONSE,
     Item,
     Items,
+    client_ids,
     listed,
     messages_of,
     referenced,
 )
 from headrace.protocols.requests import stub_of
+from headrace.protocols.worker_model import WorkerModels
 from headrace.streams.events import AnyEvent, Heartbeat, Progress, Queued
 from headrace.streams.record import Record
 from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedBody
 from headrace_common.request import Chat, Prompt, Request, Route
+from headrace_common.worker_jobs import CheckedBody, ContinueResponse, ListInput
 
 ROUTE: Route = "/v1/responses"
-SUMMARY = "Answer a conversation, as a response that can be found again"
+SUMMARY = "Answer a conversation with a response that can be retrieved later"
 ID_PREFIX = RESPONSE
 REQUIRED: tuple[str, ...] = ("input",)
 _SHARED = (
@@ -89,7 +91,8 @@ TABLE: Mapping[str, Kind] = {
     "reasoning": Object({"effort": String(), "summary": String(), "generate_summary": String()}),
     "chat_template_kwargs": openai_chat.TEMPLATE["chat_template_kwargs"],
     "max_output_tokens": COMMON["max_tokens"],
-    "max_tool_calls": Integer(low=1),  # of tools that a server runs itself; there are none here
+    # Limits the calls of tools that a server runs itself; this server runs no tools.
+    "max_tool_calls": Integer(low=1),
     "top_logprobs": Integer(0, 20),
     "include": Array(String(), most=32),
     "previous_response_id": String(1, 128),
@@ -100,21 +103,12 @@ TABLE: Mapping[str, Kind] = {
     "stream_options": Object({"include_obfuscation": Flag()}),
     **{name: COMMON[name] for name in _SHARED},
 }
-IN_PROMPTS = frozenset(
-    (
-        "input",
-        "instructions",
-        "tools",
-        "metadata",
-        "text",
-        "reasoning_effort",
-        "chat_template_kwargs",
-    )
-)
+IN_PROMPTS = openai_chat.IN_PROMPTS | {"input", "instructions", "metadata", "text"}
 KEYS: tuple[str, ...] = ("id", "object", "created_at", "status", "model", "output", "usage")
 _FOR_TEMPLATE = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
 _LOGPROBS = "message.output_text.logprobs"
-_ELSEWHERE = ("conversation", "prompt")  # are stored by a provider, not sent
+# These fields only refer to content that is stored by a provider.
+_ELSEWHERE = ("conversation", "prompt")
 _MAX_SKIPPED = 16
 
 ERRORS = openai.ERRORS
@@ -122,7 +116,7 @@ FRAMING = SSE
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
-    """The given fields, checked as far as they need no model."""
+    """Return the fields that a body sets, after every check that needs no model."""
     fields = read_common(TABLE, REQUIRED, body)
     if fields.get("truncation", "disabled") != "disabled":
         raise _unsupported("truncation", "nothing is dropped from a conversation; send disabled")
@@ -132,6 +126,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if fields.get("background") and fields.get("store") is False:
         message = "background needs a response that is stored; leave store out, or send true."
         raise RequestError("invalid_value", message, "store")
+    fields["messages"] = fields["input"].messages
     placed = ((item, f"input[{i}]") for i, item in enumerate(fields["input"]))
     fields["tools"] = tools = with_found(fields.get("tools", OfferedTools()), placed)
     fields["tool_paths"] = [it.path for it in tools.found]
@@ -140,21 +135,23 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     check_choice(fields, "tool_choice.name")
     openai_chat.check_template_fields(fields)
     fields["one_call"] = fields.get("parallel_tool_calls") is False
-    if wanted := wanted_of(fields.get("text", {})):
+    if wanted := constraint_of(fields.get("text", {})):
         fields["response_format"] = wanted
     if effort := fields.get("reasoning", {}).get("effort"):
         fields["reasoning_effort"] = effort
-        given = fields.get("chat_template_kwargs", {})
-        # who names an effort wants thought
-        fields["chat_template_kwargs"] = {"enable_thinking": effort != "none"} | given
+        kwargs = fields.get("chat_template_kwargs", {})
+        # A client that names an effort wants the model to reason.
+        fields["chat_template_kwargs"] = {"enable_thinking": effort != "none"} | kwargs
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields["max_output_tokens"]
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
     fields["skipped"] = (*tools.skipped, *fields["input"].skipped)[:_MAX_SKIPPED]
     if ids := referenced(fields["input"]):
         fields["referenced"] = ids
+    if ids := client_ids(fields["input"]):
+        fields["item_ids"] = ids
     shown = encode(_repeated(fields, body))
-    kept = KeptBody(encode(fields["input"]), shown, tools.namespaces, tools.kinds)
+    kept = StoredBody(encode(fields["input"]), shown, tools.namespaces, tools.kinds)
     fields["kept"] = msgspec.msgpack.encode(kept)
     return fields
 
@@ -162,13 +159,13 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     instructions = fields.get("instructions")
     head = ({"role": "system", "content": instructions},) if instructions else ()
-    chat = {"messages": head + messages_of(fields["input"])}
+    chat = {"messages": head + fields["messages"]}
     chat |= {name: fields[name] for name in _FOR_TEMPLATE if name in fields}
     return (openai_chat.to_chat(chat),)
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
-    """The request, by the model's limits and with its defaults."""
+    """Make the request with the model's defaults. Raise RequestError if a limit is exceeded."""
     has_logprobs = bool(fields.get("top_logprobs")) or _LOGPROBS in fields.get("include", ())
     shared = fields | {"logprobs": has_logprobs}
     request = openai_chat.to_request(shared, prompts, model)
@@ -178,25 +175,41 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextM
     return msgspec.structs.replace(request, route=ROUTE, response_options=options)
 
 
-Earlier = tuple[bytes, bytes, CheckedBody, dict[str, tuple[bytes, bytes]]]
-"""The arguments of `go_on`, as they reach a worker."""
+def do(job: ContinueResponse | ListInput, body: bytes, models: WorkerModels) -> CheckedBody | bytes:
+    """Return the result of a job. Raise RequestError if the job refuses `body`."""
+    if isinstance(job, ListInput):
+        return input_items(body, job.stream_id, job.limit, job.is_rising, job.after)
+    checked = go_on(*_earlier_of(body))
+    (chat,) = checked.stubs
+    assert isinstance(chat, Chat)
+    text = models.asked(checked.fields)
+    if chat.num_images and text and not text.model.has_vision:
+        raise unseen(PAST, TEXT_ONLY)
+    return checked
 
-NO_ITEMS = msgspec.msgpack.encode(KeptBody())
-"""Stands for what was kept of an earlier response, if there is none."""
+
+NO_ITEMS = msgspec.msgpack.encode(StoredBody())
+"""The argument `earlier` of `go_on` for a body with references but no previous response."""
 
 
 def go_on(
     earlier: bytes, output: bytes, checked: CheckedBody, others: Mapping[str, tuple[bytes, bytes]]
 ) -> CheckedBody:
-    """Return the request as it would be if its conversation had been sent whole.
+    """Return the request as if the client had sent its whole conversation.
 
-    `earlier` is what was kept of the response before it, `output` that response's items as JSON.
-    `others` has both of further responses, whose items take the place of references to them.
+    `earlier` is the StoredBody of the previous response, and `output` has that response's own items
+    as JSON. `others` maps the ids of further responses to the same two values. References to items
+    of these responses are replaced by the items.
     """
+    # The worker that read the body knew only the items that were sent. Rewrite all messages from
+    # the full list of items. Keep the messages before the items, which came from `instructions`.
+    # Paths of references that are now resolved are no longer reported as ignored.
     own, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
     sent, past_items = _decode_items(own.items), _items_of(earlier, output)
     past = Items().check(past_items, "input") if past_items else ()
-    known = {it["id"]: it for id, both in others.items() for it in listed(_items_of(*both), id)}
+    known = {it["id"]: it for it in past if it.get("id")}
+    for id, both in others.items():
+        known |= {it["id"]: it for it in listed(_items_of(*both), id)}
     new = [known.get(it.get("id"), it) if it["type"] == REFERENCE else it for it in sent]
     shown = {f"input[{i}]" for i, item in enumerate(new) if item is not sent[i]}
     num_head = len(chat.messages) - len(messages_of(sent))
@@ -224,12 +237,12 @@ def go_on(
 
 
 def _items_of(kept: bytes, output: bytes) -> list[Item]:
-    """Return the items that led to a response, and then those of the response."""
+    """Return the items that led to a response, followed by the response's own items."""
     return _decode_items(open_kept(kept).items) + _decode_items(output)
 
 
 def _found_earlier(past: Iterable[Item], chat: Chat, fields: dict[str, Any]) -> OfferedTools:
-    """Return the tools that earlier items brought along, unless the request chooses a tool."""
+    """Return the tools in `past` that the chat lacks; none if `tool_choice` is not auto."""
     if fields.get("tool_choice", "auto") != "auto":
         return OfferedTools()
     known = {tool["function"]["name"] for tool in chat.tools}
@@ -239,12 +252,17 @@ def _found_earlier(past: Iterable[Item], chat: Chat, fields: dict[str, Any]) -> 
 
 
 def input_items(kept: bytes, stream_id: str, limit: int, is_rising: bool, after: str) -> bytes:
-    """A page of the items that led to a response, as JSON; RequestError for an unknown `after`."""
+    """Return a page of the items that led to a response, as JSON.
+
+    Raise RequestError if `after` is not the id of one of these items.
+    """
     items = listed(_decode_items(open_kept(kept).items), stream_id)
     items = items if is_rising else items[::-1]
     ids = [item["id"] for item in items]
     if after and after not in ids:
-        raise RequestError("invalid_value", "after is no item of this response.", "after")
+        raise RequestError(
+            "invalid_value", "after is not the id of an item of this response.", "after"
+        )
     start = ids.index(after) + 1 if after else 0
     page = items[start : start + limit]
     first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
@@ -253,41 +271,43 @@ def input_items(kept: bytes, stream_id: str, limit: int, is_rising: bool, after:
 
 
 class ResponseFrames:
-    """The SSE frames of one stream. Events are numbered from 0, a function of the log."""
+    """Renders the SSE frames of one stream. Event numbers depend only on the log."""
 
     def __init__(self, record: Record) -> None:
         self.last_number = -1
-        self.places: list[float] = []  # of the last frames; a keepalive has half a number more
+        # The numbers of the frames in the last result of `render`. A keepalive has the number of
+        # the preceding event plus 0.5.
+        self.places: list[float] = []
         self._options = options = record.request.response_options
         self._has_numbered_progress = options.return_progress and record.rendering > 1
-        self._response = GrowingResponse(record)
+        self._response = ResponseBuilder(record)
 
     def render(self, event: AnyEvent) -> list[bytes]:
-        """The frames of one event: none, one or several."""
+        """Return the frames of one event: none, one or several."""
         self.places = []
         frames = []
-        for told in [*self._response.take(event), *self._advanced(event)]:
+        for added in [*self._response.take(event), *self._advanced(event)]:
             self.last_number += 1
             self.places.append(self.last_number)
-            frames.append(self._frame(told))
-        beat = self._beat(event)
-        if beat is not None:
+            frames.append(self._frame(added))
+        keepalive = self._keepalive(event)
+        if keepalive is not None:
             self.places.append(self.last_number + 0.5)
-            frames.append(self._frame({"type": "keepalive"} | beat))
+            frames.append(self._frame({"type": "keepalive"} | keepalive))
         return frames
 
     def idle(self) -> bytes:
-        """A heartbeat: parses as data, adds nothing."""
+        """Return a heartbeat: a valid frame that adds nothing to the answer."""
         return self._frame({"type": "keepalive"})
 
     def _advanced(self, event: AnyEvent) -> list[ResponseEvent]:
-        """The progress of the prompt, on an event that clients count."""
+        """Return the prompt's progress as an event that clients count as a sign of life."""
         if not (self._has_numbered_progress and isinstance(event, Progress)):
             return []
-        return [self._response.at_work() | {"prompt_progress": openai.progress_of(event)}]
+        return [self._response.bare_progress() | {"prompt_progress": openai.progress_of(event)}]
 
-    def _beat(self, event: AnyEvent) -> dict[str, Any] | None:
-        """The fields of a keepalive, for an event that adds nothing to the response."""
+    def _keepalive(self, event: AnyEvent) -> dict[str, Any] | None:
+        """Return the fields of a keepalive; None if the event needs no keepalive."""
         options = self._options
         if isinstance(event, Heartbeat) and options.heartbeat:
             return openai.wait_of(event) if options.return_progress else {}
@@ -299,18 +319,18 @@ class ResponseFrames:
             return {"prompt_progress": openai.progress_of(event)}
         return None
 
-    def _frame(self, told: dict[str, Any]) -> bytes:
-        kind: str = told["type"]
-        payload = encode({"type": kind, "sequence_number": max(self.last_number, 0)} | told)
+    def _frame(self, event: dict[str, Any]) -> bytes:
+        kind: str = event["type"]
+        payload = encode({"type": kind, "sequence_number": max(self.last_number, 0)} | event)
         return named(kind, payload)
 
 
 frames = ResponseFrames
-response_body = GrowingResponse
+response_body = ResponseBuilder
 
 
 def _repeated(fields: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the response object that repeat its request; tools are given back as sent."""
+    """Return the fields of the response object that repeat the request; tools stay as sent."""
     reasoning = fields.get("reasoning", {})
     return {
         "background": fields.get("background", False),
@@ -334,5 +354,9 @@ def _unsupported(name: str, why: str) -> RequestError:
     return RequestError("unsupported_parameter", f"{name} is not supported here: {why}.", name)
 
 
+_Earlier = tuple[bytes, bytes, CheckedBody, dict[str, tuple[bytes, bytes]]]
+"""The arguments of `go_on` in the format in which a worker receives them."""
+
+_earlier_of = msgspec.msgpack.Decoder(_Earlier).decode
 _decode_prompts = msgspec.msgpack.Decoder(tuple[Chat]).decode
 _decode_items = msgspec.json.Decoder(list[dict[str, Any]]).decode

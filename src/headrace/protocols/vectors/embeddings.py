@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: from a body to inputs, from vectors to parts of an answer."""
+"""POST /v1/embeddings: turns a body into inputs, and vectors into parts of the answer."""
 
 import base64
 import math
@@ -23,12 +23,12 @@ from headrace.protocols.fields.kinds import (
 from headrace.protocols.openai.completions import PromptList
 from headrace.protocols.requests import check_ids
 from headrace.text.text_model import TextModel
-from headrace_common.checkpoints.sentences import SentenceSpec
+from headrace_common.checkpoints.sentence_transformers import SentenceSpec
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedBody, WriteVectors
 from headrace_common.messages import Ready
 from headrace_common.request import Ids, Prompt, Route, Text
 from headrace_common.vector_request import VectorRequest
+from headrace_common.worker_jobs import CheckedBody, WriteVectors
 
 ROUTE: Route = "/v1/embeddings"
 KEYS = ("object", "data", "model", "usage")
@@ -39,9 +39,10 @@ _TEXT, _IDS = String(least=1), TokenIds(least=1)
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """A string, strings, ids, or lists of ids; none empty.
+    """Reads one input or an array of inputs. An input is a string or an array of token ids.
 
-    With `least` 0 the schema allows an empty value, for a route that handles it before `check`.
+    No input may be empty. With `least` 0, the schema still allows empty inputs, for a route that
+    handles empty inputs before it calls `check`.
     """
 
     least: int = 1
@@ -63,7 +64,7 @@ class Inputs(msgspec.Struct, frozen=True):
 
 
 class NumberFormat(msgspec.Struct, frozen=True):
-    """How the numbers of a vector are written."""
+    """Reads the format in which the numbers of a vector are written."""
 
     def check(self, value: Any, path: str) -> str:
         if type(value) is not str:
@@ -87,23 +88,23 @@ TABLE: Mapping[str, Kind] = {
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
-    """The given fields, checked as far as they need no model."""
+    """Return the fields that a body sets, after every check that needs no model."""
     return read_known(TABLE, REQUIRED, body)
 
 
 def add_prompt(fields: dict[str, Any], sentences: SentenceSpec) -> None:
-    """Puts the prompt that is named, or the model's usual one, before each text.
+    """Put the named prompt, or the model's default prompt, before each text.
 
-    Token ids are taken as they are.
+    Token ids stay unchanged. Raise RequestError if the model lacks the prompt or cannot use it.
     """
     named = fields.get("prompt_name")
     if named is not None and named not in sentences.prompts:
         there = ", ".join(sorted(sentences.prompts)) or "none"
         raise wrong_value(named, "prompt_name", f"one of the model's prompts ({there})")
-    asked: PromptList = fields["input"]
-    are_texts = type(asked.prompts[0]) is str
+    inputs: PromptList = fields["input"]
+    are_texts = type(inputs.prompts[0]) is str
     if named is not None and not are_texts:
-        message = "prompt_name needs texts as input; token ids are taken as they are."
+        message = "prompt_name needs texts as input; a prompt cannot be put before token ids."
         raise RequestError("invalid_value", message, "prompt_name")
     name = sentences.default_prompt if named is None else named
     prompt = "" if name is None else sentences.prompts[name]
@@ -111,28 +112,28 @@ def add_prompt(fields: dict[str, Any], sentences: SentenceSpec) -> None:
         return
     if not sentences.covers_prompt:
         message = "The model's pooling leaves the prompt out, which is not supported; "
-        message += "leave prompt_name out, or put what you need into the input."
+        message += "leave prompt_name out, or write the prompt into the input."
         raise RequestError("unsupported_operation", message, "prompt_name")
-    fields["input"] = PromptList(tuple(prompt + text for text in asked.prompts), asked.is_list)
+    fields["input"] = PromptList(tuple(prompt + text for text in inputs.prompts), inputs.is_list)
 
 
 def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
-    asked: PromptList = fields["input"]
-    if type(asked.prompts[0]) is str:
+    inputs: PromptList = fields["input"]
+    if type(inputs.prompts[0]) is str:
         adds = fields.get("add_special_tokens", True)
-        return tuple(Text(text, adds) for text in asked.prompts)
-    return tuple(Ids(ids) for ids in asked.prompts)
+        return tuple(Text(text, adds) for text in inputs.prompts)
+    return tuple(Ids(ids) for ids in inputs.prompts)
 
 
 def check(checked: CheckedBody, model: TextModel, ready: Ready | None) -> None:
-    """RequestError if the request exceeds what the model and its engine can do."""
+    """Raise RequestError if the request exceeds what the model and its engine support."""
     check_ids(checked, model)
     size = ready.vector_size if ready is not None else 0
     _check_dimensions(checked.fields.get("dimensions"), size, model)
 
 
 def to_request(checked: CheckedBody, owner: str, priority: int = 0) -> VectorRequest:
-    """The request to embed; the inputs stay packed."""
+    """Make the request to embed; the inputs stay packed."""
     return VectorRequest(
         route=ROUTE,
         task="embed",
@@ -147,7 +148,7 @@ def to_request(checked: CheckedBody, owner: str, priority: int = 0) -> VectorReq
 
 
 def _check_dimensions(wanted: int | None, size: int, model: TextModel) -> None:
-    """RequestError unless the model's vectors of `size` may be cut to that many numbers."""
+    """Raise RequestError unless vectors of `size` may be shortened to `wanted`."""
     if wanted is None or not size or wanted == size:
         return
     allowed = None if model.cuts_any else model.sentences.dimensions
@@ -155,12 +156,16 @@ def _check_dimensions(wanted: int | None, size: int, model: TextModel) -> None:
         raise wrong_value(wanted, "dimensions", f"from 1 to {size}")
     if allowed is not None and wanted not in allowed:
         sizes = " or ".join(map(str, sorted({*allowed, size})))
-        words = f"{sizes}, as the model's config.json says, unless --embedding-dimensions is any"
+        words = f"{sizes} (from the model's config.json), unless the server runs with "
+        words += "--embedding-dimensions any"
         raise wrong_value(wanted, "dimensions", words)
 
 
 def cut(vector: bytes, dimensions: int | None, is_unit: bool) -> "array[float]":
-    """The first numbers of a packed vector, again of length 1 if that is."""
+    """Return the first `dimensions` numbers of a packed vector.
+
+    A vector that had unit length is scaled to unit length again.
+    """
     values = array("f", vector)
     if dimensions is None or dimensions == len(values):
         return values
@@ -172,7 +177,7 @@ def cut(vector: bytes, dimensions: int | None, is_unit: bool) -> "array[float]":
 
 
 def entries(packed: bytes, job: WriteVectors) -> bytes:
-    """The entries of `data` for packed vectors."""
+    """Return packed vectors as JSON, separated by commas, for the array in the answer."""
     parts = []
     for number, start in enumerate(range(0, len(packed), job.size), job.first):
         values = cut(packed[start : start + job.size], job.dimensions, job.are_units)

@@ -1,4 +1,4 @@
-"""POST /v1/rerank and /rerank, as at Jina and Cohere: documents by their relevance to a query."""
+"""POST /v1/rerank and /rerank, as Jina and Cohere define them: rank documents for a query."""
 
 import math
 from array import array
@@ -11,9 +11,9 @@ from headrace.protocols.dialect import encode
 from headrace.protocols.fields.common import read_known
 from headrace.protocols.fields.kinds import Array, Flag, Integer, Kind, String, wrong_type
 from headrace_common.errors import RequestError
-from headrace_common.jobs import CheckedBody
 from headrace_common.request import Route
 from headrace_common.vector_request import VectorRequest
+from headrace_common.worker_jobs import CheckedBody
 
 ROUTES: tuple[Route, ...] = ("/v1/rerank", "/rerank")
 KEYS = ("id", "object", "model", "results", "usage")
@@ -23,7 +23,7 @@ _TEXT = String(least=1)
 
 
 class Document(msgspec.Struct, frozen=True):
-    """A text, or an object with one."""
+    """Reads a text, or an object with a text."""
 
     def check(self, value: Any, path: str) -> str:
         if type(value) is not dict:
@@ -50,12 +50,12 @@ pairs_of = msgspec.msgpack.Decoder(tuple[str, tuple[str, ...]]).decode
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
-    """The given fields, checked as far as they need no model."""
+    """Return the fields that a body sets, after every check that needs no model."""
     return read_known(TABLE, REQUIRED, body)
 
 
 def to_request(checked: CheckedBody, route: Route, owner: str, priority: int = 0) -> VectorRequest:
-    """The request to score; query and documents stay packed."""
+    """Make the request to score; the query and the documents stay packed."""
     model = checked.fields.get("model")
     return VectorRequest(
         route, "score", checked.packed, "documents", True, model, owner, checked.ahead, priority
@@ -65,7 +65,7 @@ def to_request(checked: CheckedBody, route: Route, owner: str, priority: int = 0
 def ranking(
     packed: bytes, scores: "array[float]", top_n: int | None, shows_documents: bool
 ) -> bytes:
-    """The entries of `results`, the most relevant first, equal ones in the order they came."""
+    """Return `results` as JSON, the most relevant first. Equal scores keep the request's order."""
     _, documents = pairs_of(packed)
     order = sorted(range(len(scores)), key=lambda number: -scores[number])[:top_n]
     results: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ def ranking(
 
 
 def relevance(vectors: bytes, num: int, applies_sigmoid: bool) -> "array[float]":
-    """One number for each packed vector; RequestError if the model gives several."""
+    """Return one score per packed vector. Raise RequestError if a vector has several scores."""
     scores = array("f", vectors)
     if len(scores) != num:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Streams that live as long as the process; touches no disk."""
+"""Stores streams in memory, for the lifetime of the process."""
 
 import asyncio
 import time
@@ -12,26 +12,29 @@ from headrace.streams.record import Record
 from headrace.streams.store import (
     ByConversation,
     ById,
+    ByItem,
     ByKey,
-    Hear,
     Name,
     Retention,
     Stored,
     Totals,
     Unshared,
-    nobody_hears,
 )
 from headrace.streams.stores.sweep import Kept, choose
 from headrace_common.ids import StreamId
 
 _NO_WRITER = 0
-_BYTES_PER_ENCODED = 6  # an event as objects, against the same event as msgpack; measured
+# Measured size of an event's objects in memory, relative to its msgpack encoding.
+_BYTES_PER_ENCODED = 6
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class MemoryStore(Unshared):
-    """The naive store: specification and fake of the others. It never stalls."""
+    """The simplest store, which never stalls.
+
+    The memory store is the reference for the other stores, and replaces the other stores in tests.
+    """
 
     is_durable = False
 
@@ -39,12 +42,12 @@ class MemoryStore(Unshared):
         self.stalled = asyncio.Event()
         self.writable = asyncio.Event()
         self.writable.set()
-        self.on_commit: Hear = nobody_hears
         self._entries: dict[StreamId, _Entry] = {}  # oldest first
         self._names: dict[Name, _Entry] = {}
+        self._items: dict[ByItem, dict[StreamId, _Entry]] = {}  # oldest first
 
     async def close(self) -> None:
-        """Does nothing: nothing outlives this store."""
+        """Do nothing: nothing outlives this store."""
 
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
         if (holder := self._holder(record, replaces)) is not None:
@@ -52,10 +55,15 @@ class MemoryStore(Unshared):
         entry = _Entry(record, self._names)
         self._entries[record.id] = entry
         self._names.update(dict.fromkeys(_names(record), entry))
+        for item in _items(record):
+            self._items.setdefault(item, {})[record.id] = entry
         return entry.claim()
 
     async def find(self, name: Name) -> Stored | None:
-        entry = self._names.get(name)
+        if isinstance(name, ByItem):
+            entry = next(reversed(self._items.get(name, {}).values()), None)
+        else:
+            entry = self._names.get(name)
         return entry.as_reader() if entry else None
 
     async def find_family(self, name: ByConversation) -> list[Stored]:
@@ -72,6 +80,10 @@ class MemoryStore(Unshared):
             entry.log.tail.forget()
             for name in _names(entry.record):
                 entry.drop(name)
+            for item in _items(entry.record):
+                del self._items[item][stream_id]
+                if not self._items[item]:
+                    del self._items[item]
 
     async def unfinished(self) -> list[Stored]:
         return [entry.claim() for entry in self._entries.values() if entry.ended_at is None]
@@ -95,7 +107,7 @@ class MemoryStore(Unshared):
 
 
 class _Entry:
-    """One stream: its log, who may write it, and what a sweep needs."""
+    """One stream: its log, its current writer, and the values that a sweep needs."""
 
     __slots__ = ("_names", "ended_at", "epoch", "log", "num_bytes", "read_at", "record")
 
@@ -120,7 +132,7 @@ class _Entry:
         return Kept(self.record.id, self.num_bytes, self.read_at, self.ended_at)
 
     def take(self, events: Sequence[AnyEvent]) -> None:
-        """Counts what was appended, and sees the end in it."""
+        """Count appended events, and record the stream's end if the last event is terminal."""
         self.num_bytes += len(_encode(events)) * _BYTES_PER_ENCODED
         if self.log.tail.has_ended and self.ended_at is None:
             self.ended_at = self.read_at = time.time()
@@ -129,13 +141,13 @@ class _Entry:
                 self.drop(ByKey(names.owner, names.key))
 
     def drop(self, name: Name) -> None:
-        """Gives a name up, unless another stream has taken it over."""
+        """Release a name, unless another stream has taken over the name."""
         if self._names.get(name) is self:
             del self._names[name]
 
 
 class _Log:
-    """A stream's log as the writer of one epoch, or a reader, holds it."""
+    """Gives a reader or writer access to a stream's log. Each new writer gets a higher epoch."""
 
     __slots__ = ("_entry", "_epoch")
 
@@ -154,7 +166,7 @@ class _Log:
         self._entry.take(events)
 
     async def settle(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: an append to memory is never pending."""
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
         self._entry.read_at = time.time()
@@ -165,7 +177,7 @@ class _Log:
 
 
 def _names(record: Record) -> list[Name]:
-    """The names in the order in which they are looked up."""
+    """Return the names in lookup order."""
     names = record.names
     found: list[Name] = [ById(record.id)]
     if names.key is not None:
@@ -173,3 +185,7 @@ def _names(record: Record) -> list[Name]:
     if names.conversation is not None:
         found.append(ByConversation(names.owner, names.conversation))
     return found
+
+
+def _items(record: Record) -> set[ByItem]:
+    return {ByItem(record.names.owner, item) for item in record.names.items}

@@ -1,7 +1,7 @@
-"""Streams in Redis, where every gateway finds them, and one at a time writes each.
+"""Stores streams in Redis, where all gateways find the streams. A stream has one writer at a time.
 
-What a reader sees is decided on the event loop, after Redis has answered: for streams written here
-once an append is answered, for others once it is published.
+Readers only see events that Redis has stored. Events of this gateway become visible when Redis
+confirms the append. Events of other gateways become visible when Redis publishes them.
 """
 
 import asyncio
@@ -19,17 +19,19 @@ from headrace.streams.events import AnyEvent
 from headrace.streams.log import LogConflict, LogUnsound, Tail
 from headrace.streams.record import Record
 from headrace.streams.store import (
-    Ask,
     ByConversation,
     ById,
+    ByItem,
     ByKey,
-    Hear,
     Name,
+    OnCommit,
     Retention,
     SeenGateway,
     Stored,
     StoreStalled,
     Totals,
+    WriterRequest,
+    ignore,
 )
 from headrace.streams.stores import redis_scripts as scripts
 from headrace.streams.stores.redis_lease import GatewayLease
@@ -44,7 +46,9 @@ from headrace_common.system.race import race
 logger = logging.getLogger(__name__)
 
 _EVICTED_AT_ONCE = 100
-_NUM_TRIES, _TRY_S = 20, 0.05  # while what is found here is only about to be known here
+# A stream that this gateway does not know yet is looked up this many times, with this many seconds
+# between two lookups.
+_NUM_TRIES, _TRY_S = 20, 0.05
 _NO_WRITER = 0
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -52,38 +56,40 @@ T = TypeVar("T")
 
 
 class RedisStore:
-    """Opened by `open`; `close` it before the event loop ends."""
+    """The store in Redis.
+
+    Create the store with `open`, and call `close` before the event loop ends.
+    """
 
     is_durable = True
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, on_commit: OnCommit) -> None:
         self.gateway = secrets.token_hex(8)
         self.stalled = link.stalled
         self.writable = link.writable
         self.link = link
         self.tails = LiveTails(link, self._take_ask, self._ask_missed_stops)
-        self._num_claims = 0  # under way
-        self._strays: set[StreamId] = set()  # said to be written here, and unknown here
-        self._unanswered: dict[str, str] = {}  # claims, by the gateway that has gone
-        self._read_at: dict[StreamId, float] = {}  # since the last sweep
+        # The number of claims in progress.
+        self._num_claims = 0
+        # Streams that Redis assigns to this gateway but that this gateway does not know.
+        self._unknown: set[StreamId] = set()
+        # Ids of claims that Redis has not answered, by the dead gateway whose streams were claimed.
+        self._unanswered: dict[str, str] = {}
+        # Unix seconds at which each stream was last read, collected since the last sweep.
+        self._read_at: dict[StreamId, float] = {}
         self._orphans: asyncio.Queue[list[Stored]] = asyncio.Queue()
-        self._asks: asyncio.Queue[Ask] = asyncio.Queue()
-        self.appends = Appends(link, self.tails.own.discard)
+        self._asks: asyncio.Queue[WriterRequest] = asyncio.Queue()
+        self.appends = Appends(link, self.tails.own.discard, on_commit)
         self._lease = GatewayLease(link, self.gateway, self._count, self._take_from, self._compare)
-        works = (self.appends.run(), self.tails.run(), self._lease.run())
-        self._parts = [asyncio.create_task(work, name="redis") for work in works]
-
-    @property
-    def on_commit(self) -> Hear:
-        return self.appends.on_commit
-
-    @on_commit.setter
-    def on_commit(self, hear: Hear) -> None:
-        self.appends.on_commit = hear
+        loops = (self.appends.run(), self.tails.run(), self._lease.run())
+        self._parts = [asyncio.create_task(work, name="redis") for work in loops]
 
     @classmethod
-    async def open(cls, url: str) -> "RedisStore":
-        """StateError says why the server cannot be used. Logs what its settings risk."""
+    async def open(cls, url: str, on_commit: OnCommit = ignore) -> "RedisStore":
+        """Open the store; log the risks of the server's settings.
+
+        Raises StateError if the server cannot be used.
+        """
         link = Link(url)
         try:
             for risk in await link.check():
@@ -91,21 +97,23 @@ class RedisStore:
         except BaseException:
             await link.close()
             raise
-        return cls(link)
+        return cls(link, on_commit)
 
     async def close(self) -> None:
-        """Commits what was appended, and leaves its live streams to other gateways."""
+        """Commit all appends and leave the live streams to other gateways."""
         await self.appends.close()
         self.tails.close()
         while pending := [part for part in self._parts if not part.done()]:
             for part in pending:
-                part.cancel()  # a client that connects or reads just then may pass over one
+                # The redis client may swallow a cancellation while connecting or reading, so
+                # cancel again.
+                part.cancel()
             await asyncio.wait(pending, timeout=_TRY_S)
         with contextlib.suppress(*LOST):
             await self.link.attempt(scripts.RELEASE, self.gateway)
         await self.link.close()
 
-    # names
+    # Methods that look up and claim names.
 
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
         names = record.names
@@ -115,14 +123,19 @@ class RedisStore:
                 scripts.CREATE,
                 *(record.id, names.owner, names.conversation or "", names.key or ""),
                 *(_encode(record), replaces or "", self.gateway, secrets.token_hex(8)),
+                " ".join(names.items),
             )
             row = row_of(found)
             if is_new:
                 return self._claimed(row, record, self.tails.create(record.id))
         finally:
             self._num_claims -= 1
-        held = await self._stored(row)
-        return held or await self._known(ById(row.stream_id)) or await self.create(record, replaces)
+        existing = await self._stored(row)
+        return (
+            existing
+            or await self._known(ById(row.stream_id))
+            or await self.create(record, replaces)
+        )
 
     async def find(self, name: Name) -> Stored | None:
         try:
@@ -133,7 +146,12 @@ class RedisStore:
             raise
 
     async def _known(self, name: Name) -> Stored | None:
-        """Finds a stream; one written here may be known only in a moment, or just have ended."""
+        """Find a stream; repeat the lookup for a short time if this gateway does not know the
+        stream.
+
+        A stream that Redis assigns to this gateway can be unknown here, because the stream was just
+        created or has just ended.
+        """
         for _ in range(_NUM_TRIES):
             answer = await self.link.run(scripts.FIND, *_as_arguments(name))
             if not answer:
@@ -176,7 +194,7 @@ class RedisStore:
         return totals
 
     def tell(self, about: Callable[[], bytes]) -> None:
-        self._lease.about = about
+        self._lease.tell(about)
 
     async def gateways(self) -> list[SeenGateway]:
         answer = await self.link.run(scripts.GATEWAYS)
@@ -185,11 +203,15 @@ class RedisStore:
     async def orphans(self) -> list[Stored]:
         return await self._unless_lost(self._orphans.get())
 
-    async def asked(self) -> Ask:
+    async def asked(self) -> WriterRequest:
         return await self._unless_lost(self._asks.get())
 
     async def _stored(self, row: RedisRow) -> Stored | None:
-        """A stream for a reader. None if it is written here, and not known here."""
+        """Return a stream for a reader.
+
+        Returns None if Redis assigns the stream to this gateway but this gateway does not know the
+        stream.
+        """
         record = row.record
         self._read_at[row.stream_id] = time.time()
         if row.has_ended:
@@ -204,18 +226,22 @@ class RedisStore:
         return Stored(record, _RedisLog(self, row, self.tails.of(row.stream_id), _NO_WRITER))
 
     def _claimed(self, row: RedisRow, record: Record, tail: Tail) -> Stored:
-        """A stream for its writer."""
+        """Return a stream for its writer."""
         log = _RedisLog(self, row, tail, row.epoch)
         return Stored(record, log, stop_code=row.stop_code)
 
     async def _adopted(self, rows: Sequence[RedisRow]) -> list[Stored]:
-        """Streams that this gateway has just claimed; what was followed till now goes on."""
+        """Return the streams that this gateway has just claimed. The streams' readers stay
+        connected.
+        """
         adopted = []
         for row in sorted(rows, key=lambda row: row.n):
             try:
                 record = row.record
             except LogUnsound as unsound:
-                logger.warning("The stream number %d is left as it is: %s", row.n, unsound.reason)
+                logger.warning(
+                    "The stream number %d cannot be continued: %s", row.n, unsound.reason
+                )
                 continue
             adopted.append(self._claimed(row, record, await self.tails.adopt(row)))
         return adopted
@@ -225,50 +251,65 @@ class RedisStore:
         for stream_id in stream_ids:
             self.tails.gone(stream_id)
 
-    # who writes what
+    # Methods that decide which gateway writes a stream.
 
     def _take_ask(self, words: list[str]) -> None:
         what, *details, id = words
         if StreamId(id) in self.tails.own:
             interval_s = float(details[1]) if what == "beat" else 0.0
-            self._asks.put_nowait(Ask(StreamId(id), what, details[0], interval_s))
+            self._asks.put_nowait(WriterRequest(StreamId(id), what, details[0], interval_s))
 
     async def _ask_missed_stops(self) -> None:
-        """Applies the stops that were published while nothing was heard."""
+        """Apply the stops that were published while this gateway was not connected."""
         own = list(self.tails.own)
         codes = await self.link.run(scripts.STOPS, *own, is_patient=True)
         for id, code in zip(own, codes, strict=True):
             if code is not None:
-                self._asks.put_nowait(Ask(id, "stop", code.decode()))
+                self._asks.put_nowait(WriterRequest(id, "stop", code.decode()))
 
     def _count(self) -> int | None:
         return None if self._num_claims else len(self.tails.own)
 
     async def _take_from(self, gateway: str) -> None:
-        """Takes a share of the streams of a gateway that has gone."""
+        """Take over part of the streams of a dead gateway.
+
+        Each running gateway takes an equal fraction of the remaining streams.
+
+        The answer of Redis can be lost after the streams were moved. So the claim id is kept
+        until an answer arrives. A repeated script also returns the streams that already have this
+        claim id.
+        """
         is_again = gateway in self._unanswered
         claim = self._unanswered.setdefault(gateway, secrets.token_hex(8))
         arguments = (self.gateway, gateway, claim)
         answer = await self.link.attempt(scripts.TAKE, *arguments, is_again=int(is_again))
         del self._unanswered[gateway]
-        self._take_in([row_of(one) for one in answer])
+        self._adopt_soon([row_of(one) for one in answer])
 
     async def _compare(self) -> None:
-        """Notices streams that were taken from here, and those that nobody here knows of."""
+        """Compare this gateway's streams with the streams that Redis assigns to this gateway.
+
+        A stream that this gateway writes but Redis does not assign was taken over by another
+        gateway. So the stream's writer must check the log.
+
+        A stream that Redis assigns but this gateway does not write has no writer, for example
+        because the answer to a claim was lost. If the next comparison finds the same stream, the
+        stream is claimed again.
+        """
         answer = await self.link.attempt(scripts.OWNED, self.gateway)
         owned = {StreamId(id.decode()) for id in answer}
         for id in self.tails.own - owned:
-            self._asks.put_nowait(Ask(id, "look"))
-        strays = owned - self.tails.own if not self._num_claims else set()
-        if lasting := strays & self._strays:
+            self._asks.put_nowait(WriterRequest(id, "look"))
+        unknown = owned - self.tails.own if not self._num_claims else set()
+        if still_unknown := unknown & self._unknown:
             claim = secrets.token_hex(8)
-            answer = await self.link.attempt(scripts.RECLAIM, self.gateway, claim, *lasting)
-            self._take_in([row_of(one) for one in answer])
-        self._strays = strays
+            answer = await self.link.attempt(scripts.RECLAIM, self.gateway, claim, *still_unknown)
+            self._adopt_soon([row_of(one) for one in answer])
+        self._unknown = unknown
 
-    def _take_in(self, rows: list[RedisRow]) -> None:
+    def _adopt_soon(self, rows: list[RedisRow]) -> None:
         if rows:
-            logger.info("Goes on with %d streams of a gateway that has gone", len(rows))
+            logger.info("Continuing %d streams of a dead gateway", len(rows))
             self._num_claims += 1
             self.tails.spawn(self._hand_over(rows))
 
@@ -278,10 +319,10 @@ class RedisStore:
         finally:
             self._num_claims -= 1
 
-    # tasks
+    # A method that watches the tasks of the store.
 
     async def _unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits `work`; raises the failure of a task that the store needs, if one fails."""
+        """Await `work`. If a task of the store fails first, raise the task's error."""
         async with race(work, *self._parts) as (working, *parts):
             for part in parts:
                 if part.done() and not part.cancelled():
@@ -291,7 +332,7 @@ class RedisStore:
 
 
 class _RedisLog:
-    """A stream's log as the writer of one epoch, or a reader, holds it."""
+    """Gives a reader or writer access to a stream's log. Each new writer gets a higher epoch."""
 
     __slots__ = ("_epoch", "_row", "_store", "_tail")
 
@@ -358,6 +399,8 @@ def _as_arguments(name: Name) -> tuple[str, str, str]:
         return "id", "", name.stream_id
     if isinstance(name, ByKey):
         return "key", name.owner, name.key
+    if isinstance(name, ByItem):
+        return "item", name.owner, name.item
     return "conversation", name.owner, name.conversation
 
 

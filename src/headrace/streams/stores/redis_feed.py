@@ -1,4 +1,4 @@
-"""The feed of other gateways' events: one connection, however many streams are followed."""
+"""Receives other gateways' events of all followed streams over one connection."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,11 @@ _PING_S = 2.0
 
 
 class Feed:
-    """`run` is its task. What is published while it is not connected is missed.
+    """Subscribes to channels; `run` is its task.
 
-    So `on_join` is called each time a channel has been joined: from then on nothing is missed.
+    The feed misses messages that are published while the feed is not connected. So `on_join` is
+    called each time a channel has been joined. The caller must then read earlier events from the
+    logs; the feed receives all later messages.
     """
 
     def __init__(
@@ -23,23 +25,25 @@ class Feed:
         self._link = link
         self._on_message = on_message
         self._on_join = on_join
-        self._channels: dict[str, asyncio.Event] = {}  # set while it is joined
+        # The asyncio event of each channel is set while the channel is joined.
+        self._channels: dict[str, asyncio.Event] = {}
         self._to_leave: set[str] = set()
         self._pubsub: PubSub | None = None
 
     async def join(self, channel: str) -> None:
-        """Returns once nothing published from now on is missed."""
+        """Join a channel; return once the subscription is active."""
         joined = self._channels.get(channel)
         if joined is None:
             joined = self._channels[channel] = asyncio.Event()
             self._to_leave.discard(channel)
             if self._pubsub is not None:
-                with contextlib.suppress(*LOST):  # `run` notices too, and joins all anew
+                # `run` notices the error too, and joins all channels again.
+                with contextlib.suppress(*LOST):
                     await self._pubsub.subscribe(channel)
         await joined.wait()
 
     def leave(self, channel: str) -> None:
-        """Leaves the channel, with the next message of any."""
+        """Leave the channel after the next message of any channel or the next ping."""
         if self._channels.pop(channel, None) is not None:
             self._to_leave.add(channel)
 

@@ -1,6 +1,7 @@
-"""A gateway's lease, renewed while it lives, and the gateways that have let theirs run out.
+"""Renews this gateway's lease, and finds gateways whose leases have expired.
 
-Leases decide when streams change hands, never who may write: that is the epoch's.
+The lease only decides when other gateways take over the streams of a gateway. The epoch of a
+stream decides which gateway may write the stream.
 """
 
 import asyncio
@@ -11,16 +12,25 @@ from headrace.streams.stores.redis_link import ANSWER_S, LOST, RETRY_S, Link
 
 LEASE_S = 6.0
 RENEW_S = 1.0
-NUM_CHECKS = 3  # in a row that find no lease, before a gateway counts as gone
-"""After an outage of Redis all leases have run out, and the living ones renew theirs first."""
+# A gateway counts as dead after this many consecutive checks that found no lease.
+NUM_CHECKS = 3
+"""After an outage of Redis all leases have expired, so running gateways need time to renew their
+leases.
+"""
 
 
 class GatewayLease:
-    """`run` is its task; it also notices when the server cannot write, and when it can again.
+    """Renews the lease and notices whether Redis can write; `run` is its task.
 
-    `on_gone` is called with a gateway that has gone, until it has no streams. `on_doubt` is called
-    when the gateway may not write just the streams it believes: its lease had run out, or the
-    server counts others. `count` says how many it believes to write; None: it is changing.
+    `on_gone` is called repeatedly with the name of a dead gateway, until the dead gateway has no
+    streams left.
+
+    `on_doubt` is called if this gateway's list of its streams may be wrong. There are two reasons:
+    this gateway's lease had expired, or Redis and `count` report different numbers of streams.
+    `count` returns how many streams this gateway writes, or None while the number is changing.
+
+    The two numbers must differ in several consecutive checks, because an append or a claim in
+    progress changes the two numbers at slightly different times.
     """
 
     def __init__(
@@ -36,10 +46,17 @@ class GatewayLease:
         self._count = count
         self._on_gone = on_gone
         self._on_doubt = on_doubt
-        self.about: Callable[[], bytes] = bytes  # what others are told of this gateway
-        self._num_missed: dict[str, int] = {}  # checks in a row, by gateway
-        self._num_odd = 0  # checks in a row in which the server counted other streams
+        # Returns the data that other gateways read about this gateway.
+        self._about: Callable[[], bytes] = bytes
+        # The number of consecutive checks without a lease, by gateway.
+        self._num_missed: dict[str, int] = {}
+        # The number of consecutive checks in which Redis counted a different number of streams.
+        self._num_odd = 0
         self._has_run = False
+
+    def tell(self, about: Callable[[], bytes]) -> None:
+        """Publish the result of `about` with each renewal, for the other gateways."""
+        self._about = about
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -57,7 +74,7 @@ class GatewayLease:
     async def _renew(self) -> None:
         lease_ms = int(LEASE_S * 1000)
         before = self._count()
-        mine = (self._gateway, lease_ms, self.about())
+        mine = (self._gateway, lease_ms, self._about())
         had, number, missing = await self._link.attempt(scripts.RENEW, *mine)
         self._link.heard()
         is_odd = before is not None and number != before and self._count() == before

@@ -1,4 +1,4 @@
-"""One Redis server: its address, its scripts, what its settings risk, whether it can write now."""
+"""Connects to one Redis server: runs scripts, checks settings, tracks whether writes succeed."""
 
 import asyncio
 import hashlib
@@ -18,8 +18,10 @@ from headrace.streams.stores.state_dir import StateError
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25
-STALL_S = 8.0  # after this long without a write, the store has stalled
-ANSWER_S = 4.0  # after this long without an answer, a connection counts as lost
+# The store counts as stalled after this many seconds without a successful write.
+STALL_S = 8.0
+# A connection counts as lost after this many seconds without an answer.
+ANSWER_S = 4.0
 _NUM_CONNECTIONS = 32
 _PREFIX = "headrace:"
 _STALLED = "The server cannot write its streams now; try again later."
@@ -27,18 +29,22 @@ _STALLED = "The server cannot write its streams now; try again later."
 Argument = str | bytes | int
 
 LOST = (RedisError, OSError, TimeoutError)
-"""Errors of an attempt, which may have had its effect all the same."""
+"""Errors of a command. Redis may have run the command nevertheless."""
 
 
 class Link:
-    """Scripts wait out an outage shorter than STALL_S; beyond it they raise StoreStalled."""
+    """Runs scripts in Redis, and repeats failed scripts.
+
+    After STALL_S without a successful write, scripts raise StoreStalled.
+    """
 
     def __init__(self, url: str) -> None:
         address, self.prefix = _split(url)
         self.stalled = asyncio.Event()
         self.writable = asyncio.Event()
         self.writable.set()
-        self._silent_s = 0.0  # for how long writing has failed
+        # The number of seconds for which writes have failed.
+        self._silent_s = 0.0
         try:
             pool = BlockingConnectionPool.from_url(
                 address,
@@ -51,7 +57,8 @@ class Link:
             )
         except (ValueError, TypeError) as error:
             raise StateError(
-                f"--state-dir: {error}. Write redis://HOST:PORT/DB, or redis://HOST/?prefix=NAME:"
+                f"--state-dir: {error}. Write redis://HOST:PORT/DB, and add ?prefix=NAME: to "
+                "change the prefix of all keys."
             ) from None
         self.client = Redis.from_pool(pool)
 
@@ -64,9 +71,9 @@ class Link:
     async def run(
         self, script: str, *arguments: str | bytes | int, is_patient: bool = False
     ) -> Any:
-        """The script's answer; it is tried until there is one.
+        """Run a script, and repeat the script until Redis answers; return the answer.
 
-        StoreStalled if that takes too long. With `is_patient` it never does.
+        Raises StoreStalled if the store is stalled, unless `is_patient` is set.
         """
         is_again = 0
         while True:
@@ -79,22 +86,23 @@ class Link:
             await asyncio.sleep(RETRY_S)
 
     async def attempt(self, script: str, *arguments: str | bytes | int, is_again: int = 0) -> Any:
-        """Runs a script, tried once."""
+        """Run a script once, without retries."""
         text = redis_scripts.full(script)
         digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
         keys_and_arguments = (1, self.prefix, is_again, *arguments)
         async with asyncio.timeout(ANSWER_S):
             try:
                 return await self.command("EVALSHA", digest, *keys_and_arguments)
-            except NoScriptError:  # a server that has just started
+            # A server that has just started knows no scripts.
+            except NoScriptError:
                 return await self.command("EVAL", text, *keys_and_arguments)
 
     async def command(self, *words: Argument) -> Any:
-        """The answer to any command."""
+        """Run any command and return its answer."""
         return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
 
     def heard(self) -> None:
-        """Notes that the server can write."""
+        """Record that the server can write."""
         self._silent_s = 0.0
         if self.stalled.is_set():
             logger.warning("The stream store can write again")
@@ -102,7 +110,10 @@ class Link:
             self.writable.set()
 
     def missed(self, seconds: float, error: BaseException) -> None:
-        """Notes how long the server could not write, but for time when our own loop was blocked."""
+        """Add `seconds` to the time for which the server could not write.
+
+        `seconds` must exclude delays of this process's event loop.
+        """
         self._silent_s += seconds
         if self._silent_s >= STALL_S and not self.stalled.is_set():
             logger.warning("The stream store cannot write: %s", str(error) or "no answer")
@@ -110,7 +121,10 @@ class Link:
             self.writable.clear()
 
     async def check(self) -> list[str]:
-        """Risks of the server's settings, in sentences; StateError if it cannot be used at all."""
+        """Return the risks of the server's settings, in sentences.
+
+        Raises StateError if the server cannot be used at all.
+        """
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self.command("PING")
@@ -128,7 +142,7 @@ class Link:
             try:
                 answer = await self.command("CONFIG", "GET", name)
             except RedisError:
-                return ["Redis does not tell its settings, so what it risks is not known."]
+                return ["Redis refuses CONFIG GET, so the risks of its settings are unknown."]
             values = answer.values() if isinstance(answer, dict) else answer[1::2]
             settings[name] = "".join(
                 value.decode() if isinstance(value, bytes) else str(value) for value in values
@@ -137,7 +151,10 @@ class Link:
 
 
 async def risks_at(url: str) -> list[str]:
-    """Risks of the settings of the server there; StateError if it cannot be used."""
+    """Return the risks of the settings of the server at `url`.
+
+    Raises StateError if the server cannot be used.
+    """
     link = Link(url)
     try:
         return await link.check()
@@ -146,19 +163,22 @@ async def risks_at(url: str) -> list[str]:
 
 
 def risks_of(settings: dict[str, str]) -> list[str]:
-    """Ways in which a Redis server of these settings can lose data that was said to be durable."""
+    """Describe how a Redis server with these settings can lose data that was reported as
+    durable.
+    """
     found = []
     fsync = settings["appendfsync"]
     if settings["appendonly"] != "yes":
         found.append(
-            "Redis keeps no log of its own (appendonly no): when it ends, streams are lost as of "
-            "its last snapshot, or all of them. Set appendonly yes and appendfsync always."
+            "Redis writes no append-only file (appendonly no): when it stops, all streams since "
+            "its last snapshot are lost. Set appendonly yes and appendfsync always."
         )
     elif fsync != "always":
-        lost = "a second" if fsync == "everysec" else "half a minute or so"
+        lost = "a second" if fsync == "everysec" else "about half a minute"
         found.append(
-            f"appendfsync is {fsync}: a power cut or a kill of the machine can lose {lost} of text "
-            "that clients were given, and those streams end in an error. Set appendfsync always."
+            f"appendfsync is {fsync}: a power failure or a crash of the machine can lose {lost} of "
+            "text that clients have already received. The affected streams end in an error. Set "
+            "appendfsync always."
         )
     policy = settings["maxmemory-policy"]
     if settings["maxmemory"] not in ("", "0") and policy != "noeviction":
@@ -170,7 +190,7 @@ def risks_of(settings: dict[str, str]) -> list[str]:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """The address as redis-py takes it, and the prefix of all keys."""
+    """Split the URL into an address for redis-py and the prefix of all keys."""
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
     prefix = dict(query).get("prefix", _PREFIX)

@@ -1,4 +1,4 @@
-"""Streams as Redis answers them, opened with the checks that what was stored deserves."""
+"""Decodes streams from Redis answers, and checks that the streams are undamaged."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -14,24 +14,28 @@ from headrace_common.ids import StreamId
 _decode_record = msgspec.msgpack.Decoder(Record).decode
 _decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
-"""Errors of what is damaged, or was written by another version."""
+"""Errors of decoding data that is damaged or from another version."""
 
 
 class RedisRow(msgspec.Struct, frozen=True):
-    """A stream as one script saw it."""
+    """A stream's stored values, as one script read them."""
 
     stream_id: StreamId
     n: int
     next_seq: int
     has_ended: bool
-    gateway: str  # that writes it, or wrote it last
+    # The gateway that writes the stream, or that last wrote the stream.
+    gateway: str
     epoch: int
     stop_code: str
     data: bytes
 
     @property
     def record(self) -> Record:
-        """LogUnsound if it is not as written, or of a version that this one cannot read."""
+        """Decode the record.
+
+        Raises LogUnsound if the record is damaged or its version is unknown.
+        """
         with contextlib.suppress(*UNREADABLE):
             record = _decode_record(self.data)
             if record.id == self.stream_id:
@@ -57,12 +61,15 @@ def row_of(answer: Sequence[Any]) -> RedisRow:
 
 
 def events_of(data: bytes) -> list[AnyEvent]:
-    """The events of one append."""
+    """Decode the events of one append."""
     return _decode_events(data)
 
 
 def open_page(row: RedisRow, answer: Any, after: int, num: int) -> list[AnyEvent]:
-    """The `num` events that follow number `after`; LogGone if the stream was forgotten."""
+    """Return the `num` events that follow number `after`.
+
+    Raises LogGone if the stream was deleted, and LogUnsound if the events are damaged.
+    """
     if answer is None:
         raise LogGone
     try:

@@ -1,18 +1,22 @@
-"""The store's Lua: each script is one atomic act on the keys of one prefix.
+"""The store's Lua scripts. Each script is one atomic operation on the keys of one prefix.
 
-PREFIXs:ID     hash: a stream's record, names, writer, and how far its log goes
-PREFIXl:ID     Redis stream: its log, one entry per append; entry N+1-0 begins with event N
+PREFIXs:ID     hash: a stream's record, names and writer, and the length of its log
+PREFIXl:ID     Redis stream: the log, one entry per append; entry N+1-0 starts with event N
 PREFIXc:OWNER  sorted set of `<conversation> NUL <stream id>`, read by range
 PREFIXk:OWNER  hash: idempotency key to stream id
-PREFIXlive, PREFIXended, PREFIXread, PREFIXbytes
-               sorted sets of stream ids, by age, time of the end, of the last read, and size
-PREFIXgateways set of gateways; PREFIXg:GATEWAY, what it says about itself, expires unless renewed
-PREFIXo:GATEWAY  sorted set of the live streams that it writes, by age
+PREFIXi:OWNER  sorted set of `<item id> NUL <number, 16 digits> NUL <stream id>`, read by range
+PREFIXlive     sorted set of the ids of live streams, by age
+PREFIXended    sorted set of the ids of ended streams, by the time of the end
+PREFIXread     sorted set of stream ids, by the time of the last read
+PREFIXbytes    sorted set of stream ids, by size
+PREFIXgateways set of gateways
+PREFIXg:GATEWAY  string: the gateway's lease, with data for other gateways; expires unless renewed
+PREFIXo:GATEWAY  sorted set of the live streams that the gateway writes, by age
 
-Published: PREFIXt:ID, what was appended to a log; PREFIXask, what its writer is to do.
+Channels: PREFIXt:ID receives each append to a log, PREFIXask receives requests to writers.
 
-The keys are made in the scripts, so all of them must lie on one Redis server. The first argument
-of every script says whether it is tried again because an earlier answer was lost.
+The scripts build their keys themselves, so all keys must be stored on one Redis server. The first
+argument of every script is 1 if the call is a retry because an earlier answer was lost.
 """
 
 _COMMON = """
@@ -36,6 +40,12 @@ local function of_conversation(owner, name)
   local member = call('ZRANGEBYLEX', P .. 'c:' .. owner, range[1], range[2], 'LIMIT', 0, 1)[1]
   return member and string.sub(member, #name + 2)
 end
+local function of_item(owner, item)
+  local range = {'(' .. item .. '\\1', '[' .. item .. '\\0'}
+  local member = call('ZREVRANGEBYLEX', P .. 'i:' .. owner, range[1], range[2], 'LIMIT', 0, 1)[1]
+  return member and string.sub(member, #item + 19)
+end
+local function place_of(item, n, id) return string.format('%s\\0%016d\\0%s', item, n, id) end
 local function drop_key(id, owner, key)
   if key ~= '' and call('HGET', P .. 'k:' .. owner, key) == id then
     call('HDEL', P .. 'k:' .. owner, key)
@@ -58,7 +68,7 @@ end
 """
 
 CREATE = """
-local _, id, owner, conversation, key, record, replaces, gateway, claim = unpack(ARGV)
+local _, id, owner, conversation, key, record, replaces, gateway, claim, items = unpack(ARGV)
 local k = meta(id)
 if call('EXISTS', k) == 1 then
   local is_mine = is_again and call('HGET', k, 'claim') == claim
@@ -82,7 +92,10 @@ end
 if key ~= '' then call('HSET', P .. 'k:' .. owner, key, id) end
 local n = call('INCR', P .. 'n')
 call('HSET', k, 'n', n, 'next', 0, 'epoch', 1, 'gateway', gateway, 'claim', claim,
-  'owner', owner, 'conversation', conversation, 'key', key, 'record', record)
+  'owner', owner, 'conversation', conversation, 'key', key, 'record', record, 'items', items)
+for item in string.gmatch(items, '%S+') do
+  call('ZADD', P .. 'i:' .. owner, 0, place_of(item, n, id))
+end
 call('ZADD', P .. 'live', n, id)
 call('ZADD', P .. 'o:' .. gateway, n, id)
 call('ZADD', P .. 'read', time(), id)
@@ -143,6 +156,7 @@ local _, kind, owner, name = unpack(ARGV)
 local id = name
 if kind == 'key' then id = call('HGET', P .. 'k:' .. owner, name) end
 if kind == 'conversation' then id = of_conversation(owner, name) end
+if kind == 'item' then id = of_item(owner, name) end
 local found = id and shown(id)
 return found and {found} or {}
 """
@@ -164,9 +178,12 @@ return found
 FORGET = """
 for i = 2, #ARGV do
   local id = ARGV[i]
-  local found = call('HMGET', meta(id), 'owner', 'conversation', 'key', 'gateway')
+  local found = call('HMGET', meta(id), 'owner', 'conversation', 'key', 'gateway', 'n', 'items')
   if found[1] then
-    local owner, conversation, key, gateway = unpack(found)
+    local owner, conversation, key, gateway, n, items = unpack(found)
+    for item in string.gmatch(items or '', '%S+') do
+      call('ZREM', P .. 'i:' .. owner, place_of(item, n, id))
+    end
     call('ZREM', P .. 'c:' .. owner, conversation .. '\\0' .. id)
     drop_key(id, owner, key)
     for _, set in ipairs({'live', 'ended', 'read', 'bytes', 'o:' .. gateway}) do
@@ -288,5 +305,5 @@ return 1
 
 
 def full(script: str) -> str:
-    """The script as Redis runs it, with the common functions."""
+    """Return the complete script: the common functions, then `script`."""
     return _COMMON + script

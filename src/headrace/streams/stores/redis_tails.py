@@ -1,4 +1,4 @@
-"""The newest events of the live streams that are written here, or followed as others write them."""
+"""Keeps the newest events of the live streams that this gateway writes or follows."""
 
 import asyncio
 import logging
@@ -17,15 +17,17 @@ from headrace_common.system.race import race
 
 logger = logging.getLogger(__name__)
 
-_TAIL = 32  # events of a live stream in memory: readers that keep up ask Redis for nothing
+# The number of a live stream's newest events that stay in memory. Readers that keep up need no
+# query to Redis.
+_TAIL = 32
 _PAGE = 256
 
 
 class LiveTails:
-    """`run` is its task.
+    """Keeps a tail for each live stream; `run` is its task.
 
-    `on_ask` is called with the words of what some gateway asks; `on_joined` once no more of them
-    are missed.
+    `on_ask` is called with the words of each request from another gateway. `on_joined` is called
+    each time the channel of these requests has been joined, because earlier requests were missed.
     """
 
     def __init__(
@@ -34,12 +36,13 @@ class LiveTails:
         on_ask: Callable[[list[str]], None],
         on_joined: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        self.own: set[StreamId] = set()  # those written here
+        # The streams that this gateway writes.
+        self.own: set[StreamId] = set()
         self._link = link
         self._on_ask = on_ask
         self._on_joined = on_joined
         self._tails: dict[StreamId, Tail] = {}
-        self._feed = Feed(link, self._hear, self._joined)
+        self._feed = Feed(link, self._receive, self._joined)
         self._tasks: set[asyncio.Task[None]] = set()
         self.spawn(self._feed.join(link.key("ask")))
 
@@ -51,17 +54,20 @@ class LiveTails:
             task.cancel()
 
     def of(self, id: StreamId) -> Tail:
-        """The tail of a stream that is written here."""
+        """Return the tail of a stream that this gateway writes."""
         return self._tails[id]
 
     def create(self, id: StreamId) -> Tail:
-        """The tail of a new stream."""
+        """Add the tail of a new stream."""
         self.own.add(id)
         tail = self._tails[id] = Tail(keep=_TAIL)
         return tail
 
     async def adopt(self, row: RedisRow) -> Tail:
-        """The tail of a stream that is written here from now on; its readers go on."""
+        """Take over a stream as its writer, and return its tail.
+
+        The stream's readers keep the same tail.
+        """
         id = row.stream_id
         self.own.add(id)
         tail = self._tails.setdefault(id, Tail(row.next_seq, keep=_TAIL))
@@ -71,9 +77,10 @@ class LiveTails:
         return tail
 
     async def follow(self, row: RedisRow) -> Tail:
-        """The tail of a stream that is written elsewhere, at least as long as `row` says.
+        """Return the tail of a stream that another gateway writes.
 
-        StoreStalled if the server cannot be heard.
+        The tail reaches at least as far as `row`. Raises StoreStalled if the server does not
+        answer.
         """
         id = row.stream_id
         is_new = id not in self._tails
@@ -84,7 +91,7 @@ class LiveTails:
         return tail
 
     def extend(self, id: StreamId, events: list[AnyEvent]) -> bool:
-        """Adds what is new; False if something is missing before it."""
+        """Append new events to a tail; return False if an earlier event is missing."""
         tail = self._tails.get(id)
         if tail is None:
             return True
@@ -97,12 +104,12 @@ class LiveTails:
         return True
 
     def gone(self, id: StreamId) -> None:
-        """Forgets a stream that is gone."""
+        """Drop a deleted stream."""
         if (tail := self._drop(id)) is not None:
             tail.forget()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts work that nobody waits for."""
+        """Start a task that nobody awaits."""
         task = asyncio.create_task(work, name="redis")
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -110,7 +117,7 @@ class LiveTails:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("What Redis says of a stream was not understood", exc_info=error)
+            logger.error("A task that follows streams in Redis failed", exc_info=error)
 
     def _drop(self, id: StreamId) -> Tail | None:
         self.own.discard(id)
@@ -120,8 +127,8 @@ class LiveTails:
     def _channel(self, id: StreamId) -> str:
         return self._link.key(f"t:{id}")
 
-    def _hear(self, channel: str, message: bytes) -> None:
-        """Takes a message that was published, perhaps by a gateway of another version."""
+    def _receive(self, channel: str, message: bytes) -> None:
+        """Handle a published message, perhaps from a gateway of another version."""
         name = channel.removeprefix(self._link.prefix)
         id = StreamId(name.removeprefix("t:"))
         try:
@@ -131,17 +138,18 @@ class LiveTails:
                 self.gone(id)
             elif id not in self.own and not self.extend(id, events_of(message.partition(b" ")[2])):
                 self.spawn(self._catch_up(id))
-        except (*UNREADABLE, LookupError):  # of one stream, and not of all that are followed
+        # Only this stream has failed, not all streams that are followed.
+        except (*UNREADABLE, LookupError):
             self._give_up(id)
 
     def _give_up(self, id: StreamId) -> None:
-        """Says that a stream cannot be read, to those who do and to the server's log."""
-        logger.exception("What another gateway says was not understood")
+        """Report to the readers and to the server's log that a stream cannot be read."""
+        logger.exception("A message from another gateway could not be read")
         if (tail := self._drop(id)) is not None:
             tail.forget(LogUnsound(-1, id, "its events cannot be read"))
 
     def _joined(self, channel: str) -> None:
-        """Catches up after joining: earlier messages were missed, so the rows are read."""
+        """Catch up on messages that were published before the channel was joined."""
         name = channel.removeprefix(self._link.prefix)
         if name == "ask":
             self.spawn(self._on_joined())
@@ -149,7 +157,7 @@ class LiveTails:
             self.spawn(self._catch_up(StreamId(name.removeprefix("t:"))))
 
     async def _catch_up(self, id: StreamId) -> None:
-        """Reads what was appended and not heard of."""
+        """Read the stored events that were not received as messages."""
         next_seq = -1
         while (tail := self._tails.get(id)) is not None and tail.next_seq != next_seq:
             next_seq = tail.next_seq

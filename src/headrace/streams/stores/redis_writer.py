@@ -1,4 +1,4 @@
-"""Appends on their way to Redis: in order, and all that wait at once in one script."""
+"""Sends appends to Redis in order; one script sends many waiting appends."""
 
 import asyncio
 import time
@@ -9,13 +9,14 @@ import msgspec
 
 from headrace.streams.events import AnyEvent, frees_key, is_terminal
 from headrace.streams.log import LogConflict, LogTaken
-from headrace.streams.store import Hear, StoreStalled, nobody_hears
+from headrace.streams.store import OnCommit, StoreStalled
 from headrace.streams.stores import redis_scripts as scripts
 from headrace.streams.stores.redis_link import ANSWER_S, Link
 from headrace_common.ids import StreamId
 
 MAX_WAITING_BYTES = 64 << 20
-_MAX_AT_ONCE = 256  # appends of one script, which nothing else on that server can pass
+# The maximum number of appends per script. Redis runs nothing else during a script.
+_MAX_AT_ONCE = 256
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -38,7 +39,7 @@ class _Append:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def settle(self, outcome: str) -> None:
-        """The events are published even if nobody waits for it."""
+        """Set the outcome. The events are published even if nobody awaits the append."""
         if outcome == "ok":
             self.publish()
         if self.done.done():
@@ -52,14 +53,20 @@ class _Append:
 
 
 class Appends:
-    """`run` is its task. Redis syncs once for all that one script appends."""
+    """Collects appends and sends them; `run` is its task.
 
-    def __init__(self, link: Link, on_taken: Callable[[StreamId], None]) -> None:
-        self.on_commit: Hear = nobody_hears
+    Redis syncs its disk once for all appends of a script.
+    """
+
+    def __init__(
+        self, link: Link, on_taken: Callable[[StreamId], None], on_commit: OnCommit
+    ) -> None:
         self._link = link
         self._on_taken = on_taken
+        self._on_commit = on_commit
         self._waiting: deque[_Append] = deque()
-        self._sent: list[_Append] = []  # that Redis has not answered yet
+        # Appends that Redis has not answered yet.
+        self._sent: list[_Append] = []
         self._num_waiting_bytes = 0
         self._has_work = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -74,7 +81,7 @@ class Appends:
         events: Sequence[AnyEvent],
         publish: Callable[[], object],
     ) -> None:
-        """Calls `publish` right after the commit."""
+        """Append events and call `publish` right after the commit."""
         data, last = _encode(events), events[-1]
         waiting = self._num_waiting_bytes
         if self._is_closed:
@@ -93,7 +100,7 @@ class Appends:
         await asyncio.shield(append.done)
 
     async def settle(self, stream_id: StreamId) -> None:
-        """Waits for all appends to this stream, whoever gave them up."""
+        """Wait for all appends to this stream, including cancelled appends."""
         under_way = (*self._sent, *self._waiting)
         if dones := [it.done for it in under_way if it.stream_id == stream_id]:
             await asyncio.wait(dones)
@@ -118,11 +125,11 @@ class Appends:
             if outcome == b"taken":
                 self._on_taken(append.stream_id)
             else:
-                self.on_commit(now - append.began)
+                self._on_commit(now - append.began)
             append.settle(outcome.decode())
 
     async def close(self) -> None:
-        """Gives what waits a moment; the rest fails."""
+        """Wait a short time for pending appends, then fail the appends that are still waiting."""
         self._is_closed = True
         try:
             async with asyncio.timeout(ANSWER_S):

@@ -1,7 +1,7 @@
-"""Streams that survive their server: rows of a SQLite database, synced before anybody reads them.
+"""Stores streams in a SQLite database. Readers see an event only once it is synced.
 
-What a reader sees is decided on the event loop, after the commit; SQL runs in two threads, one
-that writes and one that reads.
+SQL runs in two threads: one writes and one reads. After a commit, the event loop makes the new
+events visible to readers.
 """
 
 import asyncio
@@ -21,13 +21,14 @@ from headrace.streams.record import Record
 from headrace.streams.store import (
     ByConversation,
     ByKey,
-    Hear,
     Name,
+    OnCommit,
     Retention,
     Stored,
     StoreStalled,
     Totals,
     Unshared,
+    ignore,
 )
 from headrace.streams.stores import sqlite_rows as rows
 from headrace.streams.stores.sqlite_schema import NAME, connect, open_database
@@ -38,53 +39,55 @@ from headrace_common.ids import StreamId
 
 logger = logging.getLogger(__name__)
 
-_TAIL = 32  # events of a live stream in memory: readers that keep up need no SQL
-_EVICTED_AT_ONCE = 100  # appends pass between two transactions of a sweep
+# The number of a live stream's newest events that stay in memory. Readers that keep up need no SQL.
+_TAIL = 32
+# The number of streams that a sweep deletes in one transaction. Appends can run between two
+# transactions.
+_EVICTED_AT_ONCE = 100
 
 Result = TypeVar("Result")
 
 
 class SqliteStore(Unshared):
-    """Opened by `open`; `close` it before the event loop ends."""
+    """The store in SQLite.
+
+    Create the store with `open`, and call `close` before the event loop ends.
+    """
 
     is_durable = True
 
-    def __init__(self, state: StateDir, connection: sqlite3.Connection) -> None:
-        self._named: set[int] = set()  # rows that the server's log has named as unsound
-        self._mend(connection)
-        # all live streams; any other has ended, or is not known yet
+    def __init__(
+        self, state: StateDir, connection: sqlite3.Connection, on_commit: OnCommit
+    ) -> None:
+        # Rows that the server's log has already reported as damaged.
+        self._reported: set[int] = set()
+        self._set_aside_altered(connection)
+        # The tails of all live streams. A stream without a tail has ended or is not known yet.
         self._live = {
             stream_id: Tail(next_seq, keep=_TAIL)
             for n, stream_id, next_seq in rows.live(connection)
-            if n not in self._named
+            if n not in self._reported
         }
-        self._read_at: dict[int, float] = {}  # by row, since the last sweep
+        # Unix seconds at which each row was last read, collected since the last sweep.
+        self._read_at: dict[int, float] = {}
         self._state = state
         self._reader = _Reader(connect(state.path / NAME))
-        self._writer = Writer(connection)
+        self._writer = Writer(connection, on_commit)
         self.stalled = self._writer.stalled
         self.writable = self._writer.writable
 
-    @property
-    def on_commit(self) -> Hear:
-        return self._writer.on_commit
-
-    @on_commit.setter
-    def on_commit(self, hear: Hear) -> None:
-        self._writer.on_commit = hear
-
     @classmethod
-    def open(cls, directory: Path) -> "SqliteStore":
-        """StateError says why the directory cannot be used."""
+    def open(cls, directory: Path, on_commit: OnCommit = ignore) -> "SqliteStore":
+        """Open the store. Raises StateError if the directory cannot be used."""
         state = StateDir(directory)
         try:
-            return cls(state, open_database(state))
+            return cls(state, open_database(state), on_commit)
         except BaseException:
             state.close()
             raise
 
     async def close(self) -> None:
-        """Commits what was appended, ends the threads, unlocks the directory."""
+        """Commit all appends, end the threads and unlock the directory."""
         await self._reader.close()
         await self._writer.close()
         self._state.close()
@@ -98,7 +101,8 @@ class SqliteStore(Unshared):
         for found in await self._ask(partial(rows.find_all, name=name)):
             if isinstance(found, Stored):
                 return found
-            if not isinstance(name, ByKey):  # the key is free, so that a retry can run
+            # A damaged stream frees its key, so that a retry can run.
+            if not isinstance(name, ByKey):
                 raise found
         return None
 
@@ -128,36 +132,39 @@ class SqliteStore(Unshared):
             sound = [row for row in found if isinstance(row, rows.Row)]
             if all(row.has_ended or row.record.id in self._live for row in sound):
                 break
-            # one was created, or has ended, during the query
+            # Repeat the query, because a stream was created or has ended meanwhile.
         self._read_at.update((row.n, time.time()) for row in sound)
         for row in found:
             if isinstance(row, LogUnsound):
                 await self._set_aside(row)
         return [self._stored(row) if isinstance(row, rows.Row) else row for row in found]
 
-    def _mend(self, connection: sqlite3.Connection) -> None:
-        """Before anybody reads: sets aside the rows that this store did not write."""
+    def _set_aside_altered(self, connection: sqlite3.Connection) -> None:
+        """Set aside rows that were altered outside this store, before a reader can see these
+        rows.
+        """
         unsound = rows.unsound(connection)
         for one in unsound:
-            self._name(one)
+            self._report(one)
         try:
             connection.execute("BEGIN IMMEDIATE")
             rows.set_aside(connection, unsound)
             if num_orphans := rows.drop_orphans(connection):
                 logger.warning("%d logs without a stream were removed", num_orphans)
             connection.commit()
-        except sqlite3.OperationalError:  # a full disk: damage is then found when it is read
+        # If the disk is full, the damage is found later, when the stream is read.
+        except sqlite3.OperationalError:
             connection.rollback()
 
     async def _set_aside(self, unsound: LogUnsound) -> None:
-        """Names a stream once and marks it as unsound, unless it is being written."""
-        if unsound.row not in self._named and unsound.stream_id not in self._live:
-            self._name(unsound)
+        """Report a damaged stream once, and mark the stream as damaged unless it is live."""
+        if unsound.row not in self._reported and unsound.stream_id not in self._live:
+            self._report(unsound)
             with contextlib.suppress(StoreStalled):
                 await self._writer.write(partial(rows.set_aside, unsound=[unsound]), _nothing)
 
-    def _name(self, unsound: LogUnsound) -> None:
-        self._named.add(unsound.row)
+    def _report(self, unsound: LogUnsound) -> None:
+        self._reported.add(unsound.row)
         if unsound.reason:
             logger.warning(
                 "The stream in row %d is set aside: %s",
@@ -167,7 +174,7 @@ class SqliteStore(Unshared):
     def _claimed(self, found: list[rows.Row | LogUnsound]) -> list[Stored]:
         for row in found:
             if isinstance(row, LogUnsound):
-                self._name(row)
+                self._report(row)
                 if (tail := self._live.pop(row.stream_id, None)) is not None:
                     tail.forget(row)
         return [self._stored(row) for row in found if isinstance(row, rows.Row)]
@@ -181,7 +188,7 @@ class SqliteStore(Unshared):
         stream_id = row.record.id
         tail = self._live.get(stream_id)
         if tail is None:
-            assert row.has_ended, "a live stream has its tail"
+            assert row.has_ended, "a live stream has no tail"
             tail = Tail(row.next_seq, has_ended=True)
         return Stored(row.record, _StoredLog(self, row, tail))
 
@@ -195,7 +202,7 @@ class SqliteStore(Unshared):
 
 
 class _StoredLog:
-    """A stream's log as the writer of one epoch, or a reader, holds it."""
+    """Gives a reader or writer access to a stream's log. Each new writer gets a higher epoch."""
 
     __slots__ = ("_row", "_store", "_tail")
 
@@ -217,7 +224,8 @@ class _StoredLog:
         await self._store._writer.write(work, publish, num_bytes=len(batch.data))
 
     async def settle(self) -> None:
-        await self._store._writer.write(_nothing, _nothing, num_bytes=0)  # writes keep their order
+        # Writes keep their order, so this empty write completes after all earlier writes.
+        await self._store._writer.write(_nothing, _nothing, num_bytes=0)
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
         self._store._read_at[self._row.n] = time.time()
@@ -265,4 +273,7 @@ class _Reader:
 
 
 def _nothing(_: object) -> None:
-    """The `publish` of writes that change nothing in memory; the work of those that only wait."""
+    """Do nothing.
+
+    This is the `publish` of writes that change nothing in memory, and the `work` of `settle`.
+    """

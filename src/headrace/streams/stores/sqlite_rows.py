@@ -1,6 +1,7 @@
-"""The store's SQL: each function is a few statements of one transaction.
+"""The store's SQL. Each function runs a few statements of one transaction.
 
-Each row has a checksum, and the numbers of a log have no gap; where either fails, LogUnsound.
+Each row has a checksum, and the event numbers of a log have no gap. If either check fails, the
+functions return or raise LogUnsound.
 """
 
 import contextlib
@@ -15,12 +16,13 @@ import msgspec
 from headrace.streams.events import AnyEvent, frees_key, is_terminal
 from headrace.streams.log import LogConflict, LogGone, LogUnsound
 from headrace.streams.record import Record
-from headrace.streams.store import ByConversation, ById, ByKey, Name
+from headrace.streams.store import ByConversation, ById, ByItem, ByKey, Name
 from headrace.streams.stores.sweep import Kept
 from headrace_common.ids import StreamId
 
 NO_WRITER = 0
-SET_ASIDE = b""  # in place of the checksum of a stream that was found unsound
+# Replaces the checksum of a stream that was found damaged.
+SET_ASIDE = b""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_record = msgspec.msgpack.Decoder(Record).decode
@@ -31,15 +33,25 @@ _COLUMNS = (
     f"SELECT {_SEALED}, streams.checksum, record, records.checksum "
     "FROM streams LEFT JOIN records USING (n)"
 )
-_MAX_ROW = 1 << 53  # far beyond any real one; SQLite's largest leaves no number for the next
+# This limit is far above any real row number. After a row with SQLite's largest number, no row
+# could be added.
+_MAX_ROW = 1 << 53
 _PAGE = 256
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
-_NAME_COLUMNS = {ById: ("id",), ByConversation: ("owner", "conversation"), ByKey: ("owner", "key")}
+_FIND = {
+    ById: "id = ?",
+    ByConversation: "owner = ? AND conversation = ?",
+    ByKey: "owner = ? AND key = ?",
+    ByItem: "n = (SELECT max(n) FROM items WHERE owner = ? AND item = ?)",
+}
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A stream as one transaction saw it; `epoch` is set for the writer that claimed it there."""
+    """A stream's stored values, as one transaction read them.
+
+    `epoch` is set if the transaction claimed the stream for a writer.
+    """
 
     n: int
     next_seq: int
@@ -49,7 +61,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class WriteBatch(msgspec.Struct, frozen=True):
-    """The events of one append; `frees_key`: it ends in an error, and the key may be reused."""
+    """The encoded events of one append.
+
+    `frees_key` is true if the events end the stream with an error after which the key can be
+    reused.
+    """
 
     first_seq: int
     num_events: int
@@ -59,10 +75,11 @@ class WriteBatch(msgspec.Struct, frozen=True):
 
 
 def checksum(*values: Any) -> bytes:
-    """Over a row and its place: shows that a row was altered, moved or copied.
+    """Return a checksum of a row and its key; it detects altered, moved and copied rows.
 
-    64 bits of BLAKE2b take a microsecond; a change goes unseen once in 10^19. CRC-32 would miss
-    one altered row in 4 billion, and all rows of equal changes at once.
+    64 bits of BLAKE2b take a microsecond and miss one change in 10^19. CRC-32 would miss one
+    altered row in 4 billion. If the same change was made to many rows, CRC-32 would miss all of
+    these rows or no row.
     """
     return hashlib.blake2b(_encode(values), digest_size=8).digest()
 
@@ -73,7 +90,7 @@ def make_batch(first_seq: int, events: Sequence[AnyEvent]) -> WriteBatch:
 
 
 def claim(db: sqlite3.Connection, record: Record, replaces: StreamId | None) -> Row:
-    """A new row, or the row of the stream that holds one of the names."""
+    """Insert a new row, or return the row of an existing stream with one of the names."""
     names = record.names
     lookups: list[Name] = [ById(record.id)]
     if names.key is not None:
@@ -97,9 +114,8 @@ def find(db: sqlite3.Connection, name: Name) -> Row | LogUnsound | None:
 
 
 def find_all(db: sqlite3.Connection, name: Name) -> list[Row | LogUnsound]:
-    """One or none."""
-    where = " AND ".join(f"{column} = ?" for column in _NAME_COLUMNS[type(name)])
-    return _select(db, where, *msgspec.structs.astuple(name))
+    """Return a list with the stream of this name, or an empty list if there is no such stream."""
+    return _select(db, _FIND[type(name)], *msgspec.structs.astuple(name))
 
 
 def find_family(db: sqlite3.Connection, name: ByConversation) -> list[Row | LogUnsound]:
@@ -109,14 +125,20 @@ def find_family(db: sqlite3.Connection, name: ByConversation) -> list[Row | LogU
 
 
 def claim_unfinished(db: sqlite3.Connection) -> list[Row | LogUnsound]:
-    """Live streams, each read to its end once; unsound ones are set aside, which ends them."""
+    """Read all live streams completely and claim the undamaged streams.
+
+    Damaged streams are set aside, which ends the streams.
+    """
     found = [_read_through(db, row) for row in _select(db, "ended_at IS NULL")]
     set_aside(db, [row for row in found if isinstance(row, LogUnsound)])
     return [_claim_again(db, row) if isinstance(row, Row) else row for row in found]
 
 
 def append(db: sqlite3.Connection, n: int, epoch: int, batch: WriteBatch) -> None:
-    """LogConflict, with nothing changed, unless this writer's append is the next."""
+    """Append a batch.
+
+    Raises LogConflict, and changes nothing, if this is not the writer's next append.
+    """
     now = time.time()
     changed = db.execute(
         """UPDATE streams SET next_seq = next_seq + ?, num_bytes = num_bytes + ?, read_at = ?,
@@ -131,12 +153,15 @@ def append(db: sqlite3.Connection, n: int, epoch: int, batch: WriteBatch) -> Non
     if changed.rowcount == 0:
         raise LogConflict(f"append at {batch.first_seq} by writer {epoch}")
     _seal(db, n)
-    place = (n, batch.first_seq, batch.data)
-    db.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?)", (*place, checksum(*place)))
+    row_key = (n, batch.first_seq, batch.data)
+    db.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?)", (*row_key, checksum(*row_key)))
 
 
 def read(db: sqlite3.Connection, row: Row, after: int, num: int) -> list[AnyEvent]:
-    """The `num` events that follow number `after`; LogGone if the stream was forgotten."""
+    """Return the `num` events that follow number `after`.
+
+    Raises LogGone if the stream was deleted, and LogUnsound if the events are damaged.
+    """
     batches = db.execute(
         """SELECT first_seq, events, checksum FROM batches WHERE n = ?1 AND first_seq >= coalesce(
             (SELECT max(first_seq) FROM batches WHERE n = ?1 AND first_seq <= ?2), 0)
@@ -161,6 +186,7 @@ def delete(db: sqlite3.Connection, stream_ids: Sequence[StreamId]) -> None:
         if row is not None:
             db.execute("DELETE FROM records WHERE n = ?", row)
             db.execute("DELETE FROM batches WHERE n = ?", row)
+            db.execute("DELETE FROM items WHERE n = ?", row)
 
 
 def touch(db: sqlite3.Connection, read_at: dict[int, float]) -> None:
@@ -170,7 +196,7 @@ def touch(db: sqlite3.Connection, read_at: dict[int, float]) -> None:
 
 
 def kept(db: sqlite3.Connection) -> list[Kept]:
-    """All streams, without those whose row was altered and that are not yet set aside."""
+    """Return all streams, without altered streams that have not been set aside yet."""
     rows = db.execute(f"SELECT {_SEALED}, checksum, CAST(read_at AS REAL) FROM streams")
     return [
         Kept(row[1], row[7], row[10], row[8])
@@ -180,12 +206,15 @@ def kept(db: sqlite3.Connection) -> list[Kept]:
 
 
 def live(db: sqlite3.Connection) -> list[tuple[int, StreamId, int]]:
-    """Row, id and next seq of all live streams."""
+    """Return row number, stream id and next event number of all live streams."""
     return db.execute("SELECT n, id, next_seq FROM streams WHERE ended_at IS NULL").fetchall()
 
 
 def unsound(db: sqlite3.Connection) -> list[LogUnsound]:
-    """Streams whose row was altered; records and events are checked when they are read."""
+    """Return the streams whose row was altered.
+
+    Records and events are checked later, when a stream is read.
+    """
     rows = db.execute(f"SELECT {_SEALED}, checksum FROM streams").fetchall()
     changed = [row[0] for row in rows if row[9] not in (SET_ASIDE, checksum(*row[:9]))]
     found = [row for n in changed for row in _select(db, "n = ?", n)]
@@ -193,11 +222,12 @@ def unsound(db: sqlite3.Connection) -> list[LogUnsound]:
 
 
 def set_aside(db: sqlite3.Connection, unsound: Sequence[LogUnsound]) -> None:
-    """Ends unsound streams where they stand: they can be found and deleted, but not read.
+    """End damaged streams: they can be found and deleted, but not read.
 
-    Their keys are free. They keep the names that can be trusted.
+    The keys of these streams become free. All other names stay if the stored names can be trusted.
     """
-    for one in unsound:  # all first give up their names: rows may have taken each other's
+    # First remove the names from all rows, because a damaged row may have another row's name.
+    for one in unsound:
         db.execute(
             """UPDATE streams SET id = 'unsound-' || n, owner = x'', conversation = NULL,
                 key = NULL, num_bytes = 0, ended_at = ?, checksum = ? WHERE n = ?""",
@@ -218,7 +248,7 @@ def set_aside(db: sqlite3.Connection, unsound: Sequence[LogUnsound]) -> None:
 
 
 def drop_orphans(db: sqlite3.Connection) -> int:
-    """Removes logs that belong to no stream; returns how many."""
+    """Delete logs that belong to no stream; return their number."""
     db.execute(
         """UPDATE sqlite_sequence SET seq = (SELECT coalesce(max(n), 0) FROM streams)
             WHERE name = 'streams' AND NOT (typeof(seq) = 'integer' AND seq BETWEEN 0 AND ?)""",
@@ -233,11 +263,12 @@ def drop_orphans(db: sqlite3.Connection) -> int:
     ).fetchall()
     db.executemany("DELETE FROM records WHERE n = ?", orphans)
     db.executemany("DELETE FROM batches WHERE n = ?", orphans)
+    db.execute("DELETE FROM items WHERE n NOT IN (SELECT n FROM streams)")
     return len(orphans)
 
 
 def seal_all(db: sqlite3.Connection) -> None:
-    """Adds a checksum to every row."""
+    """Add a checksum to every row."""
     db.create_function("checksum", -1, checksum, deterministic=True)
     db.execute("UPDATE records SET checksum = checksum(n, CAST(record AS BLOB))")
     db.execute("UPDATE batches SET checksum = checksum(n, first_seq, CAST(events AS BLOB))")
@@ -250,31 +281,30 @@ def _select(db: sqlite3.Connection, where: str, *values: Any) -> list[Row | LogU
 
 
 def _row(*columns: Any) -> Row | LogUnsound:
-    """The stream of a row, if row and record are as written and agree."""
+    """Return the stream of a row; return LogUnsound if the row or its record is damaged."""
     sealed, (seal, data, record_seal) = columns[:9], columns[9:]
     n, stream_id, owner, conversation, key, _, next_seq, _, ended_at = sealed
     record = _open_record(n, data, record_seal)
     names = record.names if record else None
     if seal == SET_ASIDE:
-        told = owner if isinstance(owner, str) else None
-        return LogUnsound(n, stream_id, "", told, conversation)  # named before
+        known_owner = owner if isinstance(owner, str) else None
+        # The damage was reported when the stream was set aside.
+        return LogUnsound(n, stream_id, "", known_owner, conversation)
     if seal != checksum(*sealed):
         if record and names:
-            return LogUnsound(
-                n, record.id, "its row is not as written", names.owner, names.conversation
-            )
+            return LogUnsound(n, record.id, "its row is damaged", names.owner, names.conversation)
         known = StreamId(stream_id if isinstance(stream_id, str) else f"unsound-{n}")
-        return LogUnsound(n, known, "its row and its record are not as written")
+        return LogUnsound(n, known, "its row and its record are damaged")
     if not record or not names:
-        return LogUnsound(n, stream_id, "its record is not as written", owner, conversation)
+        return LogUnsound(n, stream_id, "its record is damaged", owner, conversation)
     has_names = (stream_id, owner) == (record.id, names.owner)
     if has_names and conversation in (None, names.conversation) and key in (None, names.key):
         return Row(n, next_seq, ended_at is not None, record)
-    return LogUnsound(n, record.id, "its row is not as written", names.owner, names.conversation)
+    return LogUnsound(n, record.id, "its row is damaged", names.owner, names.conversation)
 
 
 def _open_record(n: int, data: Any, seal: Any) -> Record | None:
-    """None unless it is as written and this version can decode it."""
+    """Decode a record; return None if the record is damaged or has an unknown version."""
     if seal == checksum(n, data):
         with contextlib.suppress(*_UNREADABLE):
             return _decode_record(data)
@@ -282,13 +312,16 @@ def _open_record(n: int, data: Any, seal: Any) -> Record | None:
 
 
 def _open_batch(row: Row, first_seq: Any, data: Any, seal: Any) -> list[AnyEvent]:
-    """LogUnsound unless it is as written and this version can decode it."""
+    """Decode one batch of events.
+
+    Raises LogUnsound if the batch is damaged or has an unknown version.
+    """
     if seal == checksum(row.n, first_seq, data):
         with contextlib.suppress(*_UNREADABLE):
             events = _decode_events(data)
             if events and [event.seq - first_seq for event in events] == list(range(len(events))):
                 return events
-    raise _unsound(row, f"its events from {first_seq} on are not as written")
+    raise _unsound(row, f"its events from {first_seq} on are damaged")
 
 
 def _unsound(row: Row, reason: str) -> LogUnsound:
@@ -335,10 +368,14 @@ def _insert(db: sqlite3.Connection, record: Record) -> Row:
     assert n is not None
     _seal(db, n)
     db.execute("INSERT INTO records VALUES (?, ?, ?)", (n, data, checksum(n, data)))
+    db.executemany(
+        "INSERT OR IGNORE INTO items VALUES (?, ?, ?)",
+        [(names.owner, item, n) for item in names.items],
+    )
     return Row(n, 0, False, record, epoch=1)
 
 
 def _seal(db: sqlite3.Connection, n: int) -> None:
-    """Updates a row's checksum after a change of ours."""
+    """Update a row's checksum after this store changed the row."""
     sealed = db.execute(f"SELECT {_SEALED} FROM streams WHERE n = ?", (n,)).fetchone()
     db.execute("UPDATE streams SET checksum = ? WHERE n = ?", (checksum(*sealed), n))

@@ -1,4 +1,4 @@
-"""The database file: opened, checked, migrated to the current schema; moved aside if damaged."""
+"""Opens the database file: checks the file, migrates an old schema, moves a damaged file aside."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ NAME = "streams.sqlite3"
 
 _DATABASE = b"SQLite format 3\0"
 _LOGS = (bytes.fromhex("377f0682"), bytes.fromhex("377f0683"))
-"""How these files begin."""
+"""The first bytes of a database file and of a write-ahead log."""
 
 Step = str | Callable[[sqlite3.Connection], None]
 
@@ -39,7 +39,7 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
             WHERE conversation IS NOT NULL""",
         "CREATE UNIQUE INDEX keys ON streams (owner, key) WHERE key IS NOT NULL",
         "CREATE INDEX live ON streams (n) WHERE ended_at IS NULL",
-        # beside the stream's row, which every append rewrites
+        # The record is stored apart from the stream's row, because every append rewrites the row.
         "CREATE TABLE records (n INTEGER PRIMARY KEY, record BLOB NOT NULL)",
         """CREATE TABLE batches (
             n INTEGER NOT NULL,
@@ -54,10 +54,22 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
         "ALTER TABLE batches ADD COLUMN checksum BLOB",
         seal_all,
     ),
+    (
+        # The rows of this table have no checksum. A damaged row points to a stream of another
+        # owner or to a stream without the item. Such a stream is refused.
+        """CREATE TABLE items (
+            owner TEXT NOT NULL,
+            item TEXT NOT NULL,
+            n INTEGER NOT NULL,
+            PRIMARY KEY (owner, item, n)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX items_of_streams ON items (n)",
+    ),
 )
-"""Steps from each version of the schema to the next; the first starts from nothing.
+"""Migrations from each version of the schema to the next version.
 
-Each changes a table: the version is known by its tables, since a stored number may be damaged.
+The first migration starts with an empty database. Each migration must change a table, because the
+version is recognized by the tables: a stored version number may be damaged.
 """
 
 _CANNOT = {
@@ -69,17 +81,17 @@ _CANNOT = {
     sqlite3.SQLITE_NOMEM,
     sqlite3.SQLITE_PERM,
 }
-"""Errors of the machine, with which a database may be whole; any other is damage."""
+"""Errors of the machine; the database may be intact. Any other error means damage."""
 
 _READ_ONLY = {sqlite3.SQLITE_READONLY_DIRECTORY, sqlite3.SQLITE_READONLY_CANTINIT}
 
 
 class _Damaged(Exception):
-    """The file is no longer a database of ours."""
+    """Raised when the file is not a usable database of this store."""
 
 
 def open_database(state: StateDir) -> sqlite3.Connection:
-    """The writer's connection, to a sound database of the current schema."""
+    """Return the writer's connection to an undamaged database of the current schema."""
     path = state.private_file(NAME)
     for suffix in ("-wal", "-shm", "-journal"):
         make_way(path.with_name(path.name + suffix))
@@ -92,9 +104,10 @@ def open_database(state: StateDir) -> sqlite3.Connection:
 
 
 def _check_wal(database: Path) -> None:
-    """Move aside a file that is not a write-ahead log: SQLite would silently overwrite it.
+    """Move the `-wal` file aside if it is not a write-ahead log.
 
-    Beside a damaged database it stays for now, and is moved aside together with the database.
+    SQLite would silently overwrite such a file. If the database itself is damaged, the `-wal` file
+    stays for now and is moved aside together with the database.
     """
     log = database.with_name(f"{database.name}-wal")
     if _begin(database) == _DATABASE and (magic := _begin(log)[:4]) and magic not in _LOGS:
@@ -109,16 +122,21 @@ def _begin(path: Path) -> bytes:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Each connection is used by one thread at a time; statements commit when told to."""
+    """Connect to the database. Only one thread at a time may use a connection.
+
+    Statements are not committed automatically inside a transaction.
+    """
     connection = sqlite3.connect(path, timeout=0.25, isolation_level=None, check_same_thread=False)
     connection.text_factory = _to_text
     connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA fullfsync = ON")  # where fsync alone does not reach the disk
+    # On some systems fsync alone does not reach the disk.
+    connection.execute("PRAGMA fullfsync = ON")
     return connection
 
 
 def _to_text(data: bytes) -> str:
-    return data.decode(errors="replace")  # altered text must not fail the rows beside it
+    # Altered text must not make the query fail for other rows.
+    return data.decode(errors="replace")
 
 
 def _open_whole(path: Path) -> sqlite3.Connection:
@@ -141,7 +159,7 @@ def _open_whole(path: Path) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def _judged() -> Iterator[None]:
-    """An error of SQLite means damage, unless the machine failed."""
+    """Turn an error of SQLite into _Damaged, unless the machine failed."""
     try:
         yield
     except sqlite3.Error as error:
@@ -150,24 +168,26 @@ def _judged() -> Iterator[None]:
         if cannot and code != sqlite3.SQLITE_IOERR_SHORT_READ:
             raise
         raise _Damaged from error
-    except UnicodeDecodeError as error:  # in an error message about damaged tables
+    # SQLite may quote undecodable table names in an error message.
+    except UnicodeDecodeError as error:
         raise _Damaged from error
 
 
 def _check(connection: sqlite3.Connection) -> None:
-    """Reads every page: damage must show now, not in the middle of a stream."""
+    """Read every page, so that damage shows now and not in the middle of a stream."""
     if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
         raise _Damaged
     if connection.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):
         logger.warning("The indexes of the stream database were damaged and are rebuilt")
         connection.execute("REINDEX")
     connection.execute("BEGIN IMMEDIATE")
-    connection.execute("PRAGMA user_version = 0")  # fails where a damaged header forbids writing
+    # This statement fails if a damaged header forbids writing.
+    connection.execute("PRAGMA user_version = 0")
     connection.rollback()
 
 
 def _version(connection: sqlite3.Connection) -> int:
-    """How many migrations made these tables."""
+    """Return how many migrations have made these tables."""
     tables = _tables(connection)
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as blank:
         for version, migration in enumerate((*MIGRATIONS, ())):
@@ -178,8 +198,9 @@ def _version(connection: sqlite3.Connection) -> int:
     if number <= len(MIGRATIONS):
         raise _Damaged
     raise StateError(
-        f"The state directory was written by a newer Headrace (schema {number}, this one "
-        f"knows {len(MIGRATIONS)}); use that one, or another directory with --state-dir."
+        f"The state directory was written by a newer version of Headrace (schema {number}; this "
+        f"version supports schema {len(MIGRATIONS)}). Use the newer version, or choose another "
+        "directory with --state-dir."
     )
 
 

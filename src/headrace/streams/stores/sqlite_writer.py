@@ -1,4 +1,4 @@
-"""The one thread that writes the database: many writes, one transaction, in order."""
+"""Writes the database in one thread: collects many writes into each transaction, in order."""
 
 import asyncio
 import logging
@@ -9,22 +9,25 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from headrace.streams.store import Hear, StoreStalled, nobody_hears
+from headrace.streams.store import OnCommit, StoreStalled
 from headrace_common.system.awake import Countdown
 
 logger = logging.getLogger(__name__)
 
-GROUP_S = 0.005  # writes within it share a transaction, and so one sync of the disk
+# Writes within this time share a transaction, and therefore one sync of the disk.
+GROUP_S = 0.005
 RETRY_S = 0.25
-STALL_S = 8.0  # after this long without a commit, the store has stalled
-LAST_TRY_S = 1.0  # for a store that has stalled, when it closes
+# The store counts as stalled after this many seconds without a commit.
+STALL_S = 8.0
+# While the store closes, a stalled store tries to commit for at most this many seconds.
+LAST_TRY_S = 1.0
 MAX_WAITING_BYTES = 64 << 20
 
 Result = TypeVar("Result")
 
 
 class _Write(Generic[Result]):
-    """Work for the thread, then `publish` of its result on the loop, then the caller goes on."""
+    """A write: `work` runs on the thread, then `publish` gets the result on the event loop."""
 
     __slots__ = ("began", "done", "error", "is_patient", "num_bytes", "publish", "result", "work")
 
@@ -44,11 +47,12 @@ class _Write(Generic[Result]):
         self.error: Exception | None = None
 
     def settle(self) -> None:
-        """Runs on the loop. The result is published even if nobody waits for it."""
+        """Deliver the result on the event loop, even if nobody awaits the write."""
         if self.error is None:
             try:
                 result = self.publish(self.result)
-            except Exception as error:  # for its own caller, not those of the other writes
+            # Only the caller of this write gets the error, not the callers of the other writes.
+            except Exception as error:
                 self.error = error
         if self.done.cancelled():
             return
@@ -59,14 +63,24 @@ class _Write(Generic[Result]):
 
 
 class Writer:
-    """Its methods are for the event loop; the connection is the thread's alone."""
+    """Collects writes and commits them in groups.
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    The event loop calls the methods; only the thread uses the connection.
+
+    The thread takes a write, waits GROUP_S for more writes, and commits all of them in one
+    transaction, because a sync of the disk costs more than the rows. If one write raises an error,
+    the transaction is rolled back and repeated without this write.
+
+    If the disk fails, the store counts as stalled. Writes with `num_bytes` (appends) are then
+    retried every RETRY_S, and all writes without `num_bytes` fail immediately.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, on_commit: OnCommit) -> None:
         self.stalled = asyncio.Event()
         self.writable = asyncio.Event()
         self.writable.set()
-        self.on_commit: Hear = nobody_hears
         self._connection = connection
+        self._on_commit = on_commit
         self._writes: queue.SimpleQueue[_Write[Any] | None] = queue.SimpleQueue()
         self._num_waiting = 0
         self._num_waiting_bytes = 0
@@ -82,10 +96,11 @@ class Writer:
         publish: Callable[[Any], Result],
         num_bytes: int | None = None,
     ) -> Result:
-        """Commits `work`, then at once calls `publish` with its result; returns what that gives.
+        """Commit `work`, then call `publish` with the result of `work`; return the result of
+        `publish`.
 
-        `work` may run again after a failed commit. A write with `num_bytes` waits in the buffer
-        through a stall; one without fails with StoreStalled.
+        `work` can run again after a failed commit. During a stall, a write with `num_bytes`
+        waits, and a write without `num_bytes` raises StoreStalled.
         """
         write = _Write(work, publish, num_bytes)
         self._check_room(write)
@@ -97,11 +112,14 @@ class Writer:
         return await write.done
 
     async def close(self) -> None:
-        """Tries once to commit what waits, then closes the database; the rest fails."""
+        """Try once more to commit pending writes, then close the database; the remaining writes
+        fail.
+        """
         self._closing.set()
         self._writes.put(None)
         patience_s = LAST_TRY_S if self.stalled.is_set() else STALL_S
-        await asyncio.to_thread(self._thread.join, patience_s)  # a disk may never answer
+        # Limit the wait, because a disk may never answer.
+        await asyncio.to_thread(self._thread.join, patience_s)
         if self._watch is not None:
             self._watch.cancel()
 
@@ -116,7 +134,7 @@ class Writer:
                 f"{waiting} bytes are waiting to be stored; the limit is {MAX_WAITING_BYTES}."
             )
 
-    # on the loop, called by the thread
+    # The thread schedules the methods below on the event loop.
 
     def _settle(self, writes: list[_Write[Any]]) -> None:
         for write in writes:
@@ -128,19 +146,23 @@ class Writer:
         self._settle(writes)
         now = time.monotonic()
         for write in writes:
-            self.on_commit(now - write.began)
+            self._on_commit(now - write.began)
         if self.stalled.is_set():
             logger.warning("The stream store can write again")
             self.stalled.clear()
             self.writable.set()
-        assert self._watch is not None, "every write is watched until its commit"
+        assert self._watch is not None, "no timer was running for this commit"
         self._watch.cancel()
         self._watch = None
         if self._num_waiting:
             self._start_watch()
 
     def _start_watch(self) -> None:
-        """Nothing counts against the store while the loop itself is kept from running."""
+        """Start the timer that reports a stall if the next commit takes too long.
+
+        The timer stands still while the event loop itself is blocked, so blocked time does not
+        count.
+        """
         self._watch = Countdown(STALL_S, lambda: self._stall(f"no commit for {STALL_S:.0f} s", []))
 
     def _stall(self, why: str, refused: list[_Write[Any]]) -> None:
@@ -150,7 +172,7 @@ class Writer:
             self.writable.clear()
         self._settle(refused)
 
-    # the thread
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         has_more = True
@@ -158,10 +180,14 @@ class Writer:
             writes, has_more = self._gather()
             if writes:
                 self._commit(writes)
-        self._connection.close()  # the last to close moves the write-ahead log into the database
+        # Closing the last connection moves the write-ahead log into the database.
+        self._connection.close()
 
     def _gather(self) -> tuple[list[_Write[Any]], bool]:
-        """Waits for a write and takes those that soon follow; False with the last ones."""
+        """Wait for a write, and collect the writes that arrive within GROUP_S.
+
+        Returns False as the second value if the store closes after these writes.
+        """
         gathered = [self._writes.get()]
         if gathered[0] is not None:
             time.sleep(GROUP_S)
@@ -170,7 +196,10 @@ class Writer:
         return [write for write in gathered if write is not None], gathered[-1] is not None
 
     def _commit(self, writes: list[_Write[Any]]) -> None:
-        """Commits all in one transaction; retries until it succeeds or the store closes."""
+        """Commit all writes in one transaction.
+
+        The commit is retried until it succeeds or the store closes.
+        """
         loop = writes[0].done.get_loop()
         while not self._try(writes):
             outlasting = [write for write in writes if self._outlasts(write)]
@@ -182,7 +211,10 @@ class Writer:
         loop.call_soon_threadsafe(self._committed, writes)
 
     def _try(self, writes: list[_Write[Any]]) -> bool:
-        """Whether the transaction was committed; writes that can never succeed are left out."""
+        """Try to commit the writes in one transaction, without writes that can never succeed.
+
+        Returns whether the transaction was committed.
+        """
         while True:
             try:
                 self._attempt([write for write in writes if write.error is None])
@@ -208,16 +240,16 @@ class Writer:
         self._connection.commit()
 
     def _outlasts(self, write: _Write[Any]) -> bool:
-        """Whether to try again after a failure; if not, the write fails with it."""
+        """Return whether to retry the write after a failure; otherwise set the write's error."""
         if write.error is None and not (write.is_patient and not self._closing.is_set()):
             write.error = StoreStalled("The server cannot write to its disk now; try again later.")
         return write.error is None
 
 
 class _Refused(Exception):
-    """A write that can never succeed; its `error` says why."""
+    """Raised for a write that can never succeed; its `error` says why."""
 
 
 def _is_storage_failure(error: Exception) -> bool:
-    """Whether the disk or the file failed, rather than one write."""
+    """Return whether the error concerns the disk or the file, not only one write."""
     return isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError

@@ -1,4 +1,7 @@
-"""The directory that streams live in: private to its user, and to one server at a time."""
+"""Locks the state directory, so that only one server uses the directory at a time.
+
+The server's files in the directory are readable only by the server's user.
+"""
 
 import contextlib
 import fcntl
@@ -10,13 +13,13 @@ from headrace_common.system.state_files import make_way
 
 
 class StateInUse(StateError):
-    """Another server has the state directory."""
+    """Raised when another server uses the state directory."""
 
     code = "state_in_use"
 
 
 class StateDir:
-    """A locked directory. The lock belongs to the process, and is gone when that ends."""
+    """A locked directory. The lock belongs to the process and is released when the process ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,25 +27,28 @@ class StateDir:
             self._lock = _lock(path)
         except BlockingIOError as error:
             raise StateInUse(
-                f"Another server uses the state directory {path}; stop it, or give this one a "
-                "directory of its own with --state-dir."
+                f"Another server uses the state directory {path}; stop the other server, or give "
+                "this server a separate directory with --state-dir."
             ) from error
         except OSError as error:
             raise StateError(
-                f"The state directory {path} cannot be used: {error.strerror}. Choose another with "
-                "--state-dir, or keep streams in memory with --state-dir none."
+                f"The state directory {path} cannot be used: {error.strerror}. Choose another "
+                "directory with --state-dir, or keep streams in memory with --state-dir none."
             ) from error
 
     def private_file(self, name: str) -> Path:
-        """A file that only its user can read; created if it does not exist."""
+        """Return the path of a file that only the server's user can read.
+
+        The file is created if it does not exist.
+        """
         path = self.path / name
         make_way(path)
         try:
             os.close(_open_private(path))
         except OSError as error:
             raise StateError(
-                f"The state directory cannot be used: {name}: {error.strerror}. Remove it, or "
-                "choose another directory with --state-dir."
+                f"The file {name} in the state directory {self.path} cannot be used: "
+                f"{error.strerror}. Remove the file, or choose another directory with --state-dir."
             ) from error
         return path
 
@@ -54,7 +60,8 @@ def _lock(directory: Path) -> int:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = directory / "lock"
     if lock.exists() or not any(directory.iterdir()):
-        directory.chmod(0o700)  # a directory that holds other things keeps its mode
+        # A directory that contains other files keeps its mode.
+        directory.chmod(0o700)
     make_way(lock)
     with contextlib.ExitStack() as opened:
         descriptor = _open_private(lock)

@@ -1,4 +1,8 @@
-"""Chooses ended streams to evict: those too old, then the least recently read beyond a cap."""
+"""Chooses ended streams to delete.
+
+Expired streams are deleted first. While a limit is exceeded, the least recently read streams are
+deleted too.
+"""
 
 from collections.abc import Iterable
 
@@ -9,7 +13,10 @@ from headrace_common.ids import StreamId
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """One stream to a sweep; times are unix seconds, `ended_at` is None while it lives."""
+    """The values of one stream that a sweep needs.
+
+    Times are in unix seconds; `ended_at` is None for a live stream.
+    """
 
     stream_id: StreamId
     num_bytes: int
@@ -18,7 +25,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def choose(kept: Iterable[Kept], retention: Retention, now: float) -> tuple[list[StreamId], Totals]:
-    """Streams to evict, in that order, and what is left without them."""
+    """Return the streams to delete, in order, and the totals of the remaining streams."""
     live: list[Kept] = []
     ended: list[Kept] = []
     for stream in kept:

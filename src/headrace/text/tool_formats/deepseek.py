@@ -1,4 +1,4 @@
-"""Tags of its own around a name and fenced JSON, as DeepSeek writes."""
+"""Parses the tool calls of DeepSeek: special tags around a name and fenced JSON."""
 
 from headrace.text.tool_formats.format import ToolFormat
 from headrace.text.tool_formats.json_calls import JsonCalls

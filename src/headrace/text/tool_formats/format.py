@@ -1,46 +1,48 @@
-"""A format of tool calls: how they are found in a text, parsed, and forced by a grammar."""
+"""Defines a format of tool calls: how calls are found in text, parsed, and forced by a grammar."""
 
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Call = tuple[str, dict[str, Any]]
-"""A name and its arguments."""
+"""The name and the arguments of a call."""
 
 IsText = Callable[[str, str], bool]
-"""Whether this tool declares this parameter as a string."""
+"""Returns whether a tool, given by name, declares a parameter as a string."""
 
 TokenId = Callable[[str], int | None]
-"""The id of a token by its text, or None."""
+"""Returns the id of a token by its text, or None."""
 
-ANY_TEXT = "/(?s:.+)/"  # special tokens are no text, so it ends before a marker
+# Special tokens are not text, so this pattern ends before a marker.
+ANY_TEXT = "/(?s:.+)/"
 
 
 class CallDelta(NamedTuple):
-    """More of a tool call: its name comes first and once, then its arguments, piece by piece."""
+    """A piece of a tool call: first only the name, then the arguments piece by piece."""
 
     name: str
     arguments: str
 
 
 class CallBody(Protocol):
-    """Reads the calls behind one start marker."""
+    """Parses the calls after a start marker."""
 
     def feed(self, text: str) -> list[CallDelta]: ...
 
     def flush(self) -> list[CallDelta]:
-        """The answer has ended."""
+        """Return the last pieces at the end of the answer."""
 
     @property
     def rest(self) -> str | None:
-        """The text after the calls, or all of it without a call; None while more may come."""
+        """The text after the calls, or all text if there is no call; None if unknown."""
 
 
 class CallRules(NamedTuple):
-    """Lark's `lines` define `calls`; @arguments0 is what the first tool takes, and so on.
+    """Lark rules for tool calls: `lines` define the rule `calls`.
 
-    `start` is for an answer that may be text, of the form `text`, instead or before; None: the
-    beginning of a call could not be told from text.
+    In the rules, @arguments0 stands for the arguments of the first tool, and so on. `start` is the
+    start rule for answers that can contain both text and calls. `text` is the pattern of the text,
+    or None if text and the start of a call cannot be distinguished.
     """
 
     lines: list[str]
@@ -49,37 +51,40 @@ class CallRules(NamedTuple):
 
 
 MakeRules = Callable[[Sequence[str], int, TokenId], CallRules]
-"""The rules for one call, or up to as many, of tools with these names."""
+"""Returns the rules for 1 to N calls, given the tools' names, N and a function for token ids."""
 
 
 class ToolFormat(NamedTuple):
-    """`starts` open a body; so does an answer that begins with one character of `leads`.
+    """A format of tool calls.
 
-    `sign` is what only chat templates of this format have. Those of `starts` that are in `kept` are
-    part of a call.
+    A marker in `starts` begins a call. A character in `leads` also begins a call if the character
+    begins the answer. `sign` is a text that only chat templates of this format contain. A marker
+    in `kept` is part of the call, so the call's parser also gets the marker.
     """
 
     sign: str
     starts: tuple[str, ...]
     make: Callable[[IsText], CallBody]
     leads: str = ""
-    ends: tuple[str, ...] = ()  # markers inside the body
+    # Markers inside or after a call.
+    ends: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    rules: MakeRules | None = None  # None: calls cannot be forced
+    # None if the format's calls cannot be forced by a grammar.
+    rules: MakeRules | None = None
 
 
 def marker(text: str, token_id: TokenId) -> str:
-    """The marker in a rule: the token itself, where the model has one."""
+    """Return the marker for a rule: as a token if the model has this token, or else as text."""
     found = token_id(text)
     return json.dumps(text) if found is None else f"<[{found}]>"
 
 
 def more(rule: str, most: int) -> str:
-    """The calls after the first one in a rule."""
+    """Return the part of a rule for the calls after the first call, or "" for a single call."""
     return f" ({rule}){{0,{most - 1}}}" if most > 1 else ""
 
 
 def objects(names: Sequence[str], key: str) -> str:
-    """A rule for a call as a JSON object; its arguments are under `key`."""
+    """Return a rule for a call as a JSON object with its arguments under `key`."""
     openings = (json.dumps(f'{{"name": "{name}", "{key}": ') for name in names)
     return " | ".join(f'{it} @arguments{i} "}}"' for i, it in enumerate(openings))

@@ -1,7 +1,8 @@
-"""Tools for a chat template that knows none: all about them is written into the messages.
+"""Writes tools into the messages of a chat, for templates that do not support tools.
 
-A text before the conversation describes the tools and the form of a call, JSON on a line of its
-own. Earlier calls and their results become text of the roles that every template knows.
+A text in the system message describes the tools and the format of a call: JSON on a separate
+line. Earlier calls and their results become ordinary messages with roles that every template
+supports.
 """
 
 import json
@@ -22,7 +23,7 @@ from headrace.text.tool_formats.json_calls import OBJECT, JsonCalls
 from headrace_common.request import Chat
 
 GENERIC = "generic"
-"""The tool format of such models."""
+"""The tool format of models whose template does not support tools."""
 
 _HEAD = "You can call the functions below, one JSON object per line:\n"
 _TAIL = """
@@ -32,14 +33,15 @@ Write each of several calls on its own line. The results come in the next messag
 helps, answer in plain words."""
 
 
-def with_tools_in_words(chat: Chat) -> Chat:
-    """Write the chat's tools, calls and results as text; return the same chat if it has none.
+def with_tools_as_text(chat: Chat) -> Chat:
+    """Write the chat's tools, calls and results as text.
 
-    The description of the tools ends the system message that begins the conversation.
+    The description of the tools is appended to the system message. A chat without tools and calls
+    is returned unchanged.
     """
     if not chat.tools and not has_calls(chat.messages):
         return chat
-    messages = merge_turns(in_words(chat.messages))
+    messages = merge_turns(calls_as_text(chat.messages))
     if chat.tools:
         leads = messages[0]["role"] in ("system", "developer")
         system = messages[0]["content"] if leads else ""
@@ -49,7 +51,7 @@ def with_tools_in_words(chat: Chat) -> Chat:
 
 
 def has_calls(messages: Iterable[Message]) -> bool:
-    """Return whether there are calls of tools, or results, among the messages."""
+    """Return whether the messages include tool calls or tool results."""
     return any(it["role"] == "tool" or it.get("tool_calls") for it in messages)
 
 
@@ -60,9 +62,10 @@ def _described(tools: Sequence[dict[str, Any]]) -> str:
     return _HEAD + "\n".join(json.dumps(it, ensure_ascii=False) for it in lines) + "\n" + _TAIL
 
 
-def in_words(messages: Iterable[Message]) -> Iterator[Message]:
-    """Write calls as the model would write them, and results as messages of the user."""
-    names: dict[Any, str] = {}  # of the functions, by the ids of their calls
+def calls_as_text(messages: Iterable[Message]) -> Iterator[Message]:
+    """Write calls in the format that the model is asked to use, and results as user messages."""
+    # Function names, by the ids of the calls.
+    names: dict[Any, str] = {}
     for message in messages:
         calls = [call for call in message.get("tool_calls", ()) if _is_call(call)]
         names |= {call.get("id"): call["function"]["name"] for call in calls}
@@ -84,7 +87,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _call(call: dict[str, Any]) -> str:
-    """Writes a call to the letter as it was generated, so that a client's copy of it is cached."""
+    """Write a call exactly as the model generated the call, so that the prefix cache matches."""
     function = call["function"]
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, str):

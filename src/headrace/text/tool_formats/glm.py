@@ -1,12 +1,12 @@
-"""name<arg_key>key</arg_key><arg_value>value</arg_value>, as GLM writes."""
+"""Parses the tool calls of GLM: name<arg_key>key</arg_key><arg_value>value</arg_value>."""
 
 import re
 
 from headrace.text.tool_formats.format import Call, IsText, ToolFormat
 from headrace.text.tool_formats.whole_calls import WholeCalls, value_of
 
-# A model's answer is parsed on the event loop, so no part of it may be tried twice: a lazy group
-# that may grow again makes the time cubic in the answer's length.
+# Answers are parsed on the event loop, so no part of an answer may be matched twice. A lazy group
+# that can be extended later would make the time cubic in the length of the answer.
 _PAIR = re.compile(
     r"(?><arg_key>(.*?)</arg_key>)\s*+(?><arg_value>(.*?)</arg_value>)\s*+", re.DOTALL
 )

@@ -1,4 +1,4 @@
-"""<tool_call> and a JSON object, as Hermes and Qwen write."""
+"""Parses the tool calls of Hermes and Qwen: <tool_call> and a JSON object."""
 
 from collections.abc import Sequence
 

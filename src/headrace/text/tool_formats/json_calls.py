@@ -1,4 +1,4 @@
-"""Calls whose arguments stand as JSON in the text: they go out as they come, slips mended."""
+"""Parses calls with JSON arguments; repairs mistakes, and returns the arguments piece by piece."""
 
 import json
 import re
@@ -12,22 +12,25 @@ OBJECT = (
     r"\s*(?:```(?:json)?)?[\s\[,;]*"
     rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?{_NAME}{_ARGUMENTS}'
 )
-"""The opening of a call that is an object with name and arguments, fenced or in an array or not."""
-_BETWEEN = " \n\r\t,;"  # calls
+"""Matches the start of a call that is a JSON object, perhaps in a code fence or an array."""
+# Characters that may separate two calls.
+_BETWEEN = " \n\r\t,;"
 _BEFORE = _BETWEEN + "["
 
 
 class JsonCalls:
-    """Calls whose arguments are a JSON object in the text: opening, arguments, closing; again."""
+    """Parses calls that consist of an opening, a JSON object with the arguments, and a closing."""
 
     def __init__(
         self, opening: str, closing: tuple[str, ...], again: str = "{", has_header: bool = False
     ) -> None:
-        """`opening` matches up to the arguments; its one group that matches is the name.
+        """Set the patterns of the format.
 
-        `closing`: literals that may follow the arguments, in this order, white space between them.
-        `again` begins another call, if the last of them has not come. `has_header`: words may
-        precede the first brace.
+        `opening` matches the text up to the arguments. Exactly one group of `opening` matches,
+        and this group is the name. `closing` contains the literals that can follow the arguments,
+        in order, with white space between the literals. `again` is the text that begins another
+        call. Another call is only possible if the last literal of `closing` was missing. If
+        `has_header` is set, text may precede the first brace.
         """
         self._has_header = has_header
         self.rest: str | None = None
@@ -35,10 +38,13 @@ class JsonCalls:
         self._closing = closing
         self._again = again
         self._text = ""
-        self._at = 0  # all before it was given out, or is of no more use
+        # All text before this index has been processed.
+        self._at = 0
         self._has_name = False
-        self._scan: ObjectScan | None = None  # while in arguments
-        # a call in another form of object, as far as it has been scanned, and up to where
+        # Set while the text is inside a call's arguments.
+        self._scan: ObjectScan | None = None
+        # The scan of a call that does not match `opening`, and the call's repaired text so far.
+        # The scan continues at the index `_scanned`.
         self._object: tuple[ObjectScan, list[str]] | None = None
         self._scanned = 0
 
@@ -63,7 +69,7 @@ class JsonCalls:
         return deltas
 
     def _advance(self, deltas: list[CallDelta], is_last: bool) -> bool:
-        """Takes one part off the text; False if more of it is needed."""
+        """Process the next part of the text; return False if more text is needed."""
         if self._scan is not None:
             return self._take_arguments(deltas)
         if self._has_name:
@@ -90,7 +96,11 @@ class JsonCalls:
         return True
 
     def _whole_object(self, is_last: bool) -> tuple[tuple[str, str] | None, int] | None:
-        """A call in another form of object; None while it is not whole."""
+        """Parse a call that does not match `opening`, such as a call with another order of keys.
+
+        Returns None while more text is needed. Otherwise returns the call and the index where
+        parsing continues. If the text is not a call, the first value is None.
+        """
         start = self._text.find("{", self._at)
         header = self._text[self._at : start if start >= 0 else None].strip(_BEFORE)
         is_fence = header in ("", "```", "```json") if start >= 0 else "```json".startswith(header)
@@ -107,7 +117,7 @@ class JsonCalls:
             return (None, self._at) if is_last else None
         self._object = None
         call = _call_in("".join(mended))
-        # its last brace is the first literal of the closing
+        # The object's last brace is also the first literal of the closing.
         return (call, self._scanned - 1) if call else (None, self._at)
 
     def _take_arguments(self, deltas: list[CallDelta]) -> bool:
@@ -123,11 +133,11 @@ class JsonCalls:
     def _take_closing(self, is_last: bool) -> bool:
         at, has_ended = self._at, False
         for literal in self._closing:
-            place = _skip(self._text, at, "," if literal == "}" else "")
-            left = self._text[place : place + len(literal)]
+            index = _skip(self._text, at, "," if literal == "}" else "")
+            left = self._text[index : index + len(literal)]
             has_ended = left == literal
             if has_ended:
-                at = place + len(literal)
+                at = index + len(literal)
             elif literal.startswith(left) and not is_last:
                 return False
         at = _skip(self._text, at)
@@ -143,7 +153,10 @@ class JsonCalls:
 
 
 def _call_in(text: str) -> tuple[str, str] | None:
-    """Name and arguments of an object with keys in any order; its arguments may be a string."""
+    """Return the name and the arguments of a call with any order of keys.
+
+    In `text`, the arguments can be an object or a string.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -162,14 +175,14 @@ def _call_in(text: str) -> tuple[str, str] | None:
 
 
 def _mended(text: str) -> str:
-    """An object that is the whole text; "" if it is something else."""
+    """Repair a text that is one whole object; return "" for any other text."""
     scan = ObjectScan()
     end, mended = scan.feed(text, 0)
     return mended if scan.is_over and end == len(text) else ""
 
 
 def _skip(text: str, at: int, also: str = "") -> int:
-    """The first place from there on that is neither white space nor one of `also`."""
+    """Return the first index from `at` on where the text is neither white space nor in `also`."""
     while at < len(text) and (text[at].isspace() or text[at] in also):
         at += 1
     return at

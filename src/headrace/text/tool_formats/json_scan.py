@@ -1,7 +1,7 @@
-"""A JSON object out of a text that comes in pieces: as it was written, its slips mended.
+"""Extracts a JSON object from a text that arrives in pieces, and repairs common mistakes.
 
-Valid JSON passes unchanged. Models write Python's quotes and literals, commas before a closing
-bracket, line breaks within strings, and backslashes before any letter.
+Valid JSON passes unchanged. Models sometimes write Python's quotes and literals, commas before a
+closing bracket, line breaks within strings, and backslashes before any letter.
 """
 
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
@@ -10,27 +10,30 @@ _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 class ObjectScan:
-    """Finds the end of an object, and hands out what stands up to there."""
+    """Finds the end of a JSON object, and returns the object's repaired text."""
 
     def __init__(self) -> None:
         self.is_over = False
         self._depth = 0
-        self._quote = ""  # that ends the string
+        # The quote that ends the current string; "" outside of strings.
+        self._quote = ""
         self._is_escaped = False
-        self._held = ""  # outside strings: a word, or a comma and the white space after it
+        # Text that is held back outside of strings: a word, or a comma and the following
+        # white space.
+        self._held = ""
 
     def feed(self, text: str, start: int) -> tuple[int, str]:
-        """How far the object goes in `text`, counted from its beginning, and what it says."""
+        """Return the index after the last processed character of `text`, and the object's text."""
         out: list[str] = []
-        for place in range(start, len(text)):
+        for index in range(start, len(text)):
             step = self._in_string if self._quote else self._outside
-            out.append(step(text[place]))
+            out.append(step(text[index]))
             if self.is_over:
-                return place + 1, "".join(out)
+                return index + 1, "".join(out)
         return len(text), "".join(out)
 
     def flush(self) -> str:
-        """The rest of an object that was cut."""
+        """Return the rest of an object that ended too early."""
         held, self._held = self._held, ""
         return held + "\\" * self._is_escaped
 

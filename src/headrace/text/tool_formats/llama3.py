@@ -1,4 +1,4 @@
-"""Bare JSON objects, as Llama 3 writes, perhaps after a tag."""
+"""Parses the tool calls of Llama 3: JSON objects, sometimes after a tag."""
 
 from collections.abc import Sequence
 

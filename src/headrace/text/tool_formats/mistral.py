@@ -1,4 +1,4 @@
-"""[TOOL_CALLS] and a JSON array, or names with their arguments, as Mistral writes."""
+"""Parses the tool calls of Mistral: [TOOL_CALLS] and a JSON array, or names with arguments."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""[name(key=value), ...] in Python's literals, as Llama 4 and LFM2 write."""
+"""Parses the tool calls of Llama 4 and LFM2: [name(key=value), ...] with Python literals."""
 
 import ast
 import json
@@ -25,12 +25,13 @@ def _call(call: ast.expr) -> Call:
     for keyword in call.keywords:
         assert keyword.arg
         arguments[keyword.arg] = ast.literal_eval(_InPython().visit(keyword.value))
-    json.dumps(arguments, allow_nan=False)  # sets, bytes and tuples of them are an error now
+    # Sets and bytes raise an error here, because JSON cannot represent these types.
+    json.dumps(arguments, allow_nan=False)
     return name, arguments
 
 
 class _InPython(ast.NodeTransformer):
-    """JSON's words for Python's."""
+    """Replaces JSON literals with Python literals."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node

@@ -1,4 +1,4 @@
-"""<function=name><parameter=key>value</parameter></function>, as Qwen3-Coder writes."""
+"""Parses the calls of Qwen3-Coder: <function=name><parameter=key>value</parameter></function>."""
 
 import re
 
@@ -6,10 +6,11 @@ from headrace.text.tool_formats.format import Call, IsText, ToolFormat
 from headrace.text.tool_formats.whole_calls import WholeCalls, value_of
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+# Models sometimes omit the end tag of a parameter.
 _PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=\n<parameter=)|(?=</function>\s*(?:$|<function=)))",
     re.DOTALL,
-)  # its end is forgotten at times
+)
 _END = re.compile(r"\s*</function>\s*")
 
 
@@ -36,5 +37,6 @@ FORMAT = ToolFormat(
     lambda is_text: WholeCalls(
         "</tool_call>", lambda body: _parse(body, is_text), ("<parameter=", "</parameter>")
     ),
-    kept=("<function=",),  # without the tag before it, as it often comes
+    # Models often omit the tag <tool_call> before <function=.
+    kept=("<function=",),
 )

@@ -1,6 +1,6 @@
-"""The formats by name: each is a module here, and its name stands in the settings alone.
+"""Finds tool formats by name; each format is a module in this folder.
 
-Harmony is more than a format of calls: see output_splitter.py.
+Harmony is more than a format of calls, so output_splitter.py handles Harmony.
 """
 
 from functools import cache
@@ -14,16 +14,17 @@ from headrace_common.config.settings import ToolFormatName
 
 @cache
 def format_of(name: str) -> ToolFormat:
-    """The format of that name."""
+    """Return the format with this name."""
     module = import_module(f"headrace.text.tool_formats.{name.replace('-', '_')}")
     found: ToolFormat = module.FORMAT
     return found
 
 
 def tool_format(template: str) -> str:
-    """The name of the format that a chat template speaks of; hermes, the commonest, if of none.
+    """Return the tool format that a chat template uses.
 
-    "" without a template, and generic if it takes no tools.
+    Returns "" without a template, and generic if the template does not support tools. Returns
+    hermes, the most common format, if the template's format is not recognized.
     """
     if "tools" not in template:
         return GENERIC if template else ""

@@ -1,4 +1,4 @@
-"""Calls that can be parsed only when they are whole."""
+"""Parses calls that can only be parsed when they are complete."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from headrace.text.tool_formats.format import Call, CallDelta
 
 
 class WholeCalls:
-    """Calls that are parsed once they are whole: up to `end`, or to the end of the answer."""
+    """Parses calls when they are complete: at the marker `end`, or at the end of the answer."""
 
     def __init__(
         self,
@@ -16,25 +16,26 @@ class WholeCalls:
         parse: Callable[[str], list[Call] | None],
         value: tuple[str, str] = ("", ""),
     ) -> None:
-        """`value`: markers around an argument, in which `end` is text."""
+        """`value` contains the markers around an argument; an `end` inside an argument is text."""
         self.rest: str | None = None
         self._end = end
         self._parse = parse
         self._value = value
         self._text = ""
-        self._at = 0  # no end that counts lies before
+        # Each `end` before this index turned out not to end the calls.
+        self._at = 0
 
     def feed(self, text: str) -> list[CallDelta]:
         self._text += text
-        return self._look(is_last=False) if self._end else []
+        return self._find_calls(is_last=False) if self._end else []
 
     def flush(self) -> list[CallDelta]:
-        return self._look(is_last=True) if self.rest is None else []
+        return self._find_calls(is_last=True) if self.rest is None else []
 
-    def _look(self, is_last: bool) -> list[CallDelta]:
-        while (place := self._text.find(self._end, self._at) if self._end else -1) >= 0:
-            self._at = place + len(self._end)
-            body = self._text[:place]
+    def _find_calls(self, is_last: bool) -> list[CallDelta]:
+        while (index := self._text.find(self._end, self._at) if self._end else -1) >= 0:
+            self._at = index + len(self._end)
+            body = self._text[:index]
             if calls := self._parse(body):
                 return self._found(calls, self._text[self._at :])
             begin, end = (body.rfind(marker) for marker in self._value)
@@ -58,7 +59,7 @@ class WholeCalls:
 
 
 def value_of(text: str, is_text: bool) -> Any:
-    """An argument that stands in tags: JSON, unless its tool declares a string."""
+    """Parse an argument that stood between tags: as JSON, unless the tool declares a string."""
     if is_text:
         return text
     if text in _LITERALS:
@@ -69,4 +70,5 @@ def value_of(text: str, is_text: bool) -> Any:
         return text
 
 
-_LITERALS = {"True": True, "False": False, "None": None}  # as Python writes them
+# Models may write the literals of Python.
+_LITERALS = {"True": True, "False": False, "None": None}

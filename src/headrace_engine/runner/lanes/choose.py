@@ -1,4 +1,4 @@
-"""Chooses the lane that runs a model, from facts that need no weights."""
+"""Chooses the lane, the way of running a kind of model, without reading the model's weights."""
 
 import importlib
 import importlib.util
@@ -16,43 +16,48 @@ LANES = {
     "generic-seq2seq-source": "headrace_engine.runner.lanes.seq2seq:Seq2SeqSource",
     "llama-cpp": "headrace_engine.runner.lanes.llama_cpp:LlamaCpp",
 }
-_OF_GGUF = ("native-text", "llama-cpp")
+_GGUF_LANES = ("native-text", "llama-cpp")
 _ENCODER = "headrace_engine.runner.lanes.encoder:GenericEncoder"
-"""Lane generic-text for a model that draws nothing."""
+"""The implementation of lane generic-text for encoders, which generate no tokens."""
 
 
 def choose_lane(spec: ModelSpec, wanted: str) -> Any:
-    """The lane's class; ModelError with the reason if no lane, or not the wanted one, can."""
+    """Return the class of the lane that runs the model.
+
+    Raises ModelError with the reasons if the wanted lane cannot run the model, or if no lane can.
+    """
     if wanted != "auto":
         if objection := _gguf_objection(spec, wanted) or _OBJECTIONS[wanted](spec):
             raise ModelError(f"Lane {wanted} cannot run {spec.name}: {objection}")
         return _load(wanted, spec)
     for lane, is_for in _MATCHERS.items():
-        if is_for(spec):  # most others would ask transformers, whose import takes a second
+        # Stop at the first match: most other matchers import transformers, which takes about a
+        # second.
+        if is_for(spec):
             return _load(lane, spec)
-    objections = " ".join(f"{lane}: {_OBJECTIONS[lane](spec)}" for lane in _in_question(spec))
+    objections = " ".join(f"{lane}: {_OBJECTIONS[lane](spec)}" for lane in _lanes_to_report(spec))
     raise ModelError(f"No lane can run {spec.name}. {objections}")
 
 
 def _gguf_objection(spec: ModelSpec, lane: str) -> str | None:
-    if not spec.is_gguf or lane in _OF_GGUF:
+    if not spec.is_gguf or lane in _GGUF_LANES:
         return None
     return (
-        f"GGUF files are run by {' and '.join(_OF_GGUF)}; leave --lane out, or give the folder of "
-        "the same model with safetensors files."
+        f"only {' and '.join(_GGUF_LANES)} run GGUF files. Omit --lane, or give a folder with the "
+        "model's safetensors files."
     )
 
 
-def _in_question(spec: ModelSpec) -> tuple[str, ...]:
-    """The lanes whose objections to this model are worth a reader's time."""
+def _lanes_to_report(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the lanes whose objections an error message should list."""
     if spec.is_gguf:
-        return _OF_GGUF
-    seeing = ("native-multimodal", "generic-multimodal") if _has_other_sides(spec) else ()
-    return ("native-text", "generic-text", *seeing, "generic-seq2seq-source")
+        return _GGUF_LANES
+    multimodal = ("native-multimodal", "generic-multimodal") if _has_other_modalities(spec) else ()
+    return ("native-text", "generic-text", *multimodal, "generic-seq2seq-source")
 
 
 def matches(spec: ModelSpec) -> list[str]:
-    """The lanes that are for this model: one or none, since matchers exclude each other."""
+    """Return the lanes that match this model, at most one."""
     return [lane for lane, is_for in _MATCHERS.items() if is_for(spec)]
 
 
@@ -63,13 +68,13 @@ def _load(lane: str, spec: ModelSpec) -> Any:
 
 
 def why_not_native(spec: ModelSpec) -> str | None:
-    """The reason why our own code cannot run a model, as a sentence; None if it can."""
+    """Return a sentence that says why the model has no native implementation, or None."""
     if reason := spec.config.get("only_llama_cpp"):
         return str(reason)
-    if spec.architecture.endswith("ForCausalLM") and _has_other_sides(spec):
-        return f"{spec.architecture} has more than a text side."
+    if spec.architecture.endswith("ForCausalLM") and _has_other_modalities(spec):
+        return f"{spec.architecture} processes more than text."
     if not is_native(spec.architecture):
-        return f"{spec.architecture} has no implementation of ours."
+        return f"{spec.architecture} has no native implementation."
     try:
         family(spec.architecture).read(spec.config)
     except ModelError as error:
@@ -79,9 +84,9 @@ def why_not_native(spec: ModelSpec) -> str | None:
     return None
 
 
-def _seeing_objection(spec: ModelSpec) -> str | None:
+def _native_multimodal_objection(spec: ModelSpec) -> str | None:
     if spec.architecture not in SEEING or "vision_config" not in spec.config:
-        return f"{spec.architecture} has no vision side beside an implementation of ours."
+        return f"{spec.architecture} has no native implementation that processes images."
     return why_not_native(spec) or _processor_objection(spec)
 
 
@@ -91,24 +96,25 @@ def _processor_objection(spec: ModelSpec) -> str | None:
     return "the folder has no preprocessor_config.json or processor_config.json."
 
 
-def _has_other_sides(spec: ModelSpec) -> bool:
+def _has_other_modalities(spec: ModelSpec) -> bool:
     return "vision_config" in spec.config or "audio_config" in spec.config
 
 
 def _generic_objection(spec: ModelSpec) -> str | None:
-    if _has_other_sides(spec):
-        return f"{spec.architecture} has more than a text side."
+    if _has_other_modalities(spec):
+        return f"{spec.architecture} processes more than text."
     if is_mxfp4(spec.config):
-        return "its weights are MXFP4, which native-text alone computes."
-    # Imported where it is needed: it takes longer than a small model to load.
+        return "its weights are MXFP4, which only native-text supports."
+    # The import is here because it takes longer than loading a small model.
     from headrace_engine.runner.lanes.encoder import task_of
 
     if _is_causal(spec) or task_of(spec):
         return None
     if "auto_map" in spec.config:
-        return f"{spec.architecture} needs code from its repository, which is never run."
+        return f"{spec.architecture} needs code from its repository, which Headrace never runs."
     return (
-        f"{spec.architecture} is no causal language model that transformers knows, nor an encoder."
+        f"{spec.architecture} is neither a causal language model nor an encoder that transformers "
+        "knows."
     )
 
 
@@ -125,9 +131,9 @@ def _source_objection(spec: ModelSpec) -> str | None:
     kind = spec.config.get("model_type", "")
     is_known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(kind) == spec.architecture
     if not (is_known and spec.has_source):
-        return f"{spec.architecture} is no encoder-decoder model that transformers knows."
+        return f"{spec.architecture} is not an encoder-decoder model that transformers knows."
     if "audio_config" in spec.config or "vision_config" in spec.config:
-        return f"{spec.architecture} reads more than text."
+        return f"{spec.architecture} processes more than text."
     return None
 
 
@@ -137,12 +143,12 @@ def _image_objection(spec: ModelSpec) -> str | None:
     kind = spec.config.get("model_type", "")
     is_known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind) == spec.architecture
     if not is_known or "vision_config" not in spec.config:
-        return f"{spec.architecture} is no image-text model that transformers knows."
+        return f"{spec.architecture} is not an image-text model that transformers knows."
     return _processor_objection(spec)
 
 
 def has_llama_cpp() -> bool:
-    """Whether the extra is installed; it is not imported."""
+    """Return whether the extra `llama-cpp` is installed, without an import."""
     return importlib.util.find_spec("llama_cpp") is not None
 
 
@@ -151,8 +157,8 @@ def _llama_objection(spec: ModelSpec) -> str | None:
         return f"{spec.name} has no GGUF file."
     if not has_llama_cpp():
         return (
-            "llama-cpp-python is not installed; pip install 'headrace[llama-cpp]' (it is built "
-            "from source), or use the model's safetensors files."
+            "llama-cpp-python is not installed. Run pip install 'headrace[llama-cpp]' to build it "
+            "from source, or use the model's safetensors files."
         )
     return None
 
@@ -162,16 +168,16 @@ def _is_native(spec: ModelSpec) -> bool:
 
 
 def _is_native_text(spec: ModelSpec) -> bool:
-    """Whether this lane is chosen; asked to, it also runs the text side of models that see."""
-    return _is_native(spec) and not _sees_natively(spec)
+    """Return whether "auto" chooses native-text, which can also run the text of vision models."""
+    return _is_native(spec) and not _is_native_multimodal(spec)
 
 
-def _sees_natively(spec: ModelSpec) -> bool:
-    return _seeing_objection(spec) is None
+def _is_native_multimodal(spec: ModelSpec) -> bool:
+    return _native_multimodal_objection(spec) is None
 
 
 def _is_generic(spec: ModelSpec) -> bool:
-    """Whether this lane is chosen; asked to, it also runs models that we implement."""
+    """Return whether "auto" chooses generic-text, which can also run models with a native lane."""
     return not _is_native(spec) and _generic_objection(spec) is None
 
 
@@ -189,16 +195,16 @@ def _is_for_llama(spec: ModelSpec) -> bool:
 
 _OBJECTIONS = {
     "native-text": why_not_native,
-    "native-multimodal": _seeing_objection,
+    "native-multimodal": _native_multimodal_objection,
     "generic-text": _generic_objection,
     "generic-multimodal": _image_objection,
     "generic-seq2seq-source": _source_objection,
     "llama-cpp": _llama_objection,
 }
-"""Functions that return why a lane cannot run a model, or None."""
+"""For each lane, a function that returns why the lane cannot run a model, or None."""
 _MATCHERS = {
     "native-text": _is_native_text,
-    "native-multimodal": _sees_natively,
+    "native-multimodal": _is_native_multimodal,
     "generic-text": _is_generic,
     "generic-multimodal": _is_multimodal,
     "generic-seq2seq-source": _has_source,

@@ -1,4 +1,4 @@
-"""Bidirectional encoders of transformers: each prompt whole, nothing drawn, nothing cached."""
+"""Runs bidirectional encoders of transformers; each prompt runs whole, and nothing is cached."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,16 @@ from headrace_common.plan import BlockCopy, Chunk, SlotCopy
 from headrace_engine.runner.lanes.foreign import Signature, Weights, load_pretrained
 from headrace_engine.runner.lanes.lane import LaneOptions, LaneTraits
 
-_MAX_PADDING = 1.5  # the longest prompt of a forward is at most this many times the shortest
-_SMALL = 16  # tokens; prompts up to this length share a forward whatever their lengths
-_UNUSED = "pooler."  # weights that checkpoints may lack, as vectors are pooled here
+# The longest prompt of a forward is at most this many times as long as the shortest prompt.
+_MAX_PADDING = 1.5
+# Prompts of up to this many tokens share a forward, even if their lengths differ.
+_SMALL = 16
+# Checkpoints can lack these weights, because Headrace pools the vectors itself.
+_UNUSED = "pooler."
 
 
 def task_of(spec: ModelSpec) -> str:
-    """embed or score, where the architecture is an encoder that transformers knows; else ""."""
+    """Return "embed" or "score" for an encoder that transformers knows, else ""."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -58,46 +61,46 @@ class GenericEncoder:
         padding = getattr(config, "pad_token_id", None)
         self._padding = padding if isinstance(padding, int) and padding >= 0 else 0
         size = config.hidden_size if self._task == "embed" else 0
-        self.traits = self.traits.but(tasks=(self._task,), vector_size=size)
+        self.traits = self.traits.with_changes(tasks=(self._task,), vector_size=size)
         self.num_parameters, self.weight_bytes = Weights.of(self._model)
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
     ) -> MemoryLayout:
-        """A slot is only a place in the step: nothing is kept from one step to the next."""
+        """Return slots that only limit the prompts of a step; nothing is kept between steps."""
         longest = min(max_positions, _num_positions(self._model, max_positions))
         return MemoryLayout(block_size=block_size, num_slots=max_num_seqs, max_positions=longest)
 
     def open(self, layout: MemoryLayout) -> None:
-        """Holds nothing."""
+        """Do nothing, because there is no memory to allocate."""
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         rows: dict[int, Tensor] = {}
-        for group in _alike([len(ids) for ids in token_ids]):
+        for group in _similar_lengths([len(ids) for ids in token_ids]):
             output = self._run([chunks[i] for i in group], [token_ids[i] for i in group])
-            for place, i in enumerate(group):
+            for row, i in enumerate(group):
                 chunk = chunks[i]
-                rows[i] = output[place : place + 1]
+                rows[i] = output[row : row + 1]
                 if self._task == "embed":
-                    rows[i] = output[place, chunk.length - chunk.num_rows : chunk.length]
+                    rows[i] = output[row, chunk.length - chunk.num_rows : chunk.length]
         return torch.cat([rows[i] for i in range(len(chunks))])
 
     def logits(self, rows: Tensor) -> Tensor:
         return rows.float()
 
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
-        """Does nothing: nothing is kept that could be copied."""
+        """Do nothing, because there is no cache to copy."""
 
     def _run(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        """Hidden states [prompts, longest, hidden], or labels [prompts, labels]."""
+        """Return hidden states [prompts, longest, hidden], or scores [prompts, labels]."""
         size = (len(chunks), max(map(len, token_ids)))
         ids = torch.full(size, self._padding)
         mask, types = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
-        for row, (chunk, some) in enumerate(zip(chunks, token_ids, strict=True)):
-            ids[row, : len(some)] = torch.tensor(some)
-            mask[row, : len(some)] = 1
+        for row, (chunk, prompt) in enumerate(zip(chunks, token_ids, strict=True)):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+            mask[row, : len(prompt)] = 1
             if chunk.num_first:
-                types[row, chunk.num_first : len(some)] = 1
+                types[row, chunk.num_first : len(prompt)] = 1
         offered = {"input_ids": ids, "attention_mask": mask, "return_dict": True}
         if self._has_types:
             offered["token_type_ids"] = types
@@ -110,8 +113,8 @@ class GenericEncoder:
         return output.logits if self._task == "score" else output.last_hidden_state
 
 
-def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Groups of about equal lengths, so that little is computed for the padding."""
+def _similar_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Group prompts of similar lengths, so that little is computed for padding."""
     group: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if group and lengths[i] > max(_SMALL, _MAX_PADDING * lengths[group[0]]):
@@ -122,7 +125,10 @@ def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _num_positions(model: Any, otherwise: int) -> int:
-    """Usable positions of the model's table; RoBERTa's kind begins after its padding token's id."""
+    """Return the number of positions in the model's table, or `otherwise` if there is no table.
+
+    Models like RoBERTa reserve the entries up to the padding token's id.
+    """
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
             padding = module.padding_idx

@@ -1,4 +1,4 @@
-"""Loads models that are not ours, and asks what their functions take and their objects hold."""
+"""Helps lanes to load, call, measure and probe models of the transformers library."""
 
 import contextlib
 import inspect
@@ -19,24 +19,25 @@ from headrace_common.layout import MemoryLayout
 from headrace_common.plan import Chunk, PromptInputs
 
 FOREIGN_ERRORS = (AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
-"""Errors that foreign code raises when it is not made for what we give it."""
+"""Errors that a transformers model raises if it does not support Headrace's calls."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""The share of the largest logit that rounding alone may change."""
+"""The maximum error that rounding alone can cause, as a fraction of the largest logit."""
 
 _FAULTS = {
     "missing_keys": "is missing",
     "unexpected_keys": "is unknown to the model",
-    "mismatched_keys": "has another shape than the model's",
+    "mismatched_keys": "has a different shape in the model",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Read once per function."""
+    """The keyword arguments that a function accepts."""
 
     names: frozenset[str]
-    takes_any: bool  # takes any keyword, or cannot be inspected
+    # True if the function accepts any keyword or cannot be inspected.
+    takes_any: bool
 
     @classmethod
     def of(cls, function: Any) -> "Signature":
@@ -52,7 +53,7 @@ class Signature:
 
 
 def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
-    """Bytes of all tensors within an object, each counted once."""
+    """Return the bytes of all tensors within an object, counting each tensor once."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return 0
@@ -66,22 +67,24 @@ def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
     return tensor_bytes(vars(value), seen) if hasattr(value, "__dict__") else 0
 
 
-class _Reached(Exception):
-    """The layer was called; what with is noted."""
+class _LayerCalled(Exception):
+    """Raised to leave a model's forward once the layer has been called."""
 
 
-def until_called(layer: nn.Module, run: Callable[[], Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments and keywords with which `run` first calls the layer; it goes no further."""
+def capture_first_call(
+    layer: nn.Module, run: Callable[[], Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Stop `run` at the first call of the layer; return the call's arguments and keywords."""
     called: list[Any] = []
 
     def note(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         called.extend((list(arguments), keywords))
-        raise _Reached
+        raise _LayerCalled
 
     hook = layer.register_forward_pre_hook(note, with_kwargs=True)
     try:
         run()
-    except _Reached:
+    except _LayerCalled:
         pass
     finally:
         hook.remove()
@@ -89,7 +92,7 @@ def until_called(layer: nn.Module, run: Callable[[], Any]) -> tuple[list[Any], d
 
 
 class Weights(NamedTuple):
-    """How many parameters a model has, and their bytes."""
+    """The number of a model's parameters, and the bytes of all parameters."""
 
     num: int
     num_bytes: int
@@ -101,24 +104,25 @@ class Weights(NamedTuple):
 
 
 class SlotLane(ABC):
-    """Base of the lanes whose sequences have a dense cache in a slot, each run by itself."""
+    """Base class of lanes that run each sequence separately, with a dense cache in a slot."""
 
-    storage = None  # a cache as the model makes it has no form that could be kept
+    # The model chooses the layout of its caches, so the caches cannot be saved as blocks.
+    storage = None
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
     ) -> MemoryLayout:
-        """Slots that each hold a sequence of the greatest length, as many as fit."""
+        """Return as many slots as fit, each large enough for a sequence of the maximum length."""
         per_position = self._measure()
         num_slots = max(1, min(max_num_seqs, free_bytes // (per_position * max_positions)))
         longest = min(max_positions, free_bytes // num_slots // per_position)
         return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=longest)
 
     def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:  # noqa: B027
-        """Does nothing: the works of a sequence bring all that it shows."""
+        """Do nothing, because each call of `encode` receives all inputs."""
 
     def end(self, sequence_id: SequenceId) -> None:  # noqa: B027
-        """Does nothing: the sequence's slot goes to another."""
+        """Do nothing, because the next sequence overwrites the slot."""
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         return torch.cat([self._run(*each) for each in zip(chunks, token_ids, strict=True)])
@@ -128,21 +132,27 @@ class SlotLane(ABC):
 
     @abstractmethod
     def _run(self, chunk: Chunk, token_ids: "array[int]") -> Tensor:
-        """Logits [num_rows, vocab] of the chunk's last tokens; the slot's cache grows by all."""
+        """Append a chunk to the cache in the chunk's slot.
+
+        Returns the logits [num_rows, vocab] of the chunk's last tokens.
+        """
 
     @abstractmethod
     def _measure(self) -> int:
-        """Bytes per position of a cache."""
+        """Return how many bytes a cache takes per position."""
 
 
 def load_pretrained(
     auto: Any, spec: ModelSpec, dtype: torch.dtype, unused: str | None = None
 ) -> Any:
-    """The model by one of transformers' Auto classes; ModelError names a tensor that is wrong.
+    """Load a model with an Auto class of transformers.
 
-    Where only a part of the model runs, files may have more than it, and lack what begins `unused`.
+    If `unused` is set, only a part of the model runs. In this case, files may contain tensors
+    that the part lacks, and tensors whose names start with `unused` may be missing. Any other
+    tensor that is missing, unknown or of the wrong shape raises ModelError.
     """
-    read_headers(spec)  # a damaged file is named before transformers meets it
+    # This call reports a damaged file by name before transformers reads the file.
+    read_headers(spec)
     with _without_bars():
         try:
             model, report = auto.from_pretrained(
@@ -151,21 +161,25 @@ def load_pretrained(
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are in the report
+                # Do not raise for mismatched tensors, which the report lists.
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
         except (MemoryError, ModelError):
             raise
-        except Exception as error:  # transformers checks few of config.json's values
+        # transformers checks few values of config.json, so a bad value can raise any kind of
+        # exception.
+        except Exception as error:
             raise ModelError(
-                f"transformers cannot build {spec.name} by its config.json "
+                f"transformers cannot build {spec.name} from its config.json "
                 f"({type(error).__name__}); check the file, or download the model again.",
                 "model_corrupt",
             ) from error
     spared = {} if unused is None else {"unexpected_keys": "", "missing_keys": unused}
     for kind, fault in _FAULTS.items():
         for key in report[kind]:
-            tensor = key if isinstance(key, str) else key[0]  # mismatched ones with their shapes
+            # The report lists mismatched tensors together with their shapes.
+            tensor = key if isinstance(key, str) else key[0]
             if kind in spared and tensor.startswith(spared[kind]):
                 continue
             raise ModelError(
@@ -177,7 +191,7 @@ def load_pretrained(
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """A bar that transformers draws would be a line of the server's log, with its control codes."""
+    """Hide transformers' progress bars, which would put control codes into the server's log."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()

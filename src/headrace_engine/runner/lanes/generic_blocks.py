@@ -1,8 +1,8 @@
-"""Models of transformers on block memory: all chunks of a step in one packed forward.
+"""Runs models of transformers over KV blocks, with all chunks of a step in one packed forward.
 
-Their layers attend through a function of ours that is registered with transformers. Which of them
-can be trusted to do so is found out at load: by what their layers hand to that function, and by
-comparing its answers with the model's own.
+The layers of a model call an attention function that is registered with transformers. Two checks
+during loading test the registered function. Headrace must support every argument that the layers
+pass to the function. The logits must equal the logits with the model's own attention.
 """
 
 from array import array
@@ -28,12 +28,12 @@ from headrace_engine.runner.lanes.foreign import FOREIGN_ERRORS, TOLERANCE, Sign
 from headrace_engine.runner.storage import CacheStorage
 from headrace_kernels import CpuAttention
 
-_PACKED, _NOTING = "headrace_packed", "headrace_noting"
-"""Names of our attention: in a step, and while it notes what a model hands to it."""
+_PACKED, _RECORDING = "headrace_packed", "headrace_recording"
+"""Names of two attention functions: one runs steps, the other records how layers attend."""
 
-_OFFERED = frozenset({"position_ids", "use_cache", "logits_to_keep", "return_dict"})
-"""Arguments of ours that a model may hand on to its attention."""
-_KNOWN = _OFFERED | {"scaling", "sliding_window", "softcap", "s_aux"}
+_PASSED = frozenset({"position_ids", "use_cache", "logits_to_keep", "return_dict"})
+"""Arguments of the forward that a model may pass on to its attention."""
+_KNOWN = _PASSED | {"scaling", "sliding_window", "softcap", "s_aux"}
 _NEUTRAL = {"dropout": 0.0, "is_causal": True}
 _SHIFTING_ROPE = ("dynamic", "longrope")
 _PROBE_LENGTHS = (40, 23)
@@ -44,38 +44,54 @@ _PROBE_STEPS = (
     ((38, 1), (18, 5)),
     ((39, 1),),
 )
-"""Per step the chunks of both sequences, start and length; the last is of one token alone."""
+"""The chunks of each probe step, as (start, length): one chunk per probe sequence.
+
+The second sequence is shorter, so the last step has only a chunk of the first sequence.
+"""
 _PROBE_BLOCK = 16
 _UNKNOWN = -1
-_FARTHEST = 1 << 20  # positions at which a mask is tried
+# The maximum number of positions of a mask that are examined.
+_FARTHEST = 1 << 20
 
 
-class NotOnBlocks(Exception):
-    """Why a model cannot be run on block memory; a clause that follows its name."""
+class BlocksUnsupported(Exception):
+    """Raised if a model cannot run over KV blocks.
+
+    The message is a clause that follows the model's name, such as "builds its own attention masks".
+    """
 
 
 class _Layer(NamedTuple):
     """How one layer attends."""
 
     number: int
-    cache: LayerCache  # keys and values of one size: the shorter of the two ends in zeros
-    value_dim: int  # of the layer's own values
-    scale: float  # of scores
-    cap: float | None  # they are capped softly at this size
-    sinks: Tensor | None  # [heads]: scores that hold no value
+    # Keys and values have the same size in the cache. If the sizes differ in the layer, the
+    # smaller size is padded with zeros.
+    cache: LayerCache
+    # The size of the layer's values without padding.
+    value_dim: int
+    # The factor that scores are multiplied by.
+    scale: float
+    # The soft cap of scores: scores become cap * tanh(score / cap).
+    cap: float | None
+    sinks: Tensor | None  # [heads]
 
 
-class _Outlook(NamedTuple):
-    """Stands in for a mask: how far back it lets a layer look; 0: to the start."""
+class _MaskWindow(NamedTuple):
+    """Replaces a layer's attention mask.
+
+    `window` is the layer's window; 0 means that a token attends to all earlier positions.
+    """
 
     window: int
 
 
-class ForeignAttention:
-    """The attention that the layers of one model call in place of their own."""
+class PackedAttention:
+    """The attention that the layers of one model call instead of the model's own attention."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers: dict[int, _Layer] = {}  # by the identity of the module that attends
+        # The layers by the id() of the attention module.
+        self._layers: dict[int, _Layer] = {}
         self.storage: CacheStorage
         self._attention: Attention
         self._step: Step
@@ -88,7 +104,7 @@ class ForeignAttention:
 
     @property
     def makes_masks(self) -> bool:
-        """Whether a mask is made for each chunk."""
+        """Return whether the attention builds a mask for each chunk."""
         return isinstance(self._attention, NaiveAttention)
 
     def open(
@@ -98,7 +114,7 @@ class ForeignAttention:
         device: torch.device,
         instructions: InstructionSet,
     ) -> None:
-        """Takes the memory of the layout in every layer."""
+        """Allocate the cache of every layer."""
         self.storage = CacheStorage(self.cache, layout, dtype, device)
         layers = self._layers.values()
         sinks = [None if x.sinks is None else x.sinks.float().contiguous() for x in layers]
@@ -111,7 +127,7 @@ class ForeignAttention:
     def begin(
         self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A step: its tokens, their positions, and the rows that are asked for."""
+        """Start a step; return token ids, positions, and the indices of rows that need logits."""
         batch = pack(chunks, token_ids, self.storage.block_size, self.storage.device)
         self._step = self._attention.step(batch)
         return batch.token_ids, batch.positions, batch.rows
@@ -120,30 +136,34 @@ class ForeignAttention:
         self.storage.copy_block(source, target)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[1, tokens, heads, dim] of q, k and v [1, heads, tokens, dim]."""
+        """Return [1, tokens, heads, dim] for q, k and v [1, heads, tokens, dim]."""
         layer = self._layers[id(module)]
         dim, dtype, kind = layer.cache.key_dim, self.storage.keys[layer.number].dtype, q.dtype
-        factor = layer.scale * dim**0.5  # our attention scales by dim ** -0.5
+        # `Step.attend` multiplies scores by dim ** -0.5, so q is multiplied by the missing factor.
+        factor = layer.scale * dim**0.5
         if factor != 1:
             q = q * factor
         q, k, v = (_rows(x, dim).to(dtype) for x in (q, k, v))
         out = self._step.attend(layer.number, q, k, v, layer.cap)
         return out[None, ..., : layer.value_dim].to(kind)
 
-    def note(
+    def record(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Notes how a layer attends; what it returns has the right shape only."""
+        """Record how a layer attends; return zeros of the right shape."""
         if id(module) in self._layers:
-            raise NotOnBlocks("has a layer that attends twice")
-        if not isinstance(mask, _Outlook):
-            raise NotOnBlocks("makes its attention masks itself")
+            raise BlocksUnsupported("has a layer that calls attention twice")
+        if not isinstance(mask, _MaskWindow):
+            raise BlocksUnsupported("builds its own attention masks")
         if mask.window == _UNKNOWN:
-            raise NotOnBlocks("has a mask that is neither causal nor a sliding window")
+            raise BlocksUnsupported("has a mask that is neither causal nor a sliding window")
         _refuse_unknown(options)
-        told = options.get("sliding_window")
-        if told is not None and mask.window not in (0, told):
-            raise NotOnBlocks(f"names a window of {told} and masks one of {mask.window}")
+        declared = options.get("sliding_window")
+        if declared is not None and mask.window not in (0, declared):
+            raise BlocksUnsupported(
+                f"declares a window of {declared} tokens, but its mask has a window of "
+                f"{mask.window} tokens"
+            )
         scale, sinks = options.get("scaling"), options.get("s_aux")
         dim = max(k.shape[3], v.shape[3])
         self._layers[id(module)] = _Layer(
@@ -157,8 +177,8 @@ class ForeignAttention:
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
 
-_OWNERS: WeakKeyDictionary[nn.Module, ForeignAttention] = WeakKeyDictionary()
-"""Our attention by module, since transformers passes nothing else of ours to the function."""
+_OWNERS: WeakKeyDictionary[nn.Module, PackedAttention] = WeakKeyDictionary()
+"""The PackedAttention of each module. transformers passes only the module to the function."""
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
@@ -166,17 +186,16 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
         is_off = name.startswith("output_") and value is False
         is_neutral = name in _NEUTRAL and value == _NEUTRAL[name]
         if not (value is None or name in _KNOWN or is_neutral or is_off):
-            raise NotOnBlocks(
-                f"hands the argument {name} to its attention, which ours does not know"
-            )
+            raise BlocksUnsupported(f"passes the unsupported argument {name} to its attention")
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
-    """[tokens, heads, dim] of x [1, heads, tokens, dim or fewer]."""
+    """Return x [1, heads, tokens, dim or fewer] as [tokens, heads, dim], padded with zeros."""
     rows = x[0].transpose(0, 1)
     if rows.shape[2] < dim:
         rows = F.pad(rows, (0, dim - rows.shape[2]))
-    # NOTE: one row counts as contiguous whatever its stride, and kernels go by the stride.
+    # A tensor with one row counts as contiguous with any strides, but kernels use the strides. So
+    # the strides are set explicitly.
     rows = rows.contiguous()
     return rows.as_strided(rows.shape, (rows.shape[1] * dim, dim, 1))
 
@@ -187,40 +206,49 @@ def _attend(
     return _OWNERS[module].attend(module, query, key, value), None
 
 
-def _note(
+def _record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    return _OWNERS[module].note(module, query, key, value, mask, options), None
+    return _OWNERS[module].record(module, query, key, value, mask, options), None
 
 
-def _see(mask_function: Callable[..., Tensor], config: Any, **_: Any) -> _Outlook:
-    """Finds the window of a mask by trying a few positions, as far as the model goes."""
+def _find_window(mask_function: Callable[..., Tensor], config: Any, **_: Any) -> _MaskWindow:
+    """Find the window of a layer from its mask function, without building the mask.
+
+    transformers calls this function instead of its own mask builders. The function evaluates a
+    few rows of the mask, including the first and the last row. If each row is a causal window of
+    the same width, this width is the layer's window. Rows that reach back to position 0 do not
+    show the width.
+    """
     length = min(getattr(config, "max_position_embeddings", None) or 4096, _FARTHEST)
-    others = torch.arange(length)
+    positions = torch.arange(length)
     widths: set[int] = set()
-    for own in sorted({length - 1, length // 2, length // 2 - 1, length // 3, 0}):
-        seen = mask_function(0, 0, torch.tensor(own), others).expand(length)
+    for position in sorted({length - 1, length // 2, length // 2 - 1, length // 3, 0}):
+        seen = mask_function(0, 0, torch.tensor(position), positions).expand(length)
         width = int(seen.sum())
-        if not torch.equal(seen, (others <= own) & (others > own - width)):
-            return _Outlook(_UNKNOWN)
-        if width <= own:  # it does not reach the start
+        if not torch.equal(seen, (positions <= position) & (positions > position - width)):
+            return _MaskWindow(_UNKNOWN)
+        # Only a row that does not reach back to the first position shows the width of the window.
+        if width <= position:
             widths.add(width)
     if len(widths) > 1:
-        return _Outlook(_UNKNOWN)
-    return _Outlook(widths.pop() if widths else 0)
+        return _MaskWindow(_UNKNOWN)
+    return _MaskWindow(widths.pop() if widths else 0)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_PACKED, _attend)
-ALL_ATTENTION_FUNCTIONS.register(_NOTING, _note)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_NOTING, _see)  # in a step no mask is made
+ALL_ATTENTION_FUNCTIONS.register(_RECORDING, _record)
+# Masks are needed only for recording; steps run without them.
+ALL_MASK_ATTENTION_FUNCTIONS.register(_RECORDING, _find_window)
 
 
 class BlockCaches:
-    """A model of transformers over blocks; NotOnBlocks says why it cannot be.
+    """Runs a model of transformers over KV blocks.
 
-    `choose` gives the instruction set of the attention's kernels, once one is needed.
-    `own`: logits of every token of a sequence, float32, by the model's own attention; it is called
-    with that attention set.
+    The constructor raises BlocksUnsupported if the model cannot run over blocks. `choose` returns
+    the instruction set of the attention kernels, and is called only if the model can use kernels.
+    `reference` returns float32 logits for every token of a sequence, with the attention that is
+    currently set.
     """
 
     def __init__(
@@ -230,26 +258,28 @@ class BlockCaches:
         dtype: torch.dtype,
         device: torch.device,
         choose: Callable[[], InstructionSet],
-        own: Callable[["array[int]"], Tensor],
+        reference: Callable[["array[int]"], Tensor],
     ) -> None:
         self._model, self._signature = model, signature
         self._dtype, self._device = dtype, device
-        usual = model.config._attn_implementation
+        original = model.config._attn_implementation
         try:
             _refuse_by_config(model)
-            self._attention = ForeignAttention(model)
-            self._note_layers()
+            self._attention = PackedAttention(model)
+            self._record_layers()
             self._instructions = choose()
-            self.error = self._check(own)
+            self.error = self._check(reference)
         except (*FOREIGN_ERRORS, RuntimeError) as error:
-            model.set_attn_implementation(usual)
-            raise NotOnBlocks(f"ends a packed forward with {type(error).__name__}") from error
-        except NotOnBlocks:
-            model.set_attn_implementation(usual)
+            model.set_attn_implementation(original)
+            raise BlocksUnsupported(
+                f"fails in a packed forward with {type(error).__name__}"
+            ) from error
+        except BlocksUnsupported:
+            model.set_attn_implementation(original)
             raise
 
     def layout(self, free_bytes: int, wanted: int, block_size: int) -> int:
-        """How many of the blocks wanted fit."""
+        """Return how many of the wanted blocks fit."""
         each = bytes_per_position(self._attention.cache, self._dtype.itemsize)
         return min(wanted, free_bytes // (block_size * each))
 
@@ -263,15 +293,16 @@ class BlockCaches:
     @property
     def facts(self) -> LaneFacts:
         mask = "lazy-prefix" if self._attention.makes_masks else "none"
-        why = f"packed, it answers as alone, within {self.error:.1g} of its largest logit"
+        why = f"packing changes logits by at most {self.error:.1g} of the largest logit"
         return LaneFacts("blocks", mask, why)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        """Logits of the rows asked for."""
+        """Return the logits of the rows that the chunks need."""
         ids, positions, rows = self._attention.begin(chunks, token_ids)
         kept = rows if len(rows) else rows.new_zeros(1)
         logits = self._call(ids, positions, kept).logits[0]
-        if len(logits) != len(kept):  # it keeps all of them
+        # A model that ignores `logits_to_keep` returns all rows.
+        if len(logits) != len(kept):
             logits = logits[kept]
         return logits[: len(rows)]
 
@@ -290,23 +321,31 @@ class BlockCaches:
         return self._model(**self._signature.accepted(offered))
 
     @torch.inference_mode()
-    def _note_layers(self) -> None:
-        """One forward shows how each layer attends."""
-        self._model.set_attn_implementation(_NOTING)
+    def _record_layers(self) -> None:
+        """Run one forward that records how each layer attends."""
+        self._model.set_attn_implementation(_RECORDING)
         ids = torch.arange(_PROBE_LENGTHS[0], device=self._device)
         self._call(ids, ids, ids[-1:])
         config = self._model.config.get_text_config()
         num_layers, num_attend = config.num_hidden_layers, len(self._attention.cache)
         if num_attend < num_layers:
-            raise NotOnBlocks(f"has {num_layers} layers, of which {num_attend} attend over blocks")
+            raise BlocksUnsupported(
+                f"can use blocks in only {num_attend} of its {num_layers} layers"
+            )
 
     @torch.inference_mode()
-    def _check(self, own: Callable[["array[int]"], Tensor]) -> float:
-        """Two sequences, packed and cut, against its own attention, one by one."""
+    def _check(self, reference: Callable[["array[int]"], Tensor]) -> float:
+        """Return the largest error of a packed forward, as a fraction of the largest logit.
+
+        The model first computes two short sequences one by one with its own attention. Afterwards
+        both sequences run packed, cut into chunks, over shuffled blocks. A wrong mask, position
+        or block causes wrong logits. Raises BlocksUnsupported if rounding cannot explain the
+        error.
+        """
         prompts = [array("i", range(length)) for length in _PROBE_LENGTHS]
         prompts[1].reverse()
         self._model.set_attn_implementation("eager")
-        expected = [own(prompt) for prompt in prompts]
+        expected = [reference(prompt) for prompt in prompts]
         self._model.set_attn_implementation(_PACKED)
         self.open(MemoryLayout(block_size=_PROBE_BLOCK, num_blocks=8))
         tables = array("i", [6, 1, 4]), array("i", [3, 7, 0])
@@ -323,19 +362,21 @@ class BlockCaches:
                 worst = max(worst, float(error / expected[n].abs().max()))
         allowed = TOLERANCE[self._dtype]
         if not worst <= allowed:
-            raise NotOnBlocks(
-                f"answers otherwise packed than alone: by {worst:.1g} of its largest logit, "
-                f"where {allowed:g} is rounding"
+            raise BlocksUnsupported(
+                "computes different logits when sequences are packed: the error is "
+                f"{worst:.1g} of the largest logit, but rounding explains only {allowed:g}"
             )
         return worst
 
 
 def _refuse_by_config(model: Any) -> None:
     if not model._supports_attention_backend:
-        raise NotOnBlocks("has an attention that cannot be replaced")
+        raise BlocksUnsupported("uses an attention function that cannot be replaced")
     for kind in _rope_kinds(model.config.to_dict()):
         if kind in _SHIFTING_ROPE:
-            raise NotOnBlocks(f"has {kind} rope, which changes with the longest sequence of a step")
+            raise BlocksUnsupported(
+                f"has {kind} rope, which depends on the longest sequence of a step"
+            )
 
 
 def _rope_kinds(config: Any) -> list[str]:

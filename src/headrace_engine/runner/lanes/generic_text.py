@@ -1,4 +1,4 @@
-"""Any causal model of transformers: on blocks where it can be, else a dense cache per slot."""
+"""Runs any causal model of transformers: over KV blocks if possible, else with dense caches."""
 
 import copy as copies
 import logging
@@ -24,7 +24,7 @@ from headrace_engine.runner.lanes.foreign import (
     load_pretrained,
     tensor_bytes,
 )
-from headrace_engine.runner.lanes.generic_blocks import BlockCaches, NotOnBlocks
+from headrace_engine.runner.lanes.generic_blocks import BlockCaches, BlocksUnsupported
 from headrace_engine.runner.lanes.lane import LaneOptions, LaneTraits
 from headrace_engine.runner.storage import CacheStorage
 from headrace_kernels import choose_instructions
@@ -32,8 +32,11 @@ from headrace_kernels import choose_instructions
 logger = logging.getLogger(__name__)
 
 _PROBE_ENDS = (7, 37, 40)
-"""The ends of the chunks that prove a lane. The last chunk is short: a model that forgets what came
-before it has little left to answer from, and is then wrong by more than rounding."""
+"""The ends of the chunks in which a test prompt is computed.
+
+The last chunk is short. A model that forgets the earlier chunks would have little context left,
+and its error would exceed rounding.
+"""
 
 
 class GenericText:
@@ -42,7 +45,7 @@ class GenericText:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
     ) -> None:
-        """The kernels are those of the attention over blocks; the rest is torch's."""
+        """Load the model. Kernels only compute attention over blocks; torch computes the rest."""
         self._model = load_pretrained(AutoModelForCausalLM, spec, dtype).to(device).eval()
         self.device, self.dtype = device, dtype
         signature = Signature.of(self._model.forward)
@@ -58,9 +61,9 @@ class GenericText:
             self._blocks = BlockCaches(
                 self._model, signature, dtype, device, choose, self._slots.all_logits
             )
-        except NotOnBlocks as reason:
-            self._slots.why = f"{name} {reason}"
-            logger.info("One forward per sequence: %s %s.", name, reason)
+        except BlocksUnsupported as reason:
+            self._slots.reason = f"{name} {reason}"
+            logger.info("Each sequence gets a separate forward, because %s %s.", name, reason)
         self.num_parameters, self.weight_bytes = Weights.of(self._model)
 
     def layout(
@@ -85,7 +88,7 @@ class GenericText:
     def open(self, layout: MemoryLayout) -> None:
         memory = self._blocks or self._slots
         memory.open(layout)
-        self.traits = self.traits.but(facts=memory.facts)
+        self.traits = self.traits.with_changes(facts=memory.facts)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         return (self._blocks or self._slots).forward(chunks, token_ids)
@@ -101,7 +104,7 @@ class GenericText:
 
 
 class DenseCaches:
-    """A dense cache per slot, as the model itself makes it; one forward per chunk."""
+    """Runs one forward per chunk. Each slot has a dense cache, which the model allocates."""
 
     def __init__(
         self, model: Any, signature: Signature, dtype: torch.dtype, device: torch.device
@@ -109,11 +112,14 @@ class DenseCaches:
         self._model, self._signature = model, signature
         self._dtype, self._device = dtype, device
         self._cache_name = "past_key_values"
-        if "cache_params" in signature.names:  # what state space models call it
+        # State space models use `cache_params` as the name of the cache.
+        if "cache_params" in signature.names:
             self._cache_name = "cache_params"
         self._has_masks = self._cache_name == "past_key_values"
-        self._extends = True  # by several tokens at once; else a prompt goes on one by one
-        self.why = ""  # it is not on blocks
+        # Whether a forward can add several tokens to a cache. If not, tokens are added one by one.
+        self._can_append_many = True
+        # The reason why the model does not run over blocks.
+        self.reason = ""
         self._caches: dict[SlotId, Any] = {}
 
     def layout(
@@ -137,7 +143,7 @@ class DenseCaches:
 
     @property
     def facts(self) -> LaneFacts:
-        return LaneFacts("slot", "lazy-prefix" if self._has_masks else "none", self.why)
+        return LaneFacts("slot", "lazy-prefix" if self._has_masks else "none", self.reason)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         rows = [
@@ -147,7 +153,7 @@ class DenseCaches:
         return torch.cat(rows)
 
     def all_logits(self, ids: "array[int]") -> Tensor:
-        """float32 [tokens, vocab] of a sequence by itself, computed whole."""
+        """Return float32 logits [tokens, vocab] of one sequence, computed alone and whole."""
         rows = self._run(SlotId(0), 0, ids, len(ids)).float()
         self._caches.clear()
         return rows
@@ -157,10 +163,10 @@ class DenseCaches:
             self._caches[copy.target] = copies.deepcopy(self._caches[copy.source])
 
     def _run(self, slot: SlotId, start: int, ids: "array[int]", num_rows: int) -> Tensor:
-        """Logits [num_rows, vocab] of the last of these tokens; the slot's cache grows by all."""
+        """Append tokens to a slot's cache; return logits [num_rows, vocab] of the last tokens."""
         if start == 0:
             self._caches[slot] = DynamicCache(config=self._model.config)
-        elif not self._extends and len(ids) > 1:
+        elif not self._can_append_many and len(ids) > 1:
             rows = [self._run(slot, start + i, ids[i : i + 1], 1) for i in range(len(ids))]
             return torch.cat(rows)[len(ids) - num_rows :]
         positions = torch.arange(start, start + len(ids), device=self._device)
@@ -169,7 +175,8 @@ class DenseCaches:
             "position_ids": positions[None],
             self._cache_name: self._caches[slot],
             "use_cache": True,
-            "logits_to_keep": max(1, num_rows),  # NOTE: 0 would mean all of them
+            # A value of 0 would mean all rows.
+            "logits_to_keep": max(1, num_rows),
             "return_dict": True,
         }
         output = self._model(**self._signature.accepted(offered))
@@ -181,31 +188,33 @@ class DenseCaches:
 
     @torch.inference_mode()
     def _measure(self) -> tuple[int, int]:
-        """Bytes of a sequence's cache, at all and per position; proves that cuts change nothing."""
+        """Return the fixed bytes of a cache, and the bytes per position.
+
+        The method also computes a prompt both whole and in chunks. If the results differ, tokens
+        are added one by one. If the results still differ, the method raises ModelError.
+        """
         first, *_, length = _PROBE_ENDS
         expected, (whole,) = self._probe((length,))
-        for self._extends in (True, False):
+        for self._can_append_many in (True, False):
             got, (part, *_) = self._probe(_PROBE_ENDS)
             if (got - expected).abs().max() <= TOLERANCE[self._dtype] * expected.abs().max():
                 break
         else:
-            raise self._refusal("its answer changes with the place of the cut")
+            raise self._refusal("its answer depends on where a prompt is cut")
         per_position = -(-(whole - part) // (length - first))
         return max(0, part - per_position * first), per_position
 
     def _probe(self, ends: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Logits of a prompt's last token, and the bytes of its cache after each chunk."""
+        """Return the last token's logits, and the bytes of the cache after each chunk."""
         slot, sizes = SlotId(0), []
         for start, end in zip((0, *ends), ends, strict=False):
             try:
                 row = self._run(slot, start, array("i", range(start, end)), 1)
             except FOREIGN_ERRORS as error:
-                raise self._refusal(f"its forward ends with {type(error).__name__}") from error
+                raise self._refusal(f"its forward fails with {type(error).__name__}") from error
             sizes.append(tensor_bytes(self._caches[slot]))
         return row.float(), sizes
 
     def _refusal(self, reason: str) -> ModelError:
         name = type(self._model).__name__
-        return ModelError(
-            f"{name} cannot be run in chunks by lane {GenericText.traits.id}: {reason}."
-        )
+        return ModelError(f"Lane {GenericText.traits.id} cannot run {name} in chunks: {reason}.")

@@ -1,4 +1,4 @@
-"""Images as they reach a lane that sees: where their tensors lie, and their cached features."""
+"""Reads the tensors of images that a worker has prepared, and caches image features."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -7,17 +7,19 @@ import msgspec
 import torch
 from torch import Tensor
 
-_FEATURE_BYTES = 256 << 20  # of images that were seen lately
+# The maximum number of bytes of all cached features.
+_FEATURE_BYTES = 256 << 20
 
 
 class ImageTensors(msgspec.Struct, frozen=True):
-    """The places of one image's tensors in a file: name, dtype, shape, offset.
+    """Describes the tensors of one image in the file at `path`.
 
-    `positions` are those of the whole prompt, on three axes, if the model has them.
+    A tensor is described by its name, dtype, shape and offset. `positions` describes the
+    positions of the whole prompt, if the model's positions have three axes.
     """
 
     path: str
-    num_rows: int  # placeholders that it stands for
+    num_rows: int  # the number of placeholder tokens
     tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
     positions: tuple[str, str, tuple[int, ...], int] | None = None
 
@@ -37,14 +39,14 @@ class ImageTensors(msgspec.Struct, frozen=True):
 
 
 class FeatureCache:
-    """Rows of images that were seen, by mark; the one that was not asked for longest goes first."""
+    """Caches features of images by the image's hash; evicts the least recently used features."""
 
     def __init__(self) -> None:
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._num_bytes = 0
 
     def find(self, mark: bytes) -> Tensor | None:
-        """Rows [placeholders, hidden]."""
+        """Return features [placeholders, hidden]; None if the image is not cached."""
         if (rows := self._rows.get(mark)) is not None:
             self._rows.move_to_end(mark)
         return rows

@@ -1,4 +1,4 @@
-"""The seam between a step and a kind of model."""
+"""Defines the interface between a step and the lanes. Each lane runs one kind of model."""
 
 from array import array
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from headrace_common.plan import (
     BlockCopy,
     Chunk,
     EncodeChunk,
-    EncodeWork,
+    EncoderInput,
     PromptInputs,
     SlotCopy,
     SourceSpec,
@@ -24,36 +24,49 @@ from headrace_engine.runner.storage import CacheStorage
 
 
 class LaneTraits(msgspec.Struct, frozen=True):
-    """A lane's description of itself: its class knows some of it, a loaded model more."""
+    """Describes a lane; some values are known only after a model has been loaded."""
 
     id: str
-    has_kernels: bool = False  # on a CPU its products are by kernels of ours
-    takes_adapters: bool = False  # and has the methods of AdaptableLane
-    own_products: str = ""  # whose they are, if it brings its own: files then stay as they are
-    tasks: tuple[str, ...] = ("generate",)  # of generate, embed and score
-    is_whole: bool = False  # it cannot go on from a cache: prompts are never cut
-    vector_size: int = 0  # of an embedding; 0: it gives none
-    source: SourceSpec | None = None  # if its prompts are sources to encode
-    facts: LaneFacts = LaneFacts()  # from its opening on
+    # Whether Headrace's kernels compute this lane's matrix products on a CPU.
+    has_kernels: bool = False
+    # Whether the lane accepts adapters. If so, the lane has the methods of AdaptableLane.
+    takes_adapters: bool = False
+    # Set if the lane brings its own kernels: a possessive for messages, such as "llama.cpp's".
+    # With its own kernels, a lane keeps weights in the format of the file.
+    own_kernels: str = ""
+    # The tasks that the lane supports: some of "generate", "embed" and "score".
+    tasks: tuple[str, ...] = ("generate",)
+    # Whether prompts are never cut into chunks, because the lane cannot continue from a cache.
+    is_whole: bool = False
+    # The size of an embedding; 0 if the lane computes no embeddings.
+    vector_size: int = 0
+    # Set if prompts are sources for the encoder of an encoder-decoder model.
+    source: SourceSpec | None = None
+    # How the lane runs the model; the value is complete after `open`.
+    facts: LaneFacts = LaneFacts()
 
-    def but(self, **changed: Any) -> "LaneTraits":
+    def with_changes(self, **changed: Any) -> "LaneTraits":
         return msgspec.structs.replace(self, **changed)
 
 
 class LaneOptions(msgspec.Struct, frozen=True):
-    """How a lane is asked to compute; each heeds what concerns it."""
+    """How a lane should compute; a lane ignores the options that do not apply."""
 
     quantize: Quantize = "none"
-    instructions: InstructionSet = "plain"  # of its kernels, if it has any, on this device
-    kernels: str = "auto"  # as the user asked; some lanes need any for a part only
-    may_offload: bool = False  # to whatever devices there are
-    mapped_bytes: int = 0  # of experts, which then lie in a mapped file
+    # The instruction set of the lane's kernels on this device; "plain" if no kernels are used.
+    instructions: InstructionSet = "plain"
+    # The value of --kernels. Some lanes use kernels for only one part of the model.
+    kernels: str = "auto"
+    # Whether layers may be offloaded to other devices.
+    may_offload: bool = False
+    # The bytes of experts in a mapped file; 0 without a mapped file.
+    mapped_bytes: int = 0
 
 
 class Lane(Protocol):
-    """One loaded model and the memory its sequences live in.
+    """One loaded model and the memory of its sequences.
 
-    Made of the model's spec, its number format, a device, and LaneOptions.
+    A lane is constructed with a model's spec, a dtype, a device and LaneOptions.
     """
 
     traits: LaneTraits
@@ -64,44 +77,42 @@ class Lane(Protocol):
 
     @property
     def storage(self) -> CacheStorage | None:
-        """The memory, once open, if its numbers may be kept elsewhere and come back."""
-        ...
+        """Return the tensors of an open cache; None if the cache cannot be saved as bytes."""
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
     ) -> MemoryLayout:
-        """Memory for at most that many sequences of at most that length, within `free_bytes`."""
-        ...
+        """Return a layout for up to `max_num_seqs` sequences of up to `max_positions` positions.
+
+        The layout must fit into `free_bytes`, so both numbers may be lower in the layout.
+        """
 
     def open(self, layout: MemoryLayout) -> None:
-        """Takes the memory that the layout states."""
-        ...
+        """Allocate the memory that the layout describes."""
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        """Computes the chunks; the rows asked for, in order, in a form that `logits` takes."""
-        ...
+        """Compute the chunks; return the rows that the chunks need, in order, for `logits`."""
 
     def logits(self, rows: Tensor) -> Tensor:
-        """float32 [rows, vocab] of any selection of `forward`'s rows; of a classifier its labels.
+        """Return float32 logits [rows, vocab], or a classifier's scores, for rows from `forward`.
 
-        Where vectors are embedded, the rows themselves are hidden states.
+        For embeddings, the rows of `forward` are hidden states, and this method is not used.
         """
-        ...
 
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None: ...
 
 
 class EncodingLane(Lane, Protocol):
-    """A lane whose sequences may have works."""
+    """A lane for sequences with encoder inputs, such as images."""
 
     def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
-        """Tells that a sequence with works is about to run, perhaps from a cached prefix on."""
-        ...
+        """Announce a sequence with encoder inputs.
+
+        The first chunk of the sequence may start after a cached prefix.
+        """
 
     def end(self, sequence_id: SequenceId) -> None:
-        """Tells that the lane may forget the sequence."""
-        ...
+        """Release the lane's data about a sequence."""
 
-    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:
-        """Computes some units of a work; False if what comes of them was at hand."""
-        ...
+    def encode(self, chunk: EncodeChunk, work: EncoderInput) -> bool:
+        """Run some units of an encoder input; return False if the result was already cached."""

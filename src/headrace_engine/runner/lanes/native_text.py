@@ -1,4 +1,4 @@
-"""Our own implementations: all chunks of a step in one packed forward over block memory."""
+"""Runs native models, with all chunks of a step in one packed forward over KV blocks."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ from headrace_engine.runner.footprint import is_expert
 from headrace_engine.runner.inputs import Batch, pack
 from headrace_engine.runner.lanes.lane import LaneOptions, LaneTraits
 from headrace_engine.runner.mapped_file import MappedFile
-from headrace_engine.runner.probe import give_back_freed
+from headrace_engine.runner.probe import release_freed_memory
 from headrace_engine.runner.storage import CacheStorage
 from headrace_engine.weights.gguf_groups import Groups
-from headrace_engine.weights.weights import Settling, group_schemes, load_weights
+from headrace_engine.weights.weights import LayerConverter, group_schemes, load_weights
 from headrace_kernels import (
     CapturedForward,
     CpuAttention,
@@ -49,8 +49,10 @@ _LAYERS = {
     layers.Convolution: "convolution",
     layers.DeltaGates: "delta-gates",
 }
-"""Layers that kernels compute, and their kinds in the words of `prepare`."""
-_SNAPSHOT_EVERY = 1024  # positions, or the next border of a block
+"""The kinds of layers that kernels compute, by the class of the layer."""
+# The distance between snapshots of states, in positions, rounded up to a multiple of the block
+# size.
+_SNAPSHOT_EVERY = 1024
 
 
 class NativeText:
@@ -59,12 +61,14 @@ class NativeText:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
     ) -> None:
-        make = family(spec.architecture)
+        model_class = family(spec.architecture)
         self._model = _without_weights(spec)
         if not has_head(spec.architecture):
             del self._model.head
         tasks = ("generate", "embed") if has_head(spec.architecture) else ("embed",)
-        self.traits = self.traits.but(tasks=tasks, vector_size=self._model.embed.weight.shape[1])
+        self.traits = self.traits.with_changes(
+            tasks=tasks, vector_size=self._model.embed.weight.shape[1]
+        )
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self._hidden: Callable[[Batch], Tensor]
         self.spec, self.device, self.dtype = spec, device, dtype
@@ -72,13 +76,15 @@ class NativeText:
         on_disk = MappedFile(options.mapped_bytes) if options.mapped_bytes else None
         if self._instructions != "plain":
             schemes = (
-                group_schemes(self._model, make.weights, spec) if options.quantize == "own" else {}
+                group_schemes(self._model, model_class.weights, spec)
+                if options.quantize == "own"
+                else {}
             )
-            settling = Settling(self._pack(options.quantize, on_disk), schemes)
-            load_weights(self._model, make.weights, spec, dtype, device, settling)
+            converter = LayerConverter(self._pack(options.quantize, on_disk), schemes)
+            load_weights(self._model, model_class.weights, spec, dtype, device, converter)
             prepare(self._model, _LAYERS)
         else:
-            load_weights(self._model, make.weights, spec, dtype, device)
+            load_weights(self._model, model_class.weights, spec, dtype, device)
         self.weight_bytes = _weight_bytes(self._model) - (on_disk.num_bytes if on_disk else 0)
 
     @staticmethod
@@ -87,7 +93,7 @@ class NativeText:
 
     @staticmethod
     def layer_kinds(spec: ModelSpec) -> frozenset[str]:
-        """The kinds of its layers that kernels compute, in the words of `prepare`."""
+        """Return the kinds of layers in this model that kernels compute (names in `_LAYERS`)."""
         types = {type(layer) for layer in _without_weights(spec).modules()}
         return frozenset(_LAYERS[it] for it in types & _LAYERS.keys())
 
@@ -95,9 +101,9 @@ class NativeText:
         self, quantize: Quantize, on_disk: MappedFile | None
     ) -> Callable[[str, Groups | None], None]:
         def pack(path: str, groups: Groups | None) -> None:
-            place = {"place": on_disk.place} if on_disk is not None and is_expert(path) else {}
+            place = {"place": on_disk.store} if on_disk is not None and is_expert(path) else {}
             pack_linear(self._model, path, groups, quantize, self._instructions, **place)
-            give_back_freed()
+            release_freed_memory()
 
         return pack
 
@@ -134,7 +140,7 @@ class NativeText:
         if self._instructions == "plain":
             self._attention, self._hidden = NaiveAttention(self._storage, sinks), self._forward
             facts = LaneFacts(mask="lazy-prefix", encoder=self.traits.facts.encoder)
-            self.traits = self.traits.but(facts=facts)
+            self.traits = self.traits.with_changes(facts=facts)
             return
         windows = [layer.window for layer in self._storage.cache]
         self._attention = CpuAttention(self._storage, windows, sinks, self._instructions)
@@ -157,14 +163,14 @@ class NativeText:
         return sites_of(self._model, self._model.weights, self.spec)
 
     def adapted(self, adapt: Callable[[Step], Step]) -> "NativeText":
-        """The same model over the same memory, its steps as `adapt` changes them."""
+        """Return a lane with the same model and memory that applies `adapt` to each step."""
         twin = shallow_copy(self)
         twin._attention = _AdaptedAttention(self._attention, adapt)
         twin._hidden = twin._captured(twin._forward)
         return twin
 
     def _forward(self, batch: Batch) -> Tensor:
-        """Hidden states [tokens, hidden]."""
+        """Return the hidden states [tokens, hidden]."""
         return self._model(batch.token_ids, self._attention.step(batch))
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -187,18 +193,18 @@ class _AdaptedAttention:
 
 
 def _without_weights(spec: ModelSpec) -> Any:
-    make = family(spec.architecture)
+    model_class = family(spec.architecture)
     with torch.device("meta"):
-        return make(make.read(spec.config))
+        return model_class(model_class.read(spec.config))
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of the weights as they are stored now; tied ones count once."""
-    held = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
-    return sum(held.values())
+    """Return the current bytes of the weights; tied weights count once."""
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
+    return sum(sizes.values())
 
 
 def _share_slots(num_all: int, max_num_seqs: int) -> tuple[int, int]:
-    """Slots of sequences and of snapshots: as many of each, and up to two snapshots a sequence."""
+    """Divide `num_all` slots: at most half for sequences, then up to two snapshots per sequence."""
     num_slots = max(1, min(max_num_seqs, num_all // 2))
     return num_slots, max(0, min(num_all - num_slots, 2 * num_slots))

@@ -1,7 +1,7 @@
-"""Encoder-decoder models of transformers: a source is encoded once, its answer lives in a slot.
+"""Runs encoder-decoder models of transformers: encodes a source once, then decodes from a slot.
 
-Of T5's and BART's families the encoder is walked layer by layer, so a source can be encoded in
-pieces; of others, and where the walk gives another result, it is one piece.
+In families like T5 and BART, the encoder runs layer by layer, so that a source can be encoded
+over several steps. An encoder runs whole if it cannot run layer by layer with the same result.
 """
 
 import copy as copies
@@ -24,7 +24,7 @@ from headrace_common.plan import (
     BlockCopy,
     Chunk,
     EncodeChunk,
-    EncodeWork,
+    EncoderInput,
     SlotCopy,
     SourceSpec,
 )
@@ -33,27 +33,29 @@ from headrace_engine.runner.lanes.foreign import (
     Signature,
     SlotLane,
     Weights,
+    capture_first_call,
     load_pretrained,
     tensor_bytes,
-    until_called,
 )
 from headrace_engine.runner.lanes.lane import LaneOptions, LaneTraits
 
-_PROBE = 48  # tokens of a source, on which the walk and the cuts are tried
+# The number of source tokens in the test of layer-by-layer encoding.
+_PROBE = 48
 _NORMS = ("final_layer_norm", "layer_norm")
 
 
 @dataclass(slots=True)
-class _Walk:
-    """An encoder between two layers."""
+class _EncoderState:
+    """The state of an encoder between two layers."""
 
     hidden: Tensor  # [1, tokens, hidden]
-    arguments: list[Any]  # of a layer, after the hidden states
+    # The positional arguments of a layer after the hidden states.
+    arguments: list[Any]
     keywords: dict[str, Any]
 
 
 class _Encoder:
-    """Transformers' encoder, called in parts that do what its own forward does."""
+    """An encoder of transformers that can run layer by layer."""
 
     def __init__(self, encoder: nn.Module) -> None:
         self._encoder = encoder
@@ -61,39 +63,40 @@ class _Encoder:
         self.layers = lists[0] if len(lists) == 1 else nn.ModuleList()
 
     def whole(self, ids: Tensor) -> Tensor:
-        """[1, tokens, hidden]."""
+        """Return [1, tokens, hidden] from the encoder's own forward."""
         hidden: Tensor = self._encoder(input_ids=ids, return_dict=True).last_hidden_state
         return hidden
 
-    def begin(self, ids: Tensor) -> _Walk:
-        """Everything before the first layer, by the encoder's own forward."""
-        (hidden, *arguments), keywords = until_called(self.layers[0], lambda: self.whole(ids))
-        return _Walk(hidden, arguments, keywords)
+    def begin(self, ids: Tensor) -> _EncoderState:
+        """Compute everything before the first layer with the encoder's own forward."""
+        (hidden, *arguments), keywords = capture_first_call(self.layers[0], lambda: self.whole(ids))
+        return _EncoderState(hidden, arguments, keywords)
 
-    def advance(self, walk: _Walk, start: int, end: int) -> None:
-        """Layers [start, end)."""
+    def advance(self, state: _EncoderState, start: int, end: int) -> None:
+        """Run the layers [start, end)."""
         for layer in self.layers[start:end]:
-            output = layer(walk.hidden, *walk.arguments, **walk.keywords)
+            output = layer(state.hidden, *state.arguments, **state.keywords)
             if isinstance(output, tuple):
                 output, *further = output
-                if len(walk.arguments) > 1 and further:
-                    walk.arguments[1] = further[0]  # T5's position bias, made by the first layer
-            walk.hidden = output
+                if len(state.arguments) > 1 and further:
+                    # T5's first layer computes the position bias that the other layers use.
+                    state.arguments[1] = further[0]
+            state.hidden = output
 
-    def end(self, walk: _Walk) -> Tensor:
+    def end(self, state: _EncoderState) -> Tensor:
         for name in _NORMS:
             if (norm := getattr(self._encoder, name, None)) is not None:
-                normed: Tensor = norm(walk.hidden)
+                normed: Tensor = norm(state.hidden)
                 return normed
-        return walk.hidden
+        return state.hidden
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A source on its way through the encoder, then the caches of its answer."""
+    """The state of the encoder while it runs, and later the caches of the answer."""
 
     num_source: int
-    walk: _Walk | None = None
+    state: _EncoderState | None = None
     cache: Any = field(default=None)
 
 
@@ -106,24 +109,24 @@ class Seq2SeqSource(SlotLane):
         model = load_pretrained(AutoModelForSeq2SeqLM, spec, dtype).to(device).eval()
         self._model, self.device, self.dtype = model, device, dtype
         if model.main_input_name != "input_ids":
-            raise ModelError(f"{spec.architecture} reads {model.main_input_name}, and not text.")
+            raise ModelError(f"{spec.architecture} reads {model.main_input_name}, not text.")
         self._signature = Signature.of(model.forward)
         self._encoder = _Encoder(model.get_encoder())
         self._slots: dict[SlotId, _Slot] = {}
         self.num_parameters, self.weight_bytes = Weights.of(model)
         self._start_ids = _start_ids(model)
-        can_be_cut = self._can_be_walked()
+        can_be_cut = self._can_run_by_layer()
         num_units = len(self._encoder.layers) + 1 if can_be_cut else 1
         self._source = SourceSpec(self._start_ids, num_units, can_be_cut)
         encoder = "pieces" if can_be_cut else "whole"
         facts = LaneFacts("slot", "bidirectional", encoder=encoder)
-        self.traits = self.traits.but(source=self._source, facts=facts)
+        self.traits = self.traits.with_changes(source=self._source, facts=facts)
 
     def open(self, layout: MemoryLayout) -> None:
         self._slots.clear()
 
-    def encode(self, chunk: EncodeChunk, work: EncodeWork) -> bool:
-        """The last unit makes the keys and values of cross-attention, and ends the encoder."""
+    def encode(self, chunk: EncodeChunk, work: EncoderInput) -> bool:
+        """Run some layers of the encoder; the last unit computes the cross-attention cache."""
         source = array("i", work.data)
         if chunk.start == 0:
             self._slots[chunk.slot_id] = _Slot(len(source))
@@ -131,17 +134,20 @@ class Seq2SeqSource(SlotLane):
         if not self._source.can_be_cut:
             hidden = self._encoder.whole(self._ids(source))
         else:
-            slot.walk = slot.walk or self._encoder.begin(self._ids(source))
-            self._encoder.advance(slot.walk, chunk.start, min(chunk.end, num_layers))
+            slot.state = slot.state or self._encoder.begin(self._ids(source))
+            self._encoder.advance(slot.state, chunk.start, min(chunk.end, num_layers))
             if chunk.end <= num_layers:
                 return True
-            hidden = self._encoder.end(slot.walk)
-        slot.walk = None
+            hidden = self._encoder.end(slot.state)
+        slot.state = None
         slot.cache = self._cross_attention(hidden)
         return True
 
     def _cross_attention(self, hidden: Tensor) -> Any:
-        """A cache with the source's part alone: the token that was needed for it is dropped."""
+        """Return a cache that has the keys and values of the source for cross-attention.
+
+        Decoding one token fills this cache; the cache of the token itself is dropped.
+        """
         cache = self._new_cache(DynamicCache())
         self._decode(cache, array("i", [self._start_ids[0]]), 1, BaseModelOutput(hidden))
         return self._new_cache(cache.cross_attention_cache)
@@ -152,7 +158,8 @@ class Seq2SeqSource(SlotLane):
     def _run(self, chunk: Chunk, token_ids: "array[int]") -> Tensor:
         slot = self._slots[chunk.slot_id]
         width = self._model.config.get_text_config().hidden_size
-        # the source is in the cache: only its length is read of these
+        # The keys and values of the source are cached, so the model only reads the length of
+        # these hidden states.
         stand_in = torch.zeros(1, dtype=self.dtype, device=self.device).expand(
             1, slot.num_source, width
         )
@@ -161,7 +168,7 @@ class Seq2SeqSource(SlotLane):
     def _decode(
         self, cache: Any, ids: "array[int]", num_rows: int, encoded: BaseModelOutput
     ) -> Tensor:
-        """Logits [num_rows, vocab] of the last of these tokens; the cache grows by all."""
+        """Append the tokens to the cache; return logits [num_rows, vocab] of the last tokens."""
         offered = {
             "decoder_input_ids": self._ids(ids),
             "encoder_outputs": encoded,
@@ -173,7 +180,7 @@ class Seq2SeqSource(SlotLane):
         return logits[0, logits.shape[1] - num_rows :]
 
     def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None:
-        """The source's part is never written again, and shared."""
+        """Copy a slot; the cross-attention cache is shared because it never changes."""
         for copy in slots:
             source = self._slots[copy.source]
             cache = self._new_cache(source.cache.cross_attention_cache)
@@ -184,23 +191,23 @@ class Seq2SeqSource(SlotLane):
         return torch.tensor([ids.tolist()], device=self.device)
 
     def _probe(self) -> "array[int]":
-        """Tokens to try the model on, of however few it knows."""
+        """Return a source for probing the model, made of valid token ids."""
         config = self._model.config
         known = min(config.vocab_size, getattr(config, "decoder_vocab_size", None) or 1 << 30)
         return array("i", (number % known for number in range(_PROBE)))
 
     @torch.inference_mode()
-    def _can_be_walked(self) -> bool:
-        """Whether layer by layer gives what the encoder's own forward gives."""
+    def _can_run_by_layer(self) -> bool:
+        """Return whether the encoder gives the same result when it runs layer by layer."""
         if not self._encoder.layers:
             return False
         ids = self._ids(self._probe())
         expected = self._encoder.whole(ids)
         try:
-            walk = self._encoder.begin(ids)
+            state = self._encoder.begin(ids)
             for number in range(len(self._encoder.layers)):
-                self._encoder.advance(walk, number, number + 1)
-            got = self._encoder.end(walk)
+                self._encoder.advance(state, number, number + 1)
+            got = self._encoder.end(state)
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
             return False
         error = (got - expected).abs().max()
@@ -208,7 +215,7 @@ class Seq2SeqSource(SlotLane):
 
     @torch.inference_mode()
     def _measure(self) -> int:
-        """Bytes per position of the longest source together with the longest answer."""
+        """Return the bytes that one source token and one answer token take together."""
         ids = self._probe()
         cache = self._cross_attention(self._encoder.whole(self._ids(ids)))
         stand_in = torch.zeros(1, _PROBE, self._model.config.get_text_config().hidden_size)
@@ -218,7 +225,7 @@ class Seq2SeqSource(SlotLane):
 
 
 def _start_ids(model: Any) -> tuple[int, ...]:
-    """The token that every answer starts with, and the one that is forced after it."""
+    """Return the first token of every answer, and the forced second token if there is one."""
     found = []
     for name in ("decoder_start_token_id", "forced_bos_token_id"):
         for config in (model.generation_config, model.config):
@@ -227,5 +234,5 @@ def _start_ids(model: Any) -> tuple[int, ...]:
                 found.append(int(token_id))
                 break
         if not found:
-            raise ModelError("The model does not say with which token its answers start.")
+            raise ModelError("The model's config does not name the token that starts an answer.")
     return tuple(found)

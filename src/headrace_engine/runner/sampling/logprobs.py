@@ -1,4 +1,4 @@
-"""Log probabilities of the model's own distribution, and the one order of candidates."""
+"""Computes log probabilities of the model's own distribution, and orders candidates."""
 
 from collections.abc import Sequence
 
@@ -10,23 +10,26 @@ from torch import Tensor
 from headrace_common.sampling import Logprobs
 
 Floats = NDArray[np.float32]
-_FLOOR = -9999.0  # JSON has no minus infinity
+Doubles = NDArray[np.float64]
+# The smallest log probability that is returned, because JSON has no minus infinity.
+_FLOOR = -9999.0
 
 
 def likeliest(values: Floats, count: int) -> NDArray[np.intp]:
-    """Ids of the `count` largest values: falling value, equal values by rising id.
+    """Return the ids of the `count` largest values, or all ids if there are fewer values.
 
-    All of them if there are fewer.
+    The largest value is first; equal values are ordered by rising id.
     """
     ids = np.arange(len(values))
     if count < len(values):
         threshold = np.partition(values, len(values) - count)[len(values) - count]
-        ids = np.flatnonzero(values >= threshold)  # may be more: ties
+        # If several values equal the threshold, there may be more than `count` ids.
+        ids = np.flatnonzero(values >= threshold)
     return ids[np.argsort(-values[ids], kind="stable")][:count]
 
 
 def pack_logprobs(logits: Tensor, token_ids: Sequence[int], num_likeliest: int) -> Logprobs:
-    """One row per row of logits [rows, vocab]: its token, then the likeliest ones."""
+    """Pack the log probabilities of each row's token and of the row's likeliest tokens."""
     values = torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
     count = min(num_likeliest, values.shape[1])
     ids = np.empty((len(values), 1 + count), dtype=np.int32)
@@ -39,7 +42,7 @@ def pack_logprobs(logits: Tensor, token_ids: Sequence[int], num_likeliest: int) 
 
 
 def join(parts: Sequence[Logprobs]) -> Logprobs:
-    """Rows of all parts below each other; there is at least one part, and widths are equal."""
+    """Concatenate the rows of one or more parts, which must have the same width."""
     return Logprobs(
         parts[0].width, b"".join(p.ids for p in parts), b"".join(p.values for p in parts)
     )

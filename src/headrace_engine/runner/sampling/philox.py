@@ -1,4 +1,4 @@
-"""Philox 4x32-10, a random generator without state: the same key and counter, the same number.
+"""Philox 4x32-10, a stateless random generator: a key and a counter determine the number.
 
 Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (2011).
 """
@@ -13,7 +13,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Ten rounds over four 32-bit words."""
+    """Run ten rounds over four 32-bit words."""
     (a, b, c, d), (k0, k1) = counter, key
     for _ in range(10):
         left, right = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
@@ -28,10 +28,11 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def uniform(seed: int, token: int, choice: int, stream: Literal[0, 1] = 0) -> float:
-    """One number of [0, 1) for token `token` of choice `choice`, with 53 random bits.
+    """Return a number in [0, 1) with 53 random bits, for a token index and a choice.
 
-    The seed's 64 bits are the key; token and choice are two words each of the counter, low first.
-    Stream 0 takes the first two of the four random words, stream 1 the others.
+    The key is the seed's 64 bits. The counter is four words: two of the token index, then two of
+    the choice, the low word first. Stream 0 uses the first two of the four random words, and
+    stream 1 uses the last two.
     """
     words = philox((*_split(token), *_split(choice)), _split(seed))
     low, high = words[2 * stream : 2 * stream + 2]

@@ -1,8 +1,9 @@
-"""Draws a token from a row of logits; every random number is Philox's, no state is kept.
+"""Draws a token from a row of logits; every random number comes from Philox.
 
-Order: logits + bias, repetition, frequency and presence penalty, end tokens and what the grammar
-forbids masked, then argmax if greedy, else temperature, top_k, top_p, min_p and one draw. Requests
-with `samplers` are drawn by `chain` behind the mask; there the penalties are one of the samplers.
+The logits are changed in this order: logit bias; repetition, frequency and presence penalties;
+masking of end tokens and of tokens that the grammar forbids. Greedy requests use the argmax. For
+other requests, temperature, top_k, top_p and min_p apply, and one token is drawn. For requests
+with `samplers`, module `chain` draws after the mask, and the penalties are one of the samplers.
 """
 
 from collections.abc import Sequence
@@ -19,54 +20,67 @@ from headrace_engine.runner.sampling.penalties import penalize
 from headrace_engine.runner.sampling.philox import uniform
 from headrace_engine.runner.sampling.state import SequenceState
 
-_FIRST_HEAD = 256  # candidates that are put in order before it is known how many are needed
+# The number of candidates that are sorted at first. Usually this number is enough.
+_FIRST_SIZE = 256
 
 
 def draw(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Drawn]:
-    """One token for each sequence from its row of float32 logits [sequences, vocab]."""
+    """Draw one token per sequence from the sequence's row of float32 logits [sequences, vocab]."""
     adjusted, faults = _adjusted(logits, sequences)
-    best = adjusted.argmax(dim=-1)  # the first of equal ones, hence the lowest id
+    # argmax returns the lowest id among equal logits.
+    best = adjusted.argmax(dim=-1)
     peaks = adjusted.gather(1, best[:, None])[:, 0]
     is_sound = torch.isfinite(peaks.cpu()) & torch.isfinite(logits.amax(dim=-1).cpu())
     drawn = []
-    for row, (known, token_id) in enumerate(zip(sequences, best.tolist(), strict=True)):
+    for row, (sequence, token_id) in enumerate(zip(sequences, best.tolist(), strict=True)):
         if row in faults:
             drawn.append(Drawn(error=faults[row]))
             continue
         if not is_sound[row]:
-            drawn.append(Drawn(error="The model's output is not a number."))
+            drawn.append(Drawn(error="The model's output contains NaN or infinity."))
             continue
-        if not known.sampling.is_greedy:
-            token_id = _dice(adjusted[row], known)
-        drawn.append(Drawn((token_id,), _logprobs(logits[row : row + 1], token_id, known)))
+        if not sequence.sampling.is_greedy:
+            token_id = _draw_one(adjusted[row], sequence)
+        logprobs = _logprobs(logits[row : row + 1], token_id, sequence)
+        state = sequence.state if sequence.remembered else b""
+        drawn.append(Drawn((token_id,), logprobs, state=state))
     return drawn
 
 
 def draw_guessed(
-    logits: Tensor, known: SequenceState, drawn: Drawn, guess: tuple[int, ...]
+    logits: Tensor, sequence: SequenceState, drawn: Drawn, guess: tuple[int, ...]
 ) -> Drawn:
-    """Goes on after the draw from the first row, as long as tokens are the ones guessed.
+    """Continue after the draw from the first row, as long as drawn tokens equal the guess.
 
-    The next row was computed behind the guess, so it is the sequence's own if that was right.
+    Each later row was computed after one more guessed token. So a row is valid for this sequence
+    if all tokens drawn from earlier rows equal the guess.
     """
     for row, token_id in enumerate(guess, 1):
-        if drawn.error is not None or drawn.token_ids[-1] != token_id or known.is_over:
+        if drawn.error is not None or drawn.token_ids[-1] != token_id or sequence.is_over:
             break
-        (more,) = draw(logits[row : row + 1], [known])
-        known.token_ids.extend(more.token_ids)
+        (more,) = draw(logits[row : row + 1], [sequence])
+        sequence.token_ids.extend(more.token_ids)
         logprobs = drawn.logprobs
         if logprobs is not None and more.logprobs is not None:
             logprobs = join((logprobs, more.logprobs))
-        drawn = Drawn(drawn.token_ids + more.token_ids, logprobs, more.error)
+        drawn = Drawn(drawn.token_ids + more.token_ids, logprobs, more.error, state=more.state)
     return drawn
 
 
 def sample(logits: Floats, sampling: Sampling, dice: float) -> int:
-    """The candidate that `dice`, a number of [0, 1), points at."""
-    with np.errstate(over="ignore"):  # far below the best one is as good as infinitely far
+    """Return the candidate that `dice`, a number in [0, 1), selects.
+
+    Sorting a whole vocabulary for each token is slow, and the few likeliest tokens nearly always
+    decide the draw. So only the `size` likeliest tokens are sorted at first. The sorted tokens
+    are enough if top_p or min_p keeps only some of the sorted tokens. Without top_p and min_p,
+    the sorted tokens are enough if their total probability exceeds `dice`. Otherwise `size` grows
+    16-fold.
+    """
+    # With a tiny temperature, the quotient can overflow to minus infinity, which is correct.
+    with np.errstate(over="ignore"):
         weights = np.exp((logits - logits.max()) / np.float32(sampling.temperature))
     limit = min(sampling.top_k or len(logits), len(logits))
-    size = limit if limit < len(logits) else min(_FIRST_HEAD, limit)
+    size = limit if limit < len(logits) else min(_FIRST_SIZE, limit)
     is_cut = sampling.top_p < 1 or sampling.min_p > 0
     while True:
         ids = likeliest(logits, size)
@@ -78,13 +92,14 @@ def sample(logits: Floats, sampling: Sampling, dice: float) -> int:
             break
         if not is_cut and mass[-1] > dice * total:
             break
-        size = min(16 * size, limit)  # the head was too short to tell
-    place = int(np.searchsorted(mass[:num], dice * total, side="right"))
-    return int(ids[min(place, num - 1)])
+        # Too few candidates were sorted to decide.
+        size = min(16 * size, limit)
+    index = int(np.searchsorted(mass[:num], dice * total, side="right"))
+    return int(ids[min(index, num - 1)])
 
 
 def _num_candidates(weights: Floats, mass: np.ndarray, total: float, sampling: Sampling) -> int:
-    """How many of the ordered candidates top_p and min_p leave; their length if all, so far."""
+    """Return how many of the sorted candidates top_p and min_p keep, possibly all."""
     num = int(np.count_nonzero(weights))
     if sampling.top_p < 1:
         num = min(num, int(np.searchsorted(mass, sampling.top_p * total)) + 1)
@@ -93,21 +108,24 @@ def _num_candidates(weights: Floats, mass: np.ndarray, total: float, sampling: S
     return num
 
 
-def _dice(row: Tensor, known: SequenceState) -> int:
-    dice = uniform(known.sampling.seed, known.num_generated, known.choice)
-    if known.sampling.samplers:
-        return draw_in_order(row.cpu().numpy(), known, dice)
-    return sample(row.cpu().numpy(), known.sampling, dice)
+def _draw_one(row: Tensor, sequence: SequenceState) -> int:
+    dice = uniform(sequence.sampling.seed, sequence.num_generated, sequence.choice)
+    if sequence.sampling.samplers:
+        return draw_in_order(row.cpu().numpy(), sequence, dice)
+    return sample(row.cpu().numpy(), sequence.sampling, dice)
 
 
-def _logprobs(logits: Tensor, token_id: int, known: SequenceState) -> Logprobs | None:
-    count = known.sampling.num_logprobs
+def _logprobs(logits: Tensor, token_id: int, sequence: SequenceState) -> Logprobs | None:
+    count = sequence.sampling.num_logprobs
     return None if count is None else pack_logprobs(logits, (token_id,), count)
 
 
 def _adjusted(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[Tensor, dict[int, str]]:
-    """The same tensor if no sequence changes anything, else a copy on the host; faults by row."""
-    changing = [row for row, known in enumerate(sequences) if _changes(known)]
+    """Return adjusted logits, and a fault for each row whose grammar fails.
+
+    Returns `logits` itself if nothing changes.
+    """
+    changing = [row for row, sequence in enumerate(sequences) if _changes(sequence)]
     faults: dict[int, str] = {}
     if not changing:
         return logits, faults
@@ -120,31 +138,31 @@ def _adjusted(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[Tenso
     return copy, faults
 
 
-def _changes(known: SequenceState) -> bool:
-    s = known.sampling
-    if s.logit_bias or known.is_penalized or known.constraint is not None:
+def _changes(sequence: SequenceState) -> bool:
+    s = sequence.sampling
+    if s.logit_bias or sequence.is_penalized or sequence.constraint is not None:
         return True
-    return s.masks_ends(len(known.token_ids) - known.num_prompt)
+    return s.masks_ends(len(sequence.token_ids) - sequence.num_prompt)
 
 
-def _reasons(row: Floats, known: SequenceState) -> bool:
-    """Whether the model begins with reasoning of itself, not for want of an allowed token."""
-    tags = known.sampling.grammar_tags
+def _starts_reasoning(row: Floats, sequence: SequenceState) -> bool:
+    """Return whether the likeliest first token starts reasoning, before any token is forbidden."""
+    tags = sequence.sampling.grammar_tags
     assert tags is not None
-    return known.num_generated == 0 and int(row.argmax()) == tags[0]
+    return sequence.num_generated == 0 and int(row.argmax()) == tags[0]
 
 
-def _adjust(row: Floats, known: SequenceState) -> None:
-    s = known.sampling
-    reasons = s.grammar_tags is not None and _reasons(row, known)
+def _adjust(row: Floats, sequence: SequenceState) -> None:
+    s = sequence.sampling
+    starts_reasoning = s.grammar_tags is not None and _starts_reasoning(row, sequence)
     for token_id, bias in s.logit_bias.items():
         row[token_id] += np.float32(bias)
-    if known.is_penalized:
-        penalize(row, known)
-    if known.constraint is not None:
-        allowed = known.constraint.allowed(known.token_ids[known.num_prompt :])
-        if reasons and s.grammar_tags:
+    if sequence.is_penalized:
+        penalize(row, sequence)
+    if sequence.constraint is not None:
+        allowed = sequence.constraint.allowed(sequence.token_ids[sequence.num_prompt :])
+        if starts_reasoning and s.grammar_tags:
             allowed[s.grammar_tags[0]] = True
         row[~allowed] = -np.inf
-    elif s.masks_ends(len(known.token_ids) - known.num_prompt):
+    elif s.masks_ends(len(sequence.token_ids) - sequence.num_prompt):
         row[list(s.end_token_ids)] = -np.inf

@@ -1,9 +1,10 @@
-"""The runner's state of a sequence between two draws."""
+"""Holds the state of a sequence that the runner keeps between two draws."""
 
 from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,33 +12,45 @@ from headrace_common.plan import Begin
 from headrace_common.sampling import Sampling
 from headrace_engine.runner.pooling import UNIT, PooledRows, VectorHead
 from headrace_engine.runner.sampling.occurrences import Occurrences
+from headrace_engine.runner.sampling.repeats import Repeats
+
+_encode = msgspec.msgpack.encode
+_decode = msgspec.msgpack.Decoder(dict[str, float]).decode
 
 
 class Constraint(Protocol):
-    """The state of one answer in its grammar."""
+    """The grammar state of one answer."""
 
     def allowed(self, answer: "array[int]") -> NDArray[np.bool_]:
-        """Return which tokens may follow these, by id; raise ValueError if the grammar fails."""
+        """Return a mask over ids for the token after `answer`; ValueError if the grammar fails."""
         ...
 
     def forced(self, answer: "array[int]") -> tuple[int, ...]:
-        """Return tokens that spell the text that must follow; none if there is a choice."""
+        """Return the tokens that must follow `answer`; no tokens if there is a choice."""
         ...
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """Tokens known so far, the drawn ones appended, and how to draw the next."""
+    """Holds a sequence's tokens so far, and everything needed to draw the next token."""
 
     token_ids: "array[int]"
     num_prompt: int
     choice: int
     sampling: Sampling
     constraint: Constraint | None = None
-    pooled: PooledRows | None = None  # of one that draws nothing
-    seen: Occurrences = field(default_factory=Occurrences)  # of all tokens, if it is penalized
-    drawn: Occurrences = field(init=False)  # of those drawn
-    is_penalized: bool = field(init=False)  # before the mask; False if `samplers` do it instead
+    # The pooled rows of a sequence that produces a vector; None for any other sequence.
+    pooled: PooledRows | None = None
+    # The counts of all tokens, for penalties.
+    seen: Occurrences = field(default_factory=Occurrences)
+    # The counts of the drawn tokens.
+    drawn: Occurrences = field(init=False)
+    # Repetitions among all tokens; None until the DRY sampler needs repetitions.
+    repeats: Repeats | None = None
+    # The memory of samplers after the last draw.
+    remembered: dict[str, float] = field(default_factory=dict)
+    # Whether penalties apply before the mask; False if penalties are one of the `samplers`.
+    is_penalized: bool = field(init=False)
 
     def __post_init__(self) -> None:
         s = self.sampling
@@ -49,12 +62,26 @@ class SequenceState:
     def from_begin(
         cls, begin: Begin, constraint: Constraint | None = None, head: VectorHead = UNIT
     ) -> "SequenceState":
-        # A copy of our own: it grows with each draw.
+        # The tokens are copied because the copy grows with each draw.
         token_ids = begin.token_ids[:]
-        known = cls(token_ids, begin.num_prompt, begin.choice, begin.sampling, constraint)
+        sequence = cls(token_ids, begin.num_prompt, begin.choice, begin.sampling, constraint)
         if begin.sampling.pooling is not None:
-            known.pooled = PooledRows(begin.sampling.pooling, head)
-        return known
+            sequence.pooled = PooledRows(begin.sampling.pooling, head)
+        if begin.state:
+            sequence.remembered = _decode(begin.state)
+        return sequence
+
+    @property
+    def state(self) -> bytes:
+        """Return the memory of the samplers, for a later `Begin`."""
+        return _encode(self.remembered)
+
+    def repetitions(self) -> Repeats:
+        """Return the repetitions among all tokens so far."""
+        if self.repeats is None:
+            self.repeats = Repeats(self.sampling.dry_breakers)
+        self.repeats.update(self.token_ids)
+        return self.repeats
 
     @property
     def num_generated(self) -> int:
@@ -62,7 +89,7 @@ class SequenceState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last token, which was drawn, ends it."""
+        """Return whether the last drawn token ends the sequence."""
         sampling, num_generated = self.sampling, self.num_generated
         is_end = sampling.ends_with(self.token_ids[-1], num_generated)
         return is_end or num_generated == sampling.max_tokens

@@ -1,0 +1,137 @@
+"""Stores batches in a Redis that servers share; only one server runs a batch at a time."""
+
+import asyncio
+import contextlib
+import hashlib
+
+from headrace.batches.store import NOBODY, BatchStore, ClaimLost
+from headrace.streams.store import Store, StoreStalled
+from headrace.streams.stores.redis import RedisStore
+from headrace.streams.stores.redis_link import ANSWER_S, LOST, RETRY_S, Argument, Link
+
+CLAIM_MS = 6000
+PART_BYTES = 64 << 20
+"""The maximum bytes of a blob in one Redis value. Redis allows up to 512 MB per value."""
+_TRIES = 4
+_CANNOT = "The server cannot store files now; try again later."
+
+_CLAIM = """
+local holder = redis.call('GET', KEYS[1])
+if holder ~= ARGV[1] and (holder or ARGV[3] == '1') then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_PUT = """
+if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return -1 end
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+return 1
+"""
+_APPEND = """
+if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return -1 end
+if redis.call('GET', KEYS[3]) == ARGV[3] then return 0 end
+local left, number = ARGV[2], 0
+while #left > 0 do
+  local key = KEYS[1] .. ':' .. number
+  local room = ARGV[4] - redis.call('STRLEN', key)
+  if room > 0 then
+    redis.call('APPEND', key, string.sub(left, 1, room))
+    left = string.sub(left, room + 1)
+  end
+  number = number + 1
+end
+redis.call('SET', KEYS[3], ARGV[3], 'EX', 3600)
+return 1
+"""
+_REMOVE = """
+local number = 0
+while redis.call('UNLINK', KEYS[1] .. ':' .. number) == 1 do number = number + 1 end
+return redis.call('DEL', KEYS[2])
+"""
+
+
+def redis_batch_store(store: Store) -> BatchStore:
+    """Return a batch store in the Redis that this stream store uses."""
+    assert isinstance(store, RedisStore)
+    return BatchStore(RedisRecords(store), RedisBlobs(store))
+
+
+async def _ask(link: Link, *words: Argument) -> object:
+    """Run a command that can be repeated safely; return the answer.
+
+    Raises StoreStalled if no attempt is answered.
+    """
+    for _ in range(_TRIES):
+        with contextlib.suppress(*LOST):
+            async with asyncio.timeout(ANSWER_S):
+                return await link.command(*words)
+        await asyncio.sleep(RETRY_S)
+    raise StoreStalled(_CANNOT)
+
+
+class RedisRecords:
+    """Stores all records of a kind in one Redis hash, with a field for each record."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._link = store.link
+        self._gateway = store.gateway
+
+    async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
+        keys = (self._key(kind), claim_key(self._link, holder))
+        gateway = self._gateway if holder else ""
+        if await _ask(self._link, "EVAL", _PUT, 2, *keys, gateway, id, record) == -1:
+            raise ClaimLost
+
+    async def get(self, kind: str, id: str) -> bytes | None:
+        found = await _ask(self._link, "HGET", self._key(kind), id)
+        return found if isinstance(found, bytes) else None
+
+    async def all(self, kind: str) -> list[bytes]:
+        found = await _ask(self._link, "HVALS", self._key(kind))
+        return list(found) if isinstance(found, list) else []
+
+    async def remove(self, kind: str, id: str) -> None:
+        await _ask(self._link, "HDEL", self._key(kind), id)
+
+    async def claim(self, id: str, is_held: bool = False) -> bool:
+        words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))
+        return await _ask(self._link, "EVAL", _CLAIM, 1, *words) == 1
+
+    def _key(self, kind: str) -> str:
+        return self._link.key(f"batches:{kind}")
+
+
+class RedisBlobs:
+    """Stores a blob as strings of PART_BYTES, numbered from 0; only the last string grows."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._link = store.link
+        self._gateway = store.gateway
+        self._num_appends = 0
+
+    async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
+        self._num_appends += 1
+        ours = f"{self._gateway}:{self._num_appends}"
+        # A repeated command with the same token adds nothing. The server that holds the claim on a
+        # batch may also repeat the whole call. The hash of the data as token then ensures that no
+        # line is stored twice.
+        token = hashlib.sha256(data).hexdigest() if holder else ours
+        keys = (self._key(id), claim_key(self._link, holder), self._key(f"{id}:last"))
+        words = (*keys, self._gateway if holder else "", data, token, PART_BYTES)
+        if await _ask(self._link, "EVAL", _APPEND, 3, *words) == -1:
+            raise ClaimLost
+
+    async def read(self, id: str, start: int, most: int) -> bytes:
+        number, start = divmod(start, PART_BYTES)
+        key = self._key(f"{id}:{number}")
+        found = await _ask(self._link, "GETRANGE", key, start, start + most - 1)
+        return found if isinstance(found, bytes) else b""
+
+    async def remove(self, id: str) -> None:
+        await _ask(self._link, "EVAL", _REMOVE, 2, self._key(id), self._key(f"{id}:last"))
+
+    def _key(self, id: str) -> str:
+        return self._link.key(f"batches:blob:{id}")
+
+
+def claim_key(link: Link, id: str) -> str:
+    return link.key(f"batches:claim:{id}")

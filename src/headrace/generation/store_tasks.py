@@ -1,0 +1,51 @@
+"""Defines background tasks that connect a server with its store. Each task runs until cancelled."""
+
+import asyncio
+import contextlib
+import time
+
+from headrace.generation.registry import Registry, cut_by
+from headrace.streams.store import Retention, StoreStalled, WriterRequest
+from headrace_common.errors import RequestError
+
+_CANNOT_WRITE = RequestError(
+    "storage_stalled", "The server cannot store streams now; resume reading later."
+)
+_SWEEP_INTERVAL_S = 60.0
+
+
+async def watch(streams: Registry) -> None:
+    """Disconnect the readers of durable streams while the store cannot write."""
+    while True:
+        await streams.store.stalled.wait()
+        streams.pause(_CANNOT_WRITE)
+        await streams.store.writable.wait()
+        streams.unpause()
+
+
+async def serve_other_servers(streams: Registry, group: asyncio.TaskGroup) -> None:
+    """Execute requests of other servers for streams that this server writes."""
+    while True:
+        group.create_task(_do(streams, await streams.store.asked()), name="ask")
+
+
+async def _do(streams: Registry, ask: WriterRequest) -> None:
+    stream = await streams.written_here(ask.stream_id, waits=ask.what == "stop")
+    if stream is None:
+        return
+    if ask.what == "stop":
+        stream.stop(cut_by(ask.detail))
+    elif ask.what == "beat":
+        stream.beat(ask.detail, ask.interval_s)
+    else:
+        stream.check_log()
+
+
+async def sweep(streams: Registry) -> None:
+    """Delete expired streams once a minute."""
+    while True:
+        await streams.sweep()
+        with contextlib.suppress(StoreStalled):
+            totals = await streams.store.sweep(Retention(), time.time())
+            streams.figures.swept("durable", totals.num_bytes)
+        await asyncio.sleep(_SWEEP_INTERVAL_S)

@@ -1,0 +1,302 @@
+"""Every shelf: records that are whole, blobs of whole lines, one holder of a batch."""
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.batches import folder
+from headrace.batches.folder import folder_batch_store
+from headrace.batches.records import BATCH, FILE, OPEN
+from headrace.batches.store import BatchStore, ClaimLost
+from headrace.streams.store import StoreStalled
+from tools.harness.redis_servers import RedisServer, needs_redis
+
+Test = Callable[[BatchStore, BatchStore | None], Awaitable[None]]
+
+
+@asynccontextmanager
+async def opened_folder(path: Path) -> AsyncIterator[tuple[BatchStore, BatchStore | None]]:
+    yield folder_batch_store(path), None
+
+
+@asynccontextmanager
+async def opened_in_redis(path: Path) -> AsyncIterator[tuple[BatchStore, BatchStore | None]]:
+    """The shelves of two servers."""
+    from headrace.batches.redis_store import redis_batch_store
+    from headrace.streams.stores.redis import RedisStore
+
+    server = RedisServer(path / "redis")
+    one, other = await RedisStore.open(server.url), await RedisStore.open(server.url)
+    try:
+        yield redis_batch_store(one), redis_batch_store(other)
+    finally:
+        await one.close()
+        await other.close()
+        server.end()
+
+
+async def lapse(shelf: BatchStore, id: str) -> None:
+    """Does what time does to a claim that nobody goes on with."""
+    from headrace.batches.redis_store import claim_key
+
+    link = shelf.records._link
+    assert await link.command("DEL", claim_key(link, id)) == 1
+
+
+def shelf_test(test: Test) -> Callable[..., None]:
+    @pytest.mark.parametrize(
+        "opened", [opened_folder, pytest.param(opened_in_redis, marks=needs_redis)]
+    )
+    async def each(opened: Callable[[Path], object], tmp_path: Path) -> None:
+        async with opened(tmp_path) as shelves:
+            await test(*shelves)
+
+    each.__name__ = test.__name__
+    return each
+
+
+@shelf_test
+async def test_a_record_is_found_as_it_was_put_last(
+    shelf: BatchStore, other: BatchStore | None
+) -> None:
+    await shelf.records.put(FILE, "a", b"1")
+    await shelf.records.put(FILE, "a", b"\x00\xff2")
+    await shelf.records.put(FILE, "b", b"3")
+    for it in filter(None, (shelf, other)):
+        assert await it.records.get(FILE, "a") == b"\x00\xff2"
+        assert await it.records.get(BATCH, "a") is None
+        assert sorted(await it.records.all(FILE)) == [b"\x00\xff2", b"3"]
+    await shelf.records.remove(FILE, "a")
+    await shelf.records.remove(FILE, "never")
+    assert await shelf.records.get(FILE, "a") is None
+
+
+@shelf_test
+async def test_a_blob_grows_and_is_read_from_anywhere(
+    shelf: BatchStore, other: BatchStore | None
+) -> None:
+    await shelf.blobs.append("a", b"one\n")
+    await shelf.blobs.append("a", b"two\n")
+    for it in filter(None, (shelf, other)):
+        assert await it.blobs.read("a", 0, 100) == b"one\ntwo\n"
+        assert await it.blobs.read("a", 4, 3) == b"two"
+        assert await it.blobs.read("a", 8, 10) == b""
+        assert await it.blobs.read("never", 0, 10) == b""
+    await shelf.blobs.remove("a")
+    assert await shelf.blobs.read("a", 0, 100) == b""
+
+
+@shelf_test
+async def test_one_server_holds_a_batch(shelf: BatchStore, other: BatchStore | None) -> None:
+    assert await shelf.records.claim("batch")
+    assert await shelf.records.claim("batch")
+    if other is not None:
+        assert not await other.records.claim("batch")
+        with pytest.raises(ClaimLost):
+            await other.blobs.append("out", b"line\n", "batch")
+        with pytest.raises(ClaimLost):
+            await other.records.put(BATCH, "batch", b"theirs", "batch")
+    await shelf.blobs.append("out", b"line\n", "batch")
+    await shelf.records.put(BATCH, "batch", b"ours", "batch")
+    assert await shelf.blobs.read("out", 0, 100) == b"line\n"
+    assert await shelf.records.get(BATCH, "batch") == b"ours"
+
+
+@needs_redis
+async def test_a_claim_that_has_lapsed_is_not_gone_on_with(tmp_path: Path) -> None:
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        assert not await shelf.records.claim("batch", is_held=True)
+        assert await shelf.records.claim("batch")
+        assert await shelf.records.claim("batch", is_held=True)
+        await lapse(shelf, "batch")
+        assert not await shelf.records.claim("batch", is_held=True)
+        with pytest.raises(ClaimLost):
+            await shelf.records.put(BATCH, "batch", b"late", "batch")
+        assert await shelf.records.claim("batch")
+
+
+@needs_redis
+async def test_a_blob_in_redis_is_in_parts_that_no_reader_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.batches import redis_store
+
+    monkeypatch.setattr(redis_store, "PART_BYTES", 10)
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        lines = [b"x" * size + b"\n" for size in (3, 5, 9, 34, 0, 8, 9)]
+        for line in lines:
+            await shelf.blobs.append("out", line)
+        whole = b"".join(lines)
+        for most in (1, 7, 10, 100):
+            found = b""
+            while piece := await shelf.blobs.read("out", len(found), most):
+                found += piece
+            assert found == whole
+        assert await shelf.blobs.read("out", 25, 3) == whole[25:28]
+        await shelf.blobs.append("other", b"kept\n")
+        await shelf.blobs.remove("out")
+        assert await shelf.blobs.read("out", 50, 10) == b"" == await shelf.blobs.read("out", 0, 1)
+        assert await shelf.blobs.read("other", 0, 10) == b"kept\n"
+
+
+@needs_redis
+async def test_results_whose_answer_was_lost_are_there_once_when_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.batches import redis_store
+
+    monkeypatch.setattr(redis_store, "RETRY_S", 0.0)
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        link = shelf.blobs._link
+        command = link.command
+
+        async def unheard(*words: object) -> None:
+            await command(*words)
+            raise TimeoutError
+
+        assert await shelf.records.claim("batch")
+        with monkeypatch.context() as lost, pytest.raises(StoreStalled):
+            lost.setattr(link, "command", unheard)
+            await shelf.blobs.append("out", b"one\n", "batch")
+        for line in (b"one\n", b"two\n"):
+            await shelf.blobs.append("out", line, "batch")
+        assert await shelf.blobs.read("out", 0, 100) == b"one\ntwo\n"
+
+
+async def test_a_folder_keeps_what_was_there_but_for_uploads_that_never_ended(
+    tmp_path: Path,
+) -> None:
+    before = folder_batch_store(tmp_path)
+    await before.records.put(FILE, "whole", b"record")
+    await before.records.put(OPEN, "batch", b"batch")
+    await before.blobs.append("whole", b"line\n")
+    await before.blobs.append("half", b"li")
+    after = folder_batch_store(tmp_path)
+    assert await after.records.all(FILE) == [b"record"]
+    assert await after.records.all(OPEN) == [b"batch"]
+    assert await after.blobs.read("whole", 0, 10) == b"line\n"
+    assert await after.blobs.read("half", 0, 10) == b""
+
+
+async def test_what_is_removed_as_it_is_written_stays_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = folder_batch_store(tmp_path).blobs
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def slowly(*given: object) -> None:
+        is_writing.set()
+        assert may_write.wait(20)
+        append(*given)
+
+    append = folder._append
+    monkeypatch.setattr(folder, "_append", slowly)
+    writing = asyncio.create_task(blobs.append("out", b"one\n"))
+    assert await asyncio.to_thread(is_writing.wait, 20)
+    writing.cancel()
+
+    async def drop() -> None:
+        await asyncio.wait((writing,))
+        await blobs.remove("out")
+
+    dropping = asyncio.create_task(drop())
+    await asyncio.wait((dropping,), timeout=0.1)
+    may_write.set()
+    await dropping
+    blobs._threads.shutdown()
+    assert list((tmp_path / "blobs").iterdir()) == []
+
+
+@pytest.mark.parametrize("left", [b"", b'{"half', b"one\n", b"one\n{" + b"x" * 200_000])
+async def test_half_a_line_that_a_kill_left_is_cut_off_by_the_next_one(
+    left: bytes, tmp_path: Path
+) -> None:
+    before = folder_batch_store(tmp_path)
+    await before.records.put(FILE, "out", b"record")
+    await before.blobs.append("out", left)
+    after = folder_batch_store(tmp_path)
+    await after.blobs.append("out", b"two\n")
+    whole = b"one\n" if left.startswith(b"one\n") else b""
+    assert await after.blobs.read("out", 0, 1 << 20) == whole + b"two\n"
+
+
+async def test_what_does_not_fit_on_the_disk_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    shelf = folder_batch_store(tmp_path)
+    await shelf.blobs.append("out", b"one\n")
+    write = os.pwrite
+
+    def full(descriptor: int, data: bytes, at: int) -> int:
+        if at >= 8:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data[:4], at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreStalled, match="no space left on device"):
+        await shelf.blobs.append("out", b"two and more\n")
+    monkeypatch.undo()
+    assert await shelf.blobs.read("out", 0, 100) == b"one\n"
+    await shelf.blobs.append("out", b"three\n")
+    assert await shelf.blobs.read("out", 0, 100) == b"one\nthree\n"
+
+
+def moved_aside(folder: Path) -> list[str]:
+    return sorted(path.name.partition(".")[0] for path in folder.rglob("*.unreadable-*"))
+
+
+async def test_what_no_record_or_blob_can_be_is_moved_aside_and_the_rest_stays(
+    tmp_path: Path,
+) -> None:
+    before = folder_batch_store(tmp_path)
+    for id in ("sound", "spoiled"):
+        await before.records.put(FILE, id, b"record")
+        await before.blobs.append(id, b"line\n")
+    (tmp_path / "records/file/spoiled").unlink()
+    (tmp_path / "records/file/spoiled").mkdir()
+    os.mkfifo(tmp_path / "records/file/pipe")
+    (tmp_path / "blobs/a folder").mkdir()
+    os.mkfifo(tmp_path / "blobs/a pipe")
+    (tmp_path / "records/stop").rmdir()
+    (tmp_path / "records/stop").write_text("a file")
+    for _ in range(2):
+        after = folder_batch_store(tmp_path)
+        assert await after.records.all(FILE) == [b"record"]
+        for id in ("sound", "spoiled"):  # what belongs to a record that cannot be read is kept
+            assert await after.blobs.read(id, 0, 10) == b"line\n"
+    assert moved_aside(tmp_path) == ["a folder", "a pipe", "pipe", "spoiled", "stop"]
+
+
+async def test_a_write_that_fails_or_is_cut_leaves_no_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = folder_batch_store(tmp_path / "batches")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreStalled):
+        await shelf.records.put(BATCH, "batch_1", b"record")
+    assert not list((tmp_path / "batches/records/batch").iterdir())
+    (tmp_path / "batches/records/batch/.batch_2").write_bytes(b"rec")
+    folder_batch_store(tmp_path / "batches")
+    assert not list((tmp_path / "batches/records/batch").iterdir())
+
+
+def test_every_folder_is_for_its_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder_batch_store(tmp_path / "batches")
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "batches").rglob("*")}
+    assert modes | {(tmp_path / "batches").stat().st_mode & 0o777} == {0o700}

@@ -1,0 +1,37 @@
+"""A file that outlives the server, while many write it."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from headrace.fleet import atomic_file
+from headrace.fleet.atomic_file import StateFile, keep_file
+from tools.harness.eventually import settle
+
+
+async def test_writes_follow_each_other_though_one_that_is_under_way_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, begun = threading.Event(), list[bytes]()
+
+    def keep_slowly(file: Path, content: bytes) -> None:
+        begun.append(content)
+        may_write.wait(30)
+        keep_file(file, content)
+
+    monkeypatch.setattr(atomic_file, "keep_file", keep_slowly)
+    file = StateFile(tmp_path / "kept.json")
+    first = asyncio.create_task(file.keep(b"first"))
+    await settle()
+    second = asyncio.create_task(file.keep(b"second"))
+    await settle()
+    first.cancel()
+    await settle()
+    assert b"second" not in begun and not first.done()
+    may_write.set()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await second
+    assert (tmp_path / "kept.json").read_bytes() == b"second"

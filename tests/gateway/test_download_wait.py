@@ -1,0 +1,64 @@
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp
+
+from headrace.gateway.download_wait import DownloadWait, WaitingAnswer, download_wait
+from headrace.streams.log import LogGone
+from headrace.streams.record import Names
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.request import Text
+from headrace_common.worker_jobs import CheckedBody
+
+
+def wait_for(names: Names | None = None, **fields: object) -> DownloadWait:
+    checked = CheckedBody({"stream": True, "model": "m"} | fields, (Text(""),), b"")
+    found = download_wait("/v1/completions", checked, names or Names(), StreamId("cmpl-1"))
+    assert found is not None
+    return found
+
+
+def test_a_sign_is_a_frame_that_every_client_knows() -> None:
+    comment, data, *_ = wait_for().sign.decode().split("\n")
+    assert comment == ": loading the model"
+    assert json.loads(data.removeprefix("data: "))["choices"][0]["text"] == ""
+
+
+def test_who_wants_no_heartbeat_hears_nothing() -> None:
+    assert wait_for(heartbeat=False).sign == b""
+
+
+@pytest.mark.parametrize("names", [Names(), Names(key="k")])
+def test_a_stream_that_may_survive_the_server_is_named_once_there_is_one(names: Names) -> None:
+    headers = wait_for(names).headers
+    assert ("x-stream-id" in headers) == (names == Names())
+    assert headers["x-headrace-loading"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RequestError("server_overloaded", "Full."), "server_overloaded"),
+        (LogGone(), "stream_not_found"),
+        (ZeroDivisionError(), "internal_error"),
+    ],
+)
+async def test_a_wait_ends_in_an_error_of_its_dialect_whatever_went_wrong(
+    error: Exception, code: str
+) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        bodies.append(message)
+
+    async def fail() -> ASGIApp:
+        raise error
+
+    coming = asyncio.create_task(fail())
+    await WaitingAnswer(coming, wait_for(), 1.0)({"type": "http"}, None, send)  # type: ignore[arg-type]
+    assert bodies[-1]["more_body"] is False
+    told = bodies[-1]["body"].decode().removeprefix("data: ").split("\n")[0]
+    assert json.loads(told)["error"]["code"] == code

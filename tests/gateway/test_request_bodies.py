@@ -1,0 +1,225 @@
+import asyncio
+import contextlib
+import gzip
+
+import pytest
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from headrace.gateway import request_bodies
+from headrace.gateway.content_coding import BodyDecoder
+from headrace.workers.job_queue import OWNER
+from headrace_common.errors import RequestError
+from tools.harness.eventually import settle
+
+
+async def whole(
+    headers: dict[str, str], receive: Receive, pause_s: float = 20, limit: int = 20
+) -> bytes:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    request = Request({"type": "http", "path": "/v1/messages", "headers": raw}, receive)
+    async with request_bodies.Bodies(limit, pause_s).read(request) as body:
+        return b"".join(body)
+
+
+def read(
+    *parts: bytes,
+    content_type: str = "application/json",
+    coding: str | None = None,
+    length: int | None = None,
+    limit: int = 20,
+) -> bytes:
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    if messages:
+        messages[-1]["more_body"] = False
+    messages.append({"type": "http.disconnect"})
+
+    async def receive() -> dict[str, object]:
+        return messages.pop(0)
+
+    headers = {"content-type": content_type}
+    if coding is not None:
+        headers["content-encoding"] = coding
+    if length is not None:
+        headers["content-length"] = str(length)
+    return asyncio.run(whole(headers, receive, limit=limit))
+
+
+def test_a_body_in_parts_is_one_body() -> None:
+    assert read(b'{"a"', b":1}") == b'{"a":1}'
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1"],
+)
+def test_a_body_that_says_it_is_something_else_is_a_415(content_type: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(b"{}", content_type=content_type)
+    assert caught.value.kind.status == 415
+
+
+def test_a_body_that_does_not_say_what_it_is_is_read_as_json() -> None:
+    assert read(b"{}", content_type="") == b"{}"
+
+
+def test_a_charset_of_utf8_is_fine() -> None:
+    assert read(b"{}", content_type='Application/JSON; charset="UTF-8"') == b"{}"
+
+
+@pytest.mark.parametrize("coding", ["", "identity", "GZIP", "x-gzip"])
+def test_a_body_is_decoded_by_its_coding(coding: str) -> None:
+    body = gzip.compress(b'{"a":1}') if "gz" in coding.lower() else b'{"a":1}'
+    for step in (1, 5, 100):
+        parts = [body[start : start + step] for start in range(0, len(body), step)]
+        assert read(*parts, coding=coding, limit=50) == b'{"a":1}'
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "deflate", "gzip, gzip", "gzip, br", "x" * 9999])
+def test_a_coding_that_is_not_known_is_a_415_and_names_those_that_are(coding: str) -> None:
+    with pytest.raises(RequestError, match="gzip, identity") as caught:
+        read(b"{}", coding=coding)
+    assert caught.value.kind.status == 415 and len(caught.value.message) < 250
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (gzip.compress(b" " * 10_000_000), 413),
+        (gzip.compress(b" " * 21), 413),
+        (b"\x1f\x8b\x08" + b"\0" * 7 + b"\0\0\0\xff\xff" * 20, 413),
+        (b"{}", 400),
+        (b"", 400),
+        (gzip.compress(b"{}")[:-1], 400),
+        (gzip.compress(b"{}") + b"{}", 400),
+        (gzip.compress(b"{}") + gzip.compress(b"{}"), 400),
+    ],
+    ids=["bomb", "large", "empty blocks", "plain", "nothing", "cut", "trailing", "two members"],
+)
+def test_coded_bodies_are_bounded_and_whole(body: bytes, status: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(body, coding="gzip", limit=20 if status == 413 else 100)
+    assert caught.value.kind.status == status
+
+
+async def test_a_bomb_is_decoded_no_further_than_the_limit() -> None:
+    decoder = BodyDecoder(Headers({"content-encoding": "gzip"}))
+    sizes = [len(piece) async for piece in decoder.feed(gzip.compress(b" " * 1_000_000))]
+    assert sum(sizes) == 1_000_000 and max(sizes) <= 64 << 10
+    decoder.finish()
+
+
+def test_a_large_body_is_refused_by_its_length_and_while_it_is_read() -> None:
+    for parts, length in (((), 21), ((b" " * 15, b" " * 15), None)):
+        with pytest.raises(RequestError) as caught:
+            read(*parts, length=length)
+        assert caught.value.kind.status == 413
+        assert "20 bytes" in caught.value.message
+
+
+def test_a_client_that_leaves_in_mid_body_gets_nothing() -> None:
+    with pytest.raises(ClientDisconnect):
+        read()
+
+
+def test_a_body_that_stops_coming_is_a_408() -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(whole({"content-type": "application/json"}, never, 0.01))
+    assert caught.value.kind.status == 408
+
+
+HEADERS = [(b"content-type", b"application/json")]
+
+
+def large(
+    shared: request_bodies.Bodies, is_whole: bool
+) -> contextlib.AbstractAsyncContextManager[object]:
+    """The stay of a body of 90,000 bytes, of which one byte may be missing for ever."""
+    messages = [{"type": "http.request", "body": b" " * 90_000, "more_body": not is_whole}]
+
+    async def receive() -> dict[str, object]:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    return shared.read(Request({"type": "http", "headers": HEADERS}, receive))
+
+
+def test_bodies_share_a_bound_and_give_back_what_they_held() -> None:
+    shared = request_bodies.Bodies(100_000)
+
+    async def hold(number: int) -> None:
+        async with contextlib.AsyncExitStack() as held:
+            for _ in range(number):
+                await held.enter_async_context(large(shared, is_whole=True))
+
+    for _ in range(3):
+        asyncio.run(hold(4))
+    with pytest.raises(RequestError, match="try again later"):
+        asyncio.run(hold(5))
+
+
+async def test_a_key_holds_half_of_the_bound_and_leaves_the_rest_to_others() -> None:
+    shared = request_bodies.Bodies(100_000)
+    async with contextlib.AsyncExitStack() as held:
+        for owner in ("ann", "bob"):
+            OWNER.set(owner)
+            for _ in range(2):
+                await held.enter_async_context(large(shared, is_whole=True))
+            with pytest.raises(RequestError, match="try again later"):
+                await held.enter_async_context(large(shared, is_whole=True))
+
+
+async def test_who_does_not_finish_a_body_makes_room_for_others() -> None:
+    shared = request_bodies.Bodies(100_000)
+
+    async def drip() -> None:
+        async with large(shared, is_whole=False):
+            pass
+
+    dripping = [asyncio.create_task(drip()) for _ in range(4)]
+    await settle()
+    async with large(shared, is_whole=True):
+        (cut,), _ = await asyncio.wait(dripping, return_when=asyncio.FIRST_COMPLETED)
+        assert cut is dripping[0] and "try again later" in str(cut.exception())
+    for task in dripping:
+        task.cancel()
+
+
+def test_a_body_sent_byte_by_byte_is_held_in_large_pieces() -> None:
+    messages = [{"type": "http.request", "body": b" ", "more_body": i < 999} for i in range(1000)]
+
+    async def receive() -> dict[str, object]:
+        return messages.pop(0)
+
+    async def count() -> int:
+        request = Request({"type": "http", "headers": HEADERS}, receive)
+        async with request_bodies.Bodies(5000).read(request) as body:
+            return len(body)
+
+    assert asyncio.run(count()) == 1
+
+
+def test_an_answer_that_is_not_taken_counts_and_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_bodies, "PAUSE_S", 0.01)
+
+    async def stuck(message: dict[str, object]) -> None:
+        if message["type"] == "http.response.body":
+            with pytest.raises(RequestError, match="too many large bodies"), shared.hold(90_000):
+                pass
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        await request_bodies.CountedAnswer(b" " * 75_000, shared)({}, None, stuck)  # type: ignore[arg-type]
+
+    shared = request_bodies.Bodies(20_000)
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(run())
+    with shared.hold(79_000):
+        pass

@@ -1,0 +1,96 @@
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.protocols.anthropic import messages as anthropic_messages
+from headrace.protocols.openai import chat as openai_chat
+from headrace.protocols.openai import responses as openai_responses
+from headrace.protocols.progress_text import ProgressWords, without_progress
+from headrace_common.request import Chat
+from tests.gateway.builders import make_record, make_request, parsed, progress
+
+LINE = "\u2063Reading the prompt: 43 %, 80 s left\n"
+ASKED = {"return_progress": True, "progress_in_words": True}
+
+
+def words_of(*seconds: int, **changes: Any) -> list[str]:
+    """The lines of a prompt that reads ten tokens a second."""
+    options = changes.pop("response_options", ASKED)
+    words = ProgressWords(make_record(make_request(response_options=options, **changes)))
+    events = (progress(10 * s, total=1200, cache=0, time_ms=1000 * s) for s in seconds)
+    return [line for event in events if (line := words.take(event))]
+
+
+def test_a_line_tells_the_share_and_the_time_left_after_three_seconds_and_every_ten() -> None:
+    lines = words_of(*range(1, 30), 119, 120)
+    assert lines == [
+        "\u2063Reading the prompt: 2 %, 117 s left\n",
+        "\u2063Reading the prompt: 10 %, 107 s left\n",
+        "\u2063Reading the prompt: 19 %, 97 s left\n",
+        "\u2063Reading the prompt: 99 %, 1 s left\n",
+    ]
+
+
+def test_a_long_time_is_told_in_minutes_and_none_before_it_is_known() -> None:
+    words = ProgressWords(make_record(make_request(response_options=ASKED)))
+    assert words.take(progress(512, time_ms=5000)) == "\u2063Reading the prompt: 25 %\n"
+    later = progress(612, time_ms=60_000)
+    assert words.take(later) == "\u2063Reading the prompt: 29 %, 14 min left\n"
+
+
+def test_nothing_is_told_unasked_beside_a_grammar_or_where_an_answer_goes_on() -> None:
+    begun = Chat(({"role": "assistant", "content": "The"},), continue_final_message=True)
+    grammar = msgspec.structs.replace(make_request().sampling, grammar="start: /a/")
+    assert not words_of(5, response_options={"return_progress": True})
+    assert not words_of(5, sampling=grammar)
+    assert not words_of(5, prompts=(begun,))
+    assert words_of(5)
+
+
+def test_several_choices_are_told_of_once() -> None:
+    words = ProgressWords(make_record(make_request(response_options=ASKED, n=3)))
+    events = [msgspec.structs.replace(progress(600, time_ms=5000), choice=i) for i in range(3)]
+    assert [bool(words.take(event)) for event in events] == [True, False, False]
+
+
+TEXTS = st.lists(st.text(st.characters(exclude_characters="\u2063")), min_size=1, max_size=4)
+
+
+@given(TEXTS)
+def test_what_is_taken_out_is_what_was_put_in(parts: list[str]) -> None:
+    told = "".join(itertools.chain(*((LINE, part) for part in parts)))
+    assert without_progress(told) == "".join(parts)
+
+
+def test_the_models_own_words_stay_whatever_they_are() -> None:
+    own = "Reading the prompt: 43 %, 80 s left\n\u2063"
+    assert without_progress(own) == own
+
+
+def chat_of(dialect: Any, body: dict[str, Any]) -> Any:
+    (chat,) = parsed(dialect, body).prompts
+    return chat
+
+
+@pytest.mark.parametrize("own", ["", "Hm."])
+def test_progress_that_comes_back_is_not_in_the_prompt(own: str) -> None:
+    user = {"role": "user", "content": "hi"}
+    thought, plain = LINE + LINE + own, {"role": "assistant", "content": "Yes."}
+    with_own = plain | {"reasoning_content": own, "reasoning": own} if own else plain
+    sent = plain | {"reasoning_content": thought, "reasoning": thought}
+    chat = chat_of(openai_chat, {"messages": [user, sent, user]})
+    assert chat.messages[1] == with_own
+
+    blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "Yes."}]
+    asked = {"model": "headrace-mini", "max_tokens": 5}
+    turns = [user, {"role": "assistant", "content": blocks}, user]
+    chat = chat_of(anthropic_messages, asked | {"messages": turns})
+    assert chat.messages[1].get("reasoning_content", "") == own
+
+    said = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": thought}]}
+    chat = chat_of(openai_responses, {"input": [user, said, plain, user]})
+    assert chat.messages[1] == with_own
