@@ -65,6 +65,8 @@ class ResponseOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     return_progress: bool = False
     # Whether progress is reported as words in the reasoning channel.
     progress_in_words: bool = False
+    # Whether chunks that only report progress have an empty list of choices, as in llama.cpp.
+    progress_as_llama_cpp: bool = False
     return_ingestion: bool = False
     # Whether heartbeats are sent while no other data is sent.
     heartbeat: bool = False

@@ -152,11 +152,19 @@ def test_names_with_awkward_characters_are_found_looked_up_and_deleted(url: str,
     entries = httpx.post(f"{url}/v1/streams/lookup", json=asked).json()
     assert [entry["conversation_id"] for entry in entries] == [name]
     assert entries[0]["is_done"] and entries[0]["completed_at"] >= entries[0]["started_at"]
+    query = {"conversation_id": [name, "unknown"]}
+    assert httpx.get(f"{url}/v1/streams", params=query).json() == entries
     stream = httpx.get(f"{url}/v1/stream", params={"conv_id": name})
     assert len(stream.content) == entries[0]["total_bytes"]
     assert httpx.delete(f"{url}/v1/stream", params={"conv_id": name}).status_code == 204
     gone = httpx.get(f"{url}/v1/stream", params={"conv_id": name})
     assert gone.status_code == 404 and gone.json()["error"]["type"] == "not_found_error"
+
+
+def test_an_empty_name_is_none(url: str) -> None:
+    answer = post(url, BODY | {"max_tokens": 1}, **names(""))
+    assert answer.status_code == 200
+    assert httpx.get(f"{url}/v1/streams", params={"conversation_id": ""}).status_code == 400
 
 
 def test_a_stop_ends_a_stream_for_every_reader(url: str) -> None:

@@ -1,6 +1,7 @@
 """A stream that has not ended is found with its writer, whenever it is looked for."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.generation.stream import LiveStream
 from headrace.streams.record import Names, Record
-from headrace.streams.store import ByConversation, ById, Stored
+from headrace.streams.store import ByConversation, ById, Retention, Stored
 from headrace.streams.stores.memory import MemoryStore
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
@@ -150,6 +151,20 @@ async def test_large_bodies_that_are_kept_go_before_the_next_minute(folder: Path
             ids.append(await ended_id(generation, engine, Names(is_kept=True), kept=body))
         found = [await generation.streams.find("", ById(id)) for id in ids]
         assert found[0] is None and found[-1] is not None
+
+
+async def test_ended_streams_beyond_the_limits_of_the_settings_are_deleted(folder: Path) -> None:
+    store = MemoryStore()
+    store.is_durable = True
+    async with running(folder, store) as (generation, engine):
+        for name in "abc":
+            await ended_id(generation, engine, Names(conversation=name, digest=b"1"))
+    for limits, num_left in (
+        ({"max_kept_streams": 2}, 2),
+        ({"max_kept_stream_bytes": 1}, 0),
+    ):
+        async with running(folder, store, **limits):
+            assert (await store.sweep(Retention(), time.time())).num_streams == num_left
 
 
 async def ended_id(

@@ -5,12 +5,10 @@ import contextlib
 import errno
 import itertools
 import logging
-import math
 import os
 import signal
 import socket
 import ssl
-import sys
 import threading
 import time
 from pathlib import Path
@@ -137,9 +135,8 @@ async def _cut_streams(store: Store) -> str:
     """Describe the streams that the next start continues; "" if there are none or in Redis."""
     if not isinstance(store, SqliteStore):
         return ""
-    keep_all = Retention(math.inf, sys.maxsize, sys.maxsize)
     try:
-        number = (await store.sweep(keep_all, time.time())).num_live
+        number = (await store.sweep(Retention(), time.time())).num_live
     except StoreStalled:
         return ""
     streams = "1 stream continues" if number == 1 else f"{number} streams continue"

@@ -82,14 +82,24 @@ class ByteRoutes:
 
     async def lookup(self, request: Request) -> ASGIApp:
         """List the streams of the conversations in the body, with the state of each stream."""
-        owner = self._auth.owner(request.headers)
         try:
             async with self._bodies.read(request) as body:
                 names = await unless_left(request.receive, self._work.do(ReadNames(), body))
         except RequestError as error:
             return _refuse(error.kind.status, error.message)
+        return await self._listed(request, names)
+
+    async def find(self, request: Request) -> ASGIApp:
+        """List the streams of the conversations in the query `conversation_id`."""
+        names = request.query_params.getlist("conversation_id")
+        if not any(names):
+            return _refuse(400, "Name a conversation: /v1/streams?conversation_id=ID")
+        return await self._listed(request, names)
+
+    async def _listed(self, request: Request, names: Sequence[str]) -> ASGIApp:
         if len(names) > _MAX_LOOKUP:
             return _refuse(400, f"A lookup can have at most {_MAX_LOOKUP} conversation ids")
+        owner = self._auth.owner(request.headers)
         return _json(await unless_left(request.receive, self._entries(owner, names)))
 
     async def _entries(self, owner: str, names: Sequence[str]) -> list[dict[str, Any]]:

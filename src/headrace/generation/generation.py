@@ -59,6 +59,7 @@ class Generation:
     ) -> None:
         """Build all components. The list of models is fixed if `changes` is None."""
         changes = changes or ModelChanges.none(hosts)
+        self._config = config.streams
         self._tasks = tasks = asyncio.TaskGroup()
         self._renew = changes.renew
         self.fleet = Fleet(hosts, config, self._host_loaded, self._host_lost, self._reread_models)
@@ -108,7 +109,7 @@ class Generation:
         async with self._tasks:
             own = [
                 self._tasks.create_task(self.resumption.take_up(), name="resume"),
-                self._tasks.create_task(sweep(self.streams), name="sweep"),
+                self._tasks.create_task(sweep(self.streams, self._config), name="sweep"),
                 self._tasks.create_task(watch(self.streams), name="watch store"),
                 self._tasks.create_task(self.resumption.adopt(), name="adopt"),
                 self._tasks.create_task(

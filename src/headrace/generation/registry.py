@@ -28,7 +28,7 @@ from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
 from headrace_common.system.race import race
 
-_IN_MEMORY = Retention(keep_s=3600.0, max_bytes=256 << 20)
+_IN_MEMORY = Retention(keep_s=3600.0, max_streams=10_000, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20
 _CUTS = {
     "cancelled": "The stream was stopped.",

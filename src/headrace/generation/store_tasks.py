@@ -6,6 +6,7 @@ import time
 
 from headrace.generation.registry import Registry, cut_by
 from headrace.streams.store import Retention, StoreStalled, WriterRequest
+from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 
 _CANNOT_WRITE = RequestError(
@@ -41,11 +42,13 @@ async def _do(streams: Registry, ask: WriterRequest) -> None:
         stream.check_log()
 
 
-async def sweep(streams: Registry) -> None:
+async def sweep(streams: Registry, config: StreamConfig) -> None:
     """Delete expired streams once a minute."""
+    keep_s = config.keep_streams_hours * 3600.0
+    retention = Retention(keep_s, config.max_kept_streams, config.max_kept_stream_bytes)
     while True:
         await streams.sweep()
         with contextlib.suppress(StoreStalled):
-            totals = await streams.store.sweep(Retention(), time.time())
+            totals = await streams.store.sweep(retention, time.time())
             streams.figures.swept("durable", totals.num_bytes)
         await asyncio.sleep(_SWEEP_INTERVAL_S)

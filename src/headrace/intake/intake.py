@@ -257,8 +257,12 @@ def new_id(dialect: Dialect) -> StreamId:
 def names_of(
     owner: str, checked: CheckedBody, conversation: str | None = None, key: str | None = None
 ) -> Names:
-    """Return the names of a request. Raise RequestError `invalid_value` for an invalid name."""
+    """Return the names of a request. Raise RequestError `invalid_value` for an invalid name.
+
+    As in llama.cpp, an empty conversation is none.
+    """
     fields = checked.fields
+    conversation = conversation or None
     _check_name(conversation, CONVERSATION, _MAX_CONVERSATION)
     _check_name(key, KEY, _MAX_KEY)
     return Names(

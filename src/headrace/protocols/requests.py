@@ -176,6 +176,7 @@ def _to_response_options(fields: dict[str, Any]) -> ResponseOptions:
         timings_per_token=fields.get("timings_per_token", False),
         return_progress=stream and bool(progress),
         progress_in_words=stream and progress == "reasoning",
+        progress_as_llama_cpp=stream and progress == "llama.cpp",
         return_ingestion=fields.get("return_ingestion", False),
         heartbeat=fields.get("heartbeat", stream),
         ping_interval_s=fields.get("sse_ping_interval"),

@@ -4,6 +4,8 @@ The store claims names atomically, finds streams and deletes old streams.
 """
 
 import asyncio
+import math
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -88,9 +90,9 @@ class WriterRequest(msgspec.Struct, frozen=True):
 class Retention(msgspec.Struct, frozen=True):
     """Limits on the age, number and size of ended streams; live streams are always kept."""
 
-    keep_s: float = 24 * 3600.0
-    max_streams: int = 10_000
-    max_bytes: int = 1 << 30
+    keep_s: float = math.inf
+    max_streams: int = sys.maxsize
+    max_bytes: int = sys.maxsize
 
 
 class Totals(msgspec.Struct, frozen=True):

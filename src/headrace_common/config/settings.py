@@ -444,6 +444,24 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Default: $XDG_STATE_HOME/headrace/PORT",
         ),
     ] = None
+    keep_streams_hours: Annotated[
+        float,
+        Meta(gt=0, le=876000, description="Hours after their end that durable streams are kept"),
+    ] = 24.0
+    max_kept_streams: Annotated[
+        Count,
+        Meta(
+            description="Largest number of durable streams; if it is exceeded, the ended streams "
+            "that were least recently read are deleted"
+        ),
+    ] = 10_000
+    max_kept_stream_bytes: Annotated[
+        Count,
+        Meta(
+            description="Largest size of all durable streams in bytes, with the same deletion "
+            "as --max-kept-streams"
+        ),
+    ] = 1 << 30
     load_timeout_s: Annotated[
         float,
         Meta(

@@ -153,6 +153,13 @@ def test_progress_has_these_bytes_and_comes_only_if_asked_for() -> None:
     assert frames_of(record_of(), event)[1:] == [b"data: [DONE]\n\n"]
 
 
+def test_progress_in_the_form_of_llama_cpp_has_no_choices() -> None:
+    options = {"return_progress": True, "progress_as_llama_cpp": True}
+    (_, frame, _) = frames_of(record_of(response_options=options), progress(1024, time_ms=900))
+    told = json.loads(frame[6:])
+    assert told["choices"] == [] and told["prompt_progress"]["processed"] == 1024
+
+
 def test_the_place_in_the_queue_has_these_bytes_and_comes_only_if_asked_for() -> None:
     event = Queued(seq=0, at_ms=0, position=3, waiting=7, eta_ms=1200)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'

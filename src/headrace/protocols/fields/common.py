@@ -106,17 +106,18 @@ class ProgressOption(msgspec.Struct, frozen=True):
     """Reads whether to report the prompt's progress.
 
     "reasoning" asks for the progress as text in the reasoning, in addition to the reports.
+    "llama.cpp" asks for reports in llama.cpp's form, whose chunks have no choices.
     """
 
     def check(self, value: Any, path: str) -> bool | str:
         if type(value) is str:
-            if value != "reasoning":
-                raise wrong_value(value, path, "true, false or reasoning")
+            if value not in ("reasoning", "llama.cpp"):
+                raise wrong_value(value, path, "true, false, reasoning or llama.cpp")
             return value
         return Flag().check(value, path)
 
     def schema(self) -> dict[str, Any]:
-        return {"anyOf": [Flag().schema(), {"const": "reasoning"}]}
+        return {"anyOf": [Flag().schema(), {"enum": ["reasoning", "llama.cpp"]}]}
 
 
 _BIAS = Number(-100, 100)

@@ -223,8 +223,8 @@ class ChunkFrames:
     def _progress(self, event: Progress) -> list[bytes]:
         if not self._options.return_progress:
             return []
-        idle = self._shape.idle(event.choice)
-        frame = self._chunk([idle], prompt_progress=progress_of(event))
+        idle = [] if self._options.progress_as_llama_cpp else [self._shape.idle(event.choice)]
+        frame = self._chunk(idle, prompt_progress=progress_of(event))
         line = self._words.take(event) if self._words else ""
         if not line:
             return [frame]
