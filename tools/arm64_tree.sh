@@ -21,7 +21,7 @@ if [ ! -e "$folder/ready" ]; then
         --only-binary=:all: --python-version 311 --implementation cp --no-warn-conflicts \
         -c "$folder/constraints.txt" torch==2.9.1 transformers tokenizers pillow safetensors gguf \
         huggingface_hub numba numpy msgspec starlette uvicorn uvloop httptools python-multipart websockets jinja2 \
-        llguidance prometheus-client rich prompt_toolkit click httpx pytest pytest-timeout anyio hypothesis
+        llguidance prometheus-client rich prompt_toolkit click httpx backports.zstd pytest pytest-timeout anyio hypothesis
     "$pip" install --quiet --target "$root/site" --no-deps .  # for its version; the sources come first
     touch "$folder/ready"
 fi

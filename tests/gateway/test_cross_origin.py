@@ -115,4 +115,4 @@ def test_a_415_names_the_codings_that_are_taken() -> None:
     for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/tokenize"):
         refused = client_of().post(path, content=b"{}", headers=headers)
         assert refused.status_code == 415 and "Content-Encoding is br" in refused.text
-        assert refused.headers["accept-encoding"] == "gzip, identity"
+        assert refused.headers["accept-encoding"] == "gzip, zstd, identity"

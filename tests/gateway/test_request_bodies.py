@@ -3,6 +3,7 @@ import contextlib
 import gzip
 
 import pytest
+from backports import zstd
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
@@ -68,17 +69,38 @@ def test_a_charset_of_utf8_is_fine() -> None:
     assert read(b"{}", content_type='Application/JSON; charset="UTF-8"') == b"{}"
 
 
-@pytest.mark.parametrize("coding", ["", "identity", "GZIP", "x-gzip"])
-def test_a_body_is_decoded_by_its_coding(coding: str) -> None:
-    body = gzip.compress(b'{"a":1}') if "gz" in coding.lower() else b'{"a":1}'
-    for step in (1, 5, 100):
+SKIPPED = b"\x50\x2a\x4d\x18\x03\0\0\0abc"
+EMPTY = zstd.compress(b"")
+
+
+def wide(body: bytes, window_log: int) -> bytes:
+    """The body as one zstd frame that needs a window of 2**window_log bytes."""
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: window_log})
+    return compressor.compress(body) + compressor.flush()
+
+
+@pytest.mark.parametrize(
+    ("coding", "body"),
+    [
+        ("", b'{"a":1}'),
+        ("identity", b'{"a":1}'),
+        ("GZIP", gzip.compress(b'{"a":1}')),
+        ("x-gzip", gzip.compress(b'{"a":1}')),
+        ("Zstd", zstd.compress(b'{"a":1}')),
+        ("zstd", zstd.compress(b'{"a"') + SKIPPED + zstd.compress(b":1}") + EMPTY * 50 + SKIPPED),
+        ("zstd", wide(b'{"a":1}', 23)),
+    ],
+    ids=["none", "identity", "gzip", "x-gzip", "zstd", "zstd frames", "zstd window"],
+)
+def test_a_body_is_decoded_by_its_coding(coding: str, body: bytes) -> None:
+    for step in (1, 5, 1000):
         parts = [body[start : start + step] for start in range(0, len(body), step)]
-        assert read(*parts, coding=coding, limit=50) == b'{"a":1}'
+        assert read(*parts, coding=coding, limit=700) == b'{"a":1}'
 
 
-@pytest.mark.parametrize("coding", ["br", "zstd", "deflate", "gzip, gzip", "gzip, br", "x" * 9999])
+@pytest.mark.parametrize("coding", ["br", "deflate", "gzip, gzip", "gzip, zstd", "x" * 9999])
 def test_a_coding_that_is_not_known_is_a_415_and_names_those_that_are(coding: str) -> None:
-    with pytest.raises(RequestError, match="gzip, identity") as caught:
+    with pytest.raises(RequestError, match="gzip, zstd, identity") as caught:
         read(b"{}", coding=coding)
     assert caught.value.kind.status == 415 and len(caught.value.message) < 250
 
@@ -103,9 +125,32 @@ def test_coded_bodies_are_bounded_and_whole(body: bytes, status: int) -> None:
     assert caught.value.kind.status == status
 
 
-async def test_a_bomb_is_decoded_no_further_than_the_limit() -> None:
-    decoder = BodyDecoder(Headers({"content-encoding": "gzip"}))
-    sizes = [len(piece) async for piece in decoder.feed(gzip.compress(b" " * 1_000_000))]
+@pytest.mark.parametrize(
+    ("body", "status", "why"),
+    [
+        (zstd.compress(b" " * 10_000_000), 413, "20 bytes"),
+        (SKIPPED + zstd.compress(b" " * 21), 413, "20 bytes"),
+        (EMPTY * 101, 400, "more than 100 frames; compress the body as one"),
+        (wide(b"{}", 24), 400, "more than 8 MiB; compress the body with a level of at most 19"),
+        (b"{}", 400, "is malformed"),
+        (b"", 400, "is cut off"),
+        (zstd.compress(b"{}")[:-1], 400, "is cut off"),
+        (zstd.compress(b"{}") + EMPTY[:3], 400, "is cut off"),
+        (zstd.compress(b"{}") + b"{}" * 9, 400, "is malformed"),
+    ],
+    ids=["bomb", "large", "frames", "window", "plain", "nothing", "cut", "cut-frame", "trailing"],
+)
+def test_zstd_bodies_are_bounded_and_whole(body: bytes, status: int, why: str) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        read(body, coding="zstd", limit=20 if status == 413 else 1000)
+    assert caught.value.kind.status == status
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+async def test_a_bomb_is_decoded_no_further_than_the_limit(coding: str) -> None:
+    decoder = BodyDecoder(Headers({"content-encoding": coding}))
+    body = (gzip if coding == "gzip" else zstd).compress(b" " * 1_000_000)
+    sizes = [len(piece) async for piece in decoder.feed(body)]
     assert sum(sizes) == 1_000_000 and max(sizes) <= 64 << 10
     decoder.finish()
 
