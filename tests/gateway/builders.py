@@ -152,6 +152,7 @@ class FakeModel:
     tool_format: str = "hermes"
     reasoning_format: str = ""
     broken_texts: tuple[str, ...] = ()
+    prefills_assistant: bool = False
     ready: Ready | None = READY
     tokenizer: Letters = field(default_factory=Letters)
     template: Lines | None = field(default_factory=Lines)

@@ -3,11 +3,16 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from headrace.fleet.served_model import ServedModel
 from headrace.protocols.worker import Jobs
+from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
+from headrace_common.request import Chat
 from headrace_common.worker_jobs import (
+    ApplyTemplate,
     CheckedBody,
     Encoded,
     EncodePairs,
@@ -90,3 +95,36 @@ def test_tokens_end_behind_what_is_too_long() -> None:
     known = {"headrace-mini": KnownModel(3, 2)}
     ahead = read(ReadInputs(known), {"input": ["far too long", "a"]}).ahead
     assert ahead is not None and len(ahead.encoded.prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "fields", "continues"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"continue_final_message": False}, False),
+        (True, {"add_generation_prompt": True}, False),
+    ],
+)
+def test_the_last_message_of_an_assistant_is_continued_if_the_setting_says_so(
+    setting: bool, fields: dict[str, Any], continues: bool
+) -> None:
+    jobs = Jobs(ServedModel(ModelConfig(prefill_assistant=setting)))
+    body = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "content": "One, tw"}]}
+    asked = json.dumps(body | fields).encode()
+    checked = jobs.do(ReadBody("/v1/chat/completions"), asked)
+    assert isinstance(checked, CheckedBody)
+    (prompt,) = msgspec.msgpack.decode(checked.packed, type=tuple[Chat])
+    assert prompt.continue_final_message is continues
+    shown = jobs.do(ApplyTemplate(), asked)
+    assert isinstance(shown, bytes)
+    assert json.loads(shown)["prompt"].endswith("One, tw") is continues
+
+
+def test_calls_at_the_end_of_a_conversation_are_not_continued() -> None:
+    jobs = Jobs(ServedModel(ModelConfig(prefill_assistant=True)))
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    last = {"role": "assistant", "content": "x", "tool_calls": [call]}
+    body = CHAT | {"messages": [*CHAT["messages"], last]}
+    checked = jobs.do(ReadBody("/v1/chat/completions"), json.dumps(body).encode())
+    assert isinstance(checked, CheckedBody) and "continue_final_message" not in checked.fields

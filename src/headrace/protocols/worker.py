@@ -144,6 +144,9 @@ class Jobs:
         inserted = remove_inserted(given, route, client)
         with self._texts.noting(given):
             fields = dialect.read(given)
+            text = self._texts.asked(fields) if route == openai_chat.ROUTE else None
+            if text and text.model.prefills_assistant:
+                openai_chat.prefill(fields)
             left_out = self.constrain(fields, exact)
             self.refuse_unseen(fields)
         checked = pack(dialect, fields)
@@ -318,6 +321,8 @@ class Jobs:
 
     def apply_template(self, body: bytes) -> bytes:
         model, fields = self._read(body, APPLY_TEMPLATE, "messages")
+        if model.prefills_assistant:
+            openai_chat.prefill(fields)
         rendered = render(model, openai_chat.read_chat(fields), self._texts.rendering)
         return encode({"prompt": rendered.text})
 

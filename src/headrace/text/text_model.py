@@ -51,6 +51,7 @@ class TextModel:
         self.tool_format = _given(config.tool_format, tool_format(tools_source))
         self.reasoning_format = _given(config.reasoning_format, reasoning_format(source))
         breaks = config.special_tokens_in_text == "escape"
+        self.prefills_assistant = config.prefill_assistant
         self.broken_texts = self.tokenizer.special_texts if breaks else ()
         self._lane = config.lane
         self._max_model_len = config.max_model_len

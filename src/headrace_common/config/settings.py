@@ -228,6 +228,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "the model states"
         ),
     ] = "auto"
+    prefill_assistant: Annotated[
+        bool,
+        Meta(
+            description="Let chat completions continue an assistant message at the end of the "
+            "conversation, as llama.cpp does, unless the request sets continue_final_message or "
+            "add_generation_prompt"
+        ),
+    ] = False
     return_progress: Annotated[
         Literal["off", "on"],
         Meta(description="Report prompt progress to clients that do not ask for it"),

@@ -107,6 +107,14 @@ def read_chat(fields: dict[str, Any]) -> Chat:
     return to_chat(fields)
 
 
+def prefill(fields: dict[str, Any]) -> None:
+    """Let the answer continue an assistant message at the end, unless the body decides."""
+    last = fields["messages"][-1]
+    is_decided = not fields.keys().isdisjoint(("continue_final_message", "add_generation_prompt"))
+    if last["role"] == "assistant" and not last.get("tool_calls") and not is_decided:
+        fields["continue_final_message"] = True
+
+
 def to_chat(fields: dict[str, Any]) -> Chat:
     effort: dict[str, Any] = {k: fields[k] for k in ("reasoning_effort",) if k in fields}
     if effort.get("reasoning_effort") == "none":
