@@ -149,6 +149,19 @@ class ContinueResponse(Job[CheckedBody], frozen=True, tag=True):
     dialect: ClassVar[Route] = "/v1/responses"
 
 
+class FitResponse(Job[CheckedBody], frozen=True, tag=True):
+    """Tokenize the chat of a response; drop old items of a chat of more than `room` tokens.
+
+    The packed bytes are the request's CheckedBody. The result has the tokens in `ahead`, which
+    are valid for this model and the limit `longest`.
+    """
+
+    room: int
+    longest: int
+    number: int
+    dialect: ClassVar[Route] = "/v1/responses"
+
+
 class EncodePrompts(Job[Encoded], frozen=True, tag=True):
     """Tokenize packed prompts. Stops after a prompt of more than `longest` tokens."""
 
@@ -330,6 +343,7 @@ AnyJob = (
     | ReadInputs
     | ReadPairs
     | ContinueResponse
+    | FitResponse
     | EncodePrompts
     | EncodePairs
     | PutImages

@@ -12,6 +12,7 @@ import msgspec
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.earlier_responses import EarlierResponses
+from headrace.intake.long_responses import fit
 from headrace.intake.vectors import VectorAnswers
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.inserted_texts import AGENTS, client_of
@@ -170,6 +171,7 @@ class Intake:
             host = await self._generation.host_for(name, waits=names.conversation is None)
             if earlier is not None:
                 checked = await earlier.before(checked, names.owner)
+                checked = await fit(self._generation.work, host.model, checked)
             if host.config.return_progress != "off":
                 checked = _with_progress(checked, host.config.return_progress)
             dialect = dialect_of(route)

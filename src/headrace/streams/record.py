@@ -62,11 +62,12 @@ class ServedSetup(msgspec.Struct, frozen=True, omit_defaults=True):
     max_model_len: int = 0
 
 
-RENDERING = 2
+RENDERING = 3
 """The version of the rules that turn events into frames.
 
-2 is current. Version 1 reported prompt progress only in frames that some clients do not count as
-signs of life. In version 0, these clients received no sign of life before the start of the answer.
+3 is current. Version 2 did not write the phase of a message in /v1/responses. Version 1 reported
+prompt progress only in frames that some clients do not count as signs of life. In version 0, these
+clients received no sign of life before the start of the answer.
 """
 
 

@@ -290,3 +290,20 @@ def test_logprobs_stand_on_deltas_and_on_the_text() -> None:
     assert events[4]["logprobs"] == [shown | {"top_logprobs": [other]}]
     assert events[5]["logprobs"] == events[4]["logprobs"]
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == events[4]["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("events", "phases"),
+    [
+        (HI, ["final_answer"]),
+        ((tokens("I look.", 5), *CALL), ["commentary", None]),
+        ((tokens("I think.", 5), *THOUGHT), ["commentary", None, "final_answer"]),
+        ((tokens("Cut", 5), ended("length")), [None]),
+    ],
+)
+def test_a_message_before_the_last_item_is_commentary(
+    events: tuple[AnyEvent, ...], phases: list[str | None]
+) -> None:
+    record = msgspec.structs.replace(record_of(), rendering=RENDERING)
+    assert [item.get("phase") for item in answer_of(record, *events)["output"]] == phases
+    assert not any("phase" in item for item in answer_of(record_of(), *events)["output"])

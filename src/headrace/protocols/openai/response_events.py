@@ -59,6 +59,8 @@ class _OpenItem:
         self._call_id = call_id(record.id, 0, block.call)
         self._texts: list[str] = []
         self._logprobs: list[Item] = []
+        # Set for a message that has ended: `commentary` or `final_answer`.
+        self.phase = ""
 
     def added(self) -> list[ResponseEvent]:
         events = [self._event("response.output_item.added", item=self.shown("in_progress"))]
@@ -102,7 +104,7 @@ class _OpenItem:
         return head | (
             {"summary": []} | content
             if self.channel == REASONING
-            else {"role": "assistant"} | content
+            else {"role": "assistant"} | content | ({"phase": self.phase} if self.phase else {})
         )
 
     def _part(self) -> Item:
@@ -134,6 +136,9 @@ class ResponseBuilder:
         self._usage: Usage | None = None
         self._ingestion: dict[str, Any] = {}
         self._is_cut_short = False
+        # Whether the open item is the last one, and whether the answer has called a tool so far.
+        self._is_last = self._has_calls = False
+        self._has_phases = record.rendering > 2
         self._ended_at: int | None = None
         self._done: list[Item] = []
         self._open: _OpenItem | OpenCall | None = None
@@ -222,6 +227,7 @@ class ResponseBuilder:
         if not self._blocks.num_opened:
             made += self._blocks.begin(ChannelPiece(""))
         self._is_cut_short = event.end.finish_reason == "length"
+        self._is_last = True
         return made + self._blocks.close()
 
     def opened(self, block: Block) -> list[ResponseEvent]:
@@ -243,6 +249,11 @@ class ResponseBuilder:
     def closed(self, block: Block) -> list[ResponseEvent]:
         assert self._open is not None
         item, self._open = self._open, None
+        self._has_calls = self._has_calls or block.channel == TOOL
+        has_phase = self._has_phases and block.channel == CONTENT and not self._is_cut_short
+        if has_phase and isinstance(item, _OpenItem):
+            is_final = self._is_last and not self._has_calls
+            item.phase = "final_answer" if is_final else "commentary"
         status = "incomplete" if self._is_cut_short else "completed"
         events = item.done(status)
         whole = item.shown(status)

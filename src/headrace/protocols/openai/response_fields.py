@@ -39,6 +39,7 @@ from headrace_common.errors import RequestError
 
 _FUNCTION = ("name", "description", "parameters", "strict")
 _FORMATS = ("text", "json_object", "json_schema")
+_TRUNCATIONS = ("auto", "disabled")
 _MAX_PAIRS = 16
 TOOL_CARRIERS = ("additional_tools", "tool_search_output", "tool_search_call_output")
 """Types of items that contain tools. The model may call these tools after the item."""
@@ -114,6 +115,18 @@ class TextFormat(msgspec.Struct, frozen=True):
     def schema(self) -> dict[str, Any]:
         format = {"type": "object", "properties": {"type": {"enum": list(_FORMATS)}}}
         return {"type": "object", "properties": {"format": format}}
+
+
+class Truncation(msgspec.Struct, frozen=True):
+    """Reads the field `truncation`: whether items may be dropped from a long conversation."""
+
+    def check(self, value: Any, path: str) -> str:
+        if value not in _TRUNCATIONS:
+            raise wrong_value(value, path, f"one of {', '.join(_TRUNCATIONS)}")
+        return str(value)
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": list(_TRUNCATIONS)}
 
 
 class Metadata(msgspec.Struct, frozen=True):

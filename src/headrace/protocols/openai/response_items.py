@@ -37,6 +37,9 @@ PAST = "previous_response_id"
 Item = dict[str, Any]
 Message = dict[str, Any]
 
+NO_MESSAGES: tuple[Message, ...] = ({"role": "user", "content": ""},)
+"""The messages of a conversation without items (`input: []`). Many templates need a message."""
+
 _CALLS: Mapping[str, tuple[str, str]] = {
     "local_shell_call": ("local_shell", "action"),
     "shell_call": ("shell", "action"),
@@ -77,7 +80,7 @@ class Items(msgspec.Struct, frozen=True):
     def check(self, value: Any, path: str) -> ReadItems:
         if type(value) is str:
             value = [{"role": "user", "content": value}]
-        found = items_of(value, path, 1, MAX_ITEMS, "a string or an array of items")
+        found = items_of(value, path, 0, MAX_ITEMS, "a string or an array of items")
         items = ReadItems(_stored(*each) for each in found)
         transcript = Transcript()
         for item, (_, place) in zip(items, found, strict=True):
@@ -87,7 +90,7 @@ class Items(msgspec.Struct, frozen=True):
 
     def schema(self) -> dict[str, Any]:
         item = {"type": "object", "properties": {"type": {"type": ["string", "null"]}}}
-        items = {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_ITEMS}
+        items = {"type": "array", "items": item, "maxItems": MAX_ITEMS}
         return {"anyOf": [{"type": "string"}, items]}
 
 

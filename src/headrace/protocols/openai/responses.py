@@ -15,6 +15,7 @@ from headrace.protocols.fields.tools import check_choice, narrow, text_parameter
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import chunks as openai
+from headrace.protocols.openai.long_responses import fit, head_of
 from headrace.protocols.openai.response_events import (
     ResponseBuilder,
     ResponseEvent,
@@ -26,10 +27,12 @@ from headrace.protocols.openai.response_fields import (
     FlatTools,
     Metadata,
     TextFormat,
+    Truncation,
     constraint_of,
     with_found,
 )
 from headrace.protocols.openai.response_items import (
+    NO_MESSAGES,
     PAST,
     REFERENCE,
     RESPONSE,
@@ -47,7 +50,7 @@ from headrace.streams.record import Record
 from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
 from headrace_common.request import Chat, Prompt, Request, Route
-from headrace_common.worker_jobs import CheckedBody, ContinueResponse, ListInput
+from headrace_common.worker_jobs import CheckedBody, ContinueResponse, FitResponse, ListInput
 
 ROUTE: Route = "/v1/responses"
 SUMMARY = "Answer a conversation with a response that can be retrieved later"
@@ -99,7 +102,7 @@ TABLE: Mapping[str, Kind] = {
     "store": Flag(),
     "background": Flag(),
     "metadata": Metadata(),
-    "truncation": String(),
+    "truncation": Truncation(),
     "stream_options": Object({"include_obfuscation": Flag()}),
     **{name: COMMON[name] for name in _SHARED},
 }
@@ -117,9 +120,9 @@ FRAMING = SSE
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that a body sets, after every check that needs no model."""
+    if body.get("input") is None and body.get(PAST) is not None:
+        body = {**body, "input": []}
     fields = read_common(TABLE, REQUIRED, body)
-    if fields.get("truncation", "disabled") != "disabled":
-        raise _unsupported("truncation", "nothing is dropped from a conversation; send disabled")
     for name in _ELSEWHERE:
         if body.get(name) is not None:
             raise _unsupported(name, "send its content as input")
@@ -159,7 +162,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
     instructions = fields.get("instructions")
     head = ({"role": "system", "content": instructions},) if instructions else ()
-    chat = {"messages": head + fields["messages"]}
+    chat = {"messages": head + (fields["messages"] or NO_MESSAGES)}
     chat |= {name: fields[name] for name in _FOR_TEMPLATE if name in fields}
     return (openai_chat.to_chat(chat),)
 
@@ -175,8 +178,12 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextM
     return msgspec.structs.replace(request, route=ROUTE, response_options=options)
 
 
-def do(job: ContinueResponse | ListInput, body: bytes, models: WorkerModels) -> CheckedBody | bytes:
+def do(
+    job: ContinueResponse | FitResponse | ListInput, body: bytes, models: WorkerModels
+) -> CheckedBody | bytes:
     """Return the result of a job. Raise RequestError if the job refuses `body`."""
+    if isinstance(job, FitResponse):
+        return fit(job, body, models)
     if isinstance(job, ListInput):
         return input_items(body, job.stream_id, job.limit, job.is_rising, job.after)
     checked = go_on(*_earlier_of(body))
@@ -206,14 +213,14 @@ def go_on(
     # Paths of references that are now resolved are no longer reported as ignored.
     own, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
     sent, past_items = _decode_items(own.items), _items_of(earlier, output)
-    past = Items().check(past_items, "input") if past_items else ()
+    past = Items().check(past_items, "input")
     known = {it["id"]: it for it in past if it.get("id")}
     for id, both in others.items():
         known |= {it["id"]: it for it in listed(_items_of(*both), id)}
     new = [known.get(it.get("id"), it) if it["type"] == REFERENCE else it for it in sent]
     shown = {f"input[{i}]" for i, item in enumerate(new) if item is not sent[i]}
-    num_head = len(chat.messages) - len(messages_of(sent))
-    whole = chat.messages[:num_head] + messages_of([*past, *new], len(past))
+    head = head_of(chat, sent)
+    whole = head + (messages_of([*past, *new], len(past)) or NO_MESSAGES)
     chat = msgspec.structs.replace(chat, **take_images(whole)._asdict())
     kept = msgspec.structs.replace(own, items=encode([*past, *new]))
     fields = {name: value for name, value in checked.fields.items() if name != "referenced"}
@@ -346,7 +353,7 @@ def _repeated(fields: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_logprobs": fields.get("top_logprobs", 0),
-        "truncation": "disabled",
+        "truncation": fields.get("truncation", "disabled"),
     }
 
 

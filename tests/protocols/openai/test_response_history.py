@@ -1,0 +1,53 @@
+"""Old items are dropped from a conversation without separating a call from its output."""
+
+import random
+from typing import Any
+
+from headrace.protocols.openai.response_history import cut_points, dropped, runs_of
+
+
+def call(id: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": id}
+
+
+def output(id: str) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": id}
+
+
+def said(role: str) -> dict[str, Any]:
+    return {"type": "message", "role": role}
+
+
+def test_no_cut_separates_a_call_from_its_output() -> None:
+    items = [said("user"), call("a"), call("b"), output("b"), output("a"), call("c"), output("c")]
+    assert cut_points(items) == [0, 1, 5]
+
+
+def test_calls_and_outputs_stay_together_in_any_order() -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        items = [said(draw.choice(["user", "assistant", "system"])) for _ in range(6)]
+        for id in "abc":
+            first, last = sorted(draw.sample(range(len(items) + 1), 2))
+            items.insert(last, output(id))
+            items.insert(first, call(id))
+        for cut in cut_points(items):
+            gone = {items[place].get("call_id") for place in dropped(items, cut)}
+            left = [it for i, it in enumerate(items) if i not in dropped(items, cut)]
+            assert not (gone - {None}) & {it.get("call_id") for it in left}
+
+
+def test_instructions_summaries_and_the_newest_question_stay() -> None:
+    items = [said("developer"), said("user"), {"type": "compaction"}, said("user"), said("user")]
+    assert dropped(items, len(items)) == [1, 3]
+
+
+def test_ids_of_a_wrong_type_are_ignored() -> None:
+    assert cut_points([{"type": "x_call", "call_id": [1]}, {"type": "x_output", "id": {}}]) == [
+        0,
+        1,
+    ]
+
+
+def test_runs_of_numbers_have_a_first_and_a_last() -> None:
+    assert runs_of([1, 2, 3, 6, 8, 9]) == [[1, 3], [6, 6], [8, 9]] and runs_of([]) == []
