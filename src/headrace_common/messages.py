@@ -147,6 +147,8 @@ class Ready(Message, frozen=True):
     fingerprint: str
     max_step_tokens: int = 0
     max_stall_s: float | None = None  # None: no stall target
+    # The largest value that the stall target may take. It differs only for the default target.
+    highest_stall_s: float | None = None
     kernels: InstructionSet = "plain"
     kernels_reason: str = ""  # reason for the choice of kernels
     tasks: tuple[str, ...] = ("generate",)  # subset of generate, embed and score
@@ -260,6 +262,8 @@ class StepTrace(msgspec.Struct, frozen=True, array_like=True):
     room: float | None
     # Why the step was expected to miss the stall target (--max-stall-ms).
     cause: str
+    # The stall target in seconds; None if there is no target. The default target can rise.
+    stall_target: float | None = None
 
 
 class Status(Message, frozen=True):

@@ -23,7 +23,7 @@ from headrace_engine.prefixes.keeper import PrefixKeeper
 from headrace_engine.runner.load import load_lane, warm
 from headrace_engine.runner.runner import Runner
 from headrace_engine.runner.trial import timed_encoding, timed_steps
-from headrace_engine.scheduler.budget import MAX_GUESS, resolve
+from headrace_engine.scheduler.budget import MAX_GUESS, MOST_DEFAULT_S, resolve
 from headrace_engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,10 @@ def schedule(
         limits = msgspec.structs.replace(limits, is_whole=True, forward_per_chunk=False)
     limits = msgspec.structs.replace(limits, source=ready.source, max_guess=num_guessed)
     ready = msgspec.structs.replace(
-        ready, max_step_tokens=limits.max_step_tokens, max_stall_s=limits.max_stall_s
+        ready,
+        max_step_tokens=limits.max_step_tokens,
+        max_stall_s=limits.max_stall_s,
+        highest_stall_s=MOST_DEFAULT_S if limits.is_default else limits.max_stall_s,
     )
     scheduler = Scheduler(config, layout, limits, disk)
     with ProcessStops() as stops:

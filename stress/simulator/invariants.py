@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from headrace_common.ids import SequenceId
 from headrace_common.plan import NO_SLOT, Chunk, StepPlan
+from headrace_engine.scheduler.budget import MOST_DEFAULT_S
 from headrace_engine.scheduler.cost import StepShape
 from headrace_engine.scheduler.restores import MAX_RESTORES
 from headrace_engine.scheduler.scheduler import Scheduler
@@ -238,7 +239,9 @@ class Invariants:
         assert num_tokens <= max(self._cap, 1 + num_decoding, is_span * (self._cap + num_decoding))
         step = self._scheduler._in_flight._steps[-1]
         limits, budget = self._scenario.limits, self._scheduler._budget
-        target = limits.max_stall_s if step.is_awaited else limits.max_step_s
+        target = step.stall_target if step.is_awaited else limits.max_step_s
+        if step.is_awaited and target is not None and target != limits.max_stall_s:
+            assert limits.is_default and limits.max_stall_s < target <= MOST_DEFAULT_S
         if target is None or not budget.model.is_measured:
             return
         if step.cause == "decode":

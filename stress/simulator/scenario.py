@@ -69,6 +69,8 @@ def make_scenario(seed: int) -> Scenario:
     config = SchedulerConfig(
         patience=rng.choice([0.0, 4.0, 100.0]), max_open_prompts=rng.choice([1, 2, 4])
     )
+    if limits.max_stall_s is not None and Random(seed + 7).random() < 0.5:
+        limits = msgspec.structs.replace(limits, is_default=True)
     submits = _with_inputs(Random(seed + 2), _submits(rng, is_huge), is_dense=not layout.num_blocks)
     submits = _with_batches(Random(seed + 6), submits)
     return Scenario(

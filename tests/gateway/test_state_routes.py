@@ -55,6 +55,27 @@ def test_the_state_shows_work_steps_and_missed_targets() -> None:
     assert (decode["kind"], decode["room_ms"]) == ("decode", None)
 
 
+@pytest.mark.parametrize(
+    ("highest", "last", "shown", "reason"),
+    [
+        (0.2, 0.2, 200, "set by --max-stall-ms"),
+        (0.5, None, 200, "the default"),
+        (0.5, 0.3125, 312, "raised from 200 ms: shorter steps would read prompts too slowly"),
+    ],
+)
+def test_the_state_and_props_show_the_stall_target_and_why(
+    highest: float, last: float | None, shown: int, reason: str
+) -> None:
+    generation = FakeGeneration()
+    host = generation.fleet.hosts.first
+    host.ready = msgspec.structs.replace(READY, max_stall_s=0.2, highest_stall_s=highest)
+    if last is not None:
+        host.engine.steps.append(msgspec.structs.replace(STEPS[0], stall_target=last))
+    client = client_of(generation)
+    for state in (client.get("/manage/state").json()["engine"], client.get("/props").json()):
+        assert (state["stall_target_ms"], state["stall_target_reason"]) == (shown, reason)
+
+
 def test_a_server_that_has_not_worked_yet_has_a_state_too() -> None:
     state = client_of(FakeGeneration()).get("/manage/state").json()
     assert (state["running"], state["steps"], state["uptime_s"] >= 0) == (0, [], True)

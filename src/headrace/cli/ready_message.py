@@ -39,6 +39,9 @@ def models_on_demand(names: list[str]) -> str:
 def details(ready: Ready) -> str:
     """Describe how a loaded model runs, for the log."""
     target = "off" if ready.max_stall_s is None else f"{1000 * ready.max_stall_s:g} ms"
+    if ready.max_stall_s is not None and ready.highest_stall_s != ready.max_stall_s:
+        highest = 1000 * (ready.highest_stall_s or 0)
+        target += f" (up to {highest:g} ms if shorter steps would read prompts too slowly)"
     seqs = f"at most {ready.max_num_seqs} stream{'s' * (ready.max_num_seqs > 1)}"
     tokens = ready.layout.num_positions
     seqs += f", {tokens} tokens fit" * (tokens > 0)

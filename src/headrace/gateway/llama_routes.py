@@ -15,7 +15,7 @@ from headrace.fleet.served_model import ServedModel
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
-from headrace.gateway.state_routes import Snapshot, stall_target_ms
+from headrace.gateway.state_routes import Snapshot, stall_target
 from headrace.generation.event_builder import ChoiceProgress
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import encode
@@ -38,6 +38,8 @@ class LlamaRoutes:
         is_sleeping = not is_pinned and host.ready is None
         role = "model" if is_pinned else "router"
         shown = {"role": role, "state": self._generation.state}
+        target = stall_target(host)
+        shown |= {"max_stall_ms": target["stall_target_ms"], **target}
         return answer(_props(host.model, is_sleeping) | shown)
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
@@ -103,7 +105,6 @@ def _props(model: ServedModel, is_sleeping: bool) -> dict[str, Any]:
         "lane": ready.lane if ready else None,
         "device": ready.device if ready else None,
         "dtype": ready.dtype if ready else None,
-        "max_stall_ms": stall_target_ms(ready),
     }
 
 

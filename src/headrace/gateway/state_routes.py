@@ -128,8 +128,20 @@ def _without_length(response: Response) -> dict[str, str]:
     return {k: v for k, v in response.headers.items() if not k.startswith("content-")}
 
 
-def stall_target_ms(ready: Ready | None) -> float | None:
-    return round(1000 * ready.max_stall_s, 3) if ready and ready.max_stall_s is not None else None
+def stall_target(host: ModelHost) -> Snapshot:
+    """Return the stall target of the last step in milliseconds, and why it has this value."""
+    ready = host.ready
+    if ready is None or ready.max_stall_s is None:
+        return {"stall_target_ms": None, "stall_target_reason": ""}
+    last = next((it.stall_target for it in reversed(host.engine.steps)), None)
+    target, base = last or ready.max_stall_s, f"{1000 * ready.max_stall_s:g} ms"
+    if ready.highest_stall_s == ready.max_stall_s:
+        reason = "set by --max-stall-ms"
+    elif target == ready.max_stall_s:
+        reason = "the default"
+    else:
+        reason = f"raised from {base}: shorter steps would read prompts too slowly"
+    return {"stall_target_ms": round(1000 * target), "stall_target_reason": reason}
 
 
 class ManageRoutes:
@@ -275,7 +287,7 @@ def _engine(host: ModelHost) -> Snapshot:
         "max_model_len": ready.max_model_len,
         "max_num_seqs": ready.max_num_seqs,
         "max_step_tokens": ready.max_step_tokens,
-        "stall_target_ms": stall_target_ms(ready),
+        **stall_target(host),
     }
 
 

@@ -204,6 +204,8 @@ class EngineFigures:
         if ready is not None:
             self._show_memory(ready, status.blocks_free, status.slots_free)
         self._history.now().compute(sum(step.num_prompt_tokens for step in status.steps))
+        if status.steps:
+            gauges["stall_target_seconds"].set(status.steps[-1].stall_target or 0)
         for step in status.steps:
             times["step"].labels(kind_of(step)).observe(step.elapsed)
             if step.predicted:

@@ -38,8 +38,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Milliseconds | None,
         Meta(
             description="Limit on the time between two tokens of a stream while other clients' "
-            "prompts are computed, or off. Default: 200 on a CPU and 50 on CUDA, "
-            "but at least 2.4 times the duration of a step without prompts"
+            "prompts are computed, or off. Default: 200 on a CPU and 50 on CUDA, rising to at "
+            "most 500 while shorter steps would read prompts at less than 80 % of the best rate"
         ),
     ] = None
     max_step_ms: Annotated[

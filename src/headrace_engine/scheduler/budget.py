@@ -22,11 +22,13 @@ MAX_STALL_MS = {"cpu": 200.0, "cuda": 50.0}
 MAX_GUESS = 8
 # Prompts always get at least this fraction of the time of the decode chunks. The first value
 # applies to the default stall target: prompts get at least 1.4 seconds for each second of decode
-# chunks. A step may exceed the default target, because the user did not choose that target. A
-# smaller fraction makes chunks smaller, and each token of a smaller chunk costs more. With 1.4,
-# the first token of an uncached prompt takes at most twice as long as without a target. No
-# smaller fraction meets this bound. The second value applies to a target that the user has set.
+# chunks. A step may exceed the default target, because the user did not choose that target. The
+# second value applies to a target that the user has set.
 DEFAULT_SHARE, EXPLICIT_SHARE = 1.4, 0.25
+
+# The default stall target rises until a step reads prompts at this fraction of the best possible
+# rate, but to at most MOST_DEFAULT_S seconds.
+DEFAULT_RATE, MOST_DEFAULT_S = 0.8, 0.5
 
 # The maximum number of prompt tokens in a step before any step was timed.
 COLD_TOKENS = 64
@@ -50,6 +52,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     # The stall target: how many seconds a step may take if a stream waits for the step. None
     # means no target.
     max_stall_s: float | None = None
+    # Whether the user did not choose the stall target. The target may then rise.
+    is_default: bool = False
     # How many seconds a step may take if no stream waits for the step. None means no limit.
     max_step_s: float | None = None
     # Prompts always get at least this fraction of the time of the decode chunks.
@@ -89,6 +93,7 @@ def resolve(
         max_step_tokens=config.max_step_tokens or MAX_STEP_TOKENS[device],
         max_model_len=max_model_len,
         max_stall_s=None if stall_ms == "off" else stall_ms / 1000,
+        is_default=config.max_stall_ms is None,
         max_step_s=None if config.max_step_ms == "off" else config.max_step_ms / 1000,
         prompt_share=config.prompt_share or default_share,
         forward_per_chunk=layout.forward_per_chunk,
@@ -267,6 +272,8 @@ class TimeBudget:
         # Whether a stall before the next step was counted already. If so, a late next step is not
         # counted.
         self._is_excused = False
+        # The stall target in seconds; None if there is none. The default target follows the costs.
+        self.stall_s = limits.max_stall_s
         self._limits = limits
         self._max_tokens = limits.max_step_tokens
         self._cold_tokens = COLD_TOKENS
@@ -350,20 +357,27 @@ class TimeBudget:
         return computing + self.encoding.predict(shape.encoding)
 
     def open(
-        self, decoding: StepShape, is_awaited: bool, part: float = 1.0, can_save: bool = True
+        self,
+        decoding: StepShape,
+        is_awaited: bool,
+        context: int = 0,
+        part: float = 1.0,
+        can_save: bool = True,
     ) -> Room:
         """Return the room that the decode chunks in `decoding` leave for prompts.
 
-        `is_awaited` says whether a stream waits for the step. `part` is the fraction of the
-        target that the step may use. If `can_save` is true, the step may leave its room unused to
-        save for a larger chunk.
+        `is_awaited` says whether a stream waits for the step. The first prompt has `context`
+        computed tokens. `part` is the fraction of the target that the step may use. If `can_save`
+        is true, the step may leave its room unused to save for a larger chunk.
         """
         tokens = max(1, self._max_tokens - decoding.num_new)
         elsewhere = self.elsewhere
-        target = self._target(is_awaited or elsewhere.is_awaited)
-        target = None if target is None else part * target
         is_measured, coefficients = self.model.is_measured, self.model.coefficients
         self.decode_s = self._decode_seconds(coefficients, decoding) if is_measured else 0.0
+        if is_measured and self._limits.is_default:
+            self._choose_target(coefficients, context)
+        target = self._target(is_awaited or elsewhere.is_awaited)
+        target = None if target is None else part * target
         if target is None:
             return Room(self, coefficients, tokens, None)
         if not is_measured:
@@ -382,8 +396,20 @@ class TimeBudget:
             room.cause = "decode"
         return room
 
+    def _choose_target(self, coefficients: Coefficients, context: int) -> None:
+        """Raise the default stall target if shorter steps would read prompts much too slowly.
+
+        Each step first computes its decode chunks and reads the prompt's context again. So the
+        shorter a step, the smaller is the part of its time in which prompts advance.
+        """
+        assert self._limits.max_stall_s is not None
+        before = self.decode_s + self.elsewhere.decode_s + coefficients.c_prompt * self.forwards
+        needed = coefficients.seconds_at_rate(DEFAULT_RATE, context, before, self._max_tokens)
+        needed = self.model.margin(True) * (needed + self.overhead)
+        self.stall_s = max(self._limits.max_stall_s, min(needed, MOST_DEFAULT_S))
+
     def _target(self, is_awaited: bool) -> float | None:
-        return self._limits.max_stall_s if is_awaited else self._limits.max_step_s
+        return self.stall_s if is_awaited else self._limits.max_step_s
 
     def _decode_seconds(self, coefficients: Coefficients, decoding: StepShape) -> float:
         """Return the predicted seconds of the decode chunks in a forward pass with prompts."""
@@ -419,7 +445,7 @@ class TimeBudget:
 
         `computing` is the predicted time of the step's chunks, in seconds.
         """
-        target = self._limits.max_stall_s
+        target = self.stall_s
         if target is None or not self.model.is_measured:
             return True
         margin = self.model.margin(shape.num_prompt_tokens > 0)

@@ -205,6 +205,7 @@ class InFlight:
             elapsed=elapsed,
             room=step.room,
             cause=step.cause,
+            stall_target=step.stall_target,
         )
 
     def suspect(self, plan: StepPlan, message: str) -> None:

@@ -130,6 +130,26 @@ class Coefficients:
         linear = self.g * context + self.b * new + self.c_prompt * forwards
         return linear + self.a * new * (2 * context + new)
 
+    def seconds_at_rate(
+        self, fraction: float, context: int, before: float, max_tokens: int
+    ) -> float:
+        """Return how long a step must be to read a prompt at `fraction` of the best rate.
+
+        The step computes other chunks for `before` seconds, and x tokens of the prompt after
+        `context` tokens. So the step takes t(x) = before + g·L + (b + 2·a·L)·x + a·x² seconds, and
+        its rate is x / t(x). The best rate is the largest rate for any x up to `max_tokens`.
+        """
+        fixed, each = before + self.g * context, self.b + 2 * self.a * context
+        best = min(max_tokens, sqrt(fixed / self.a)) if self.a else max_tokens
+        seconds = fixed + each * best + self.a * best * best
+        if not seconds:
+            return 0.0
+        rate = fraction * best / seconds
+        # The smaller root of a·rate·x² - slope·x + fixed·rate = 0 is the x with this rate.
+        slope = 1 - each * rate
+        root = sqrt(max(0.0, slope * slope - 4 * self.a * rate * rate * fixed))
+        return 2 * fixed / (slope + root)
+
     def largest_chunk(self, context: int, room: float, forwards: int = 0) -> int | None:
         """Return how many new tokens cost at most `room` seconds; None if any number fits.
 

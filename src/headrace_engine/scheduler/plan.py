@@ -298,8 +298,9 @@ class Planner:
         # An empty background step may not save its room, or background steps might stay empty for
         # ever.
         can_save = not (step.is_background and step.is_empty)
-        room = self._budget.open(step.shape, is_awaited, part, can_save)
-        step.open(room.seconds, is_awaited)
+        context = min(opened, key=by_key).num_planned if opened else 0
+        room = self._budget.open(step.shape, is_awaited, context, part, can_save)
+        step.open(room.seconds, is_awaited, self._budget.stall_s)
         if opened or waiting is not None:
             self._add_prompts(step, room, opened, waiting or ())
 
@@ -414,7 +415,7 @@ class Planner:
         Always return True: other prompts may follow in this step, even while a read is pending.
         """
         sequence = restore.sequence
-        target_s = self._limits.max_stall_s if step.is_awaited else None
+        target_s = self._budget.stall_s if step.is_awaited else None
         reads = self._restores.take(restore, step.planned_at, target_s)
         if not reads:
             if match is not None and step.planned_at >= sequence.due:

@@ -43,6 +43,8 @@ class PlannedStep:
     is_exclusive: bool = False
     # Whether a stream waits for the step.
     is_awaited: bool = False
+    # The stall target in seconds; None if there is no target.
+    stall_target: float | None = None
     # Seconds for prompt chunks. None if the step has no target or no step was timed yet.
     room: float | None = None
     # Predicted seconds of the step in the runner; 0 if too few steps were timed.
@@ -96,9 +98,9 @@ class PlannedStep:
         """Let only sequences that are due before `due` start in the step."""
         self.due_before = due
 
-    def open(self, room: float | None, is_awaited: bool) -> None:
-        """Set the seconds for prompt chunks, and whether a stream waits for the step."""
-        self.room, self.is_awaited = room, is_awaited
+    def open(self, room: float | None, is_awaited: bool, stall_target: float | None) -> None:
+        """Set the seconds for prompt chunks, whether a stream waits, and the stall target."""
+        self.room, self.is_awaited, self.stall_target = room, is_awaited, stall_target
 
     def expect(self, predicted: float, allowed: float) -> None:
         """Set the step's predicted seconds, and the seconds that the watchdog allows."""
