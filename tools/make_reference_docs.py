@@ -161,17 +161,20 @@ GROUPS = {
 
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Anthropic", ("/v1/messages",)),
-    ("Ollama", ("/api/",)),
+    ("Ollama and LM Studio", ("/api/",)),
     ("Streams", ("/v1/streams", "/v1/stream", "/v1/durable")),
     ("Models and adapters", ("/models", "/v1/models", "/v1/load_lora", "/v1/unload_lora")),
-    ("Operation", ("/health", "/v1/health", "/metrics", "/manage", "/openapi.json")),
-    ("OpenAI", ("/v1/",)),
+    (
+        "Operation",
+        ("/health", "/v1/health", "/ping", "/version", "/metrics", "/manage", "/openapi.json"),
+    ),
+    ("OpenAI", ("/v1/", "/v2/")),
     ("llama.cpp", ("/",)),
 )
 ORDER = (
     "OpenAI",
     "Anthropic",
-    "Ollama",
+    "Ollama and LM Studio",
     "llama.cpp",
     "Streams",
     "Models and adapters",

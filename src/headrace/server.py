@@ -25,6 +25,7 @@ from headrace.gateway.durable_routes import DurableRoutes
 from headrace.gateway.file_routes import FileRoutes
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
 from headrace.gateway.llama_routes import LlamaRoutes
+from headrace.gateway.lm_studio_routes import LmStudioRoutes
 from headrace.gateway.message_batch_routes import MessageBatchRoutes
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
@@ -112,6 +113,7 @@ def build_gateway(
         durable=DurableRoutes(generation, auth, config.streams.heartbeat_s),
         llama=LlamaRoutes(generation, auth),
         ollama=OllamaRoutes(generation, generation_routes, auth, bodies),
+        lm_studio=LmStudioRoutes(generation.fleet),
         files=FileRoutes(batches, batch_store.blobs, auth, http.body_timeout_s),
         batches=BatchRoutes(batches, workers, auth, bodies),
         message_batches=MessageBatchRoutes(

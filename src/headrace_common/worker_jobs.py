@@ -30,7 +30,7 @@ class Encoded(msgspec.Struct, frozen=True):
 
     prompts: tuple[bytes, ...]
     tokenization: str | None = None
-    num_first: int = 0  # tokens of a pair's first text
+    nums_first: tuple[int, ...] = ()  # tokens of each pair's first text
     # Changes that were made because the chat template refused the original messages.
     changes: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class CheckedBody(msgspec.Struct, frozen=True):
 
     fields: dict[str, Any]  # fields of the body without the prompts
     stubs: tuple[Prompt, ...]  # the prompts without their content
-    packed: bytes  # prompts for EncodePrompts, or query and documents for EncodePairs
+    packed: bytes  # prompts for EncodePrompts, or the texts for EncodePairs
     largest_id: int = -1  # largest token id in the prompts; -1: none
     largest_path: str = ""
     digest: bytes = b""
@@ -133,8 +133,9 @@ class ReadInputs(Job[CheckedBody], frozen=True, tag=True):
 
 
 class ReadPairs(Job[CheckedBody], frozen=True, tag=True):
-    """Check the body of /v1/rerank."""
+    """Check the body of a route that ranks or scores texts."""
 
+    route: Route = "/v1/rerank"
     known: Known = {}
     task: ClassVar[str] = "score"
 
@@ -220,6 +221,13 @@ class RankDocuments(Job[bytes], frozen=True, tag=True):
     model: str
     top_n: int | None
     shows_documents: bool
+
+
+class WriteScores(Job[bytes], frozen=True, tag=True):
+    """Write the scores in `vectors` for the packed pairs of texts, in the order of the pairs."""
+
+    vectors: bytes
+    model: str
 
 
 class ListInput(Job[bytes], frozen=True, tag=True):
@@ -350,6 +358,7 @@ AnyJob = (
     | SeeImages
     | WriteVectors
     | RankDocuments
+    | WriteScores
     | ListInput
     | CheckLines
     | OpenLine

@@ -37,7 +37,7 @@ def test_a_job_comes_as_it_was_sent(job: AnyJob) -> None:
 
 
 def test_a_result_is_what_its_job_states() -> None:
-    encoded = Encoded((b"\1\0\0\0",), num_first=1)
+    encoded = Encoded((b"\1\0\0\0",), nums_first=(1,))
     assert decode_result(EncodePairs(7, "tiny"), encode_result(encoded)) == encoded
     assert decode_result(ReadNames(), encode_result(("a", "b"))) == ("a", "b")
 

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace.protocols.vectors import rerank, score
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.tiny_models import make_tiny_encoder, make_tiny_model
@@ -27,7 +28,10 @@ DRAWING: dict[str, dict[str, Any]] = {
 }
 """Routes that draw tokens, with a body for each."""
 EMBEDDING = {path: {"input": "one"} for path in ("/v1/embeddings", "/api/embed")}
-RANKING = {path: {"query": "one", "documents": ["two"]} for path in ("/v1/rerank", "/rerank")}
+RANKING: dict[str, dict[str, Any]] = {
+    **{path: {"query": "one", "documents": ["two"]} for path in rerank.ROUTES},
+    **{path: {"text_1": "one", "text_2": ["two"]} for path in score.ROUTES},
+}
 READING: dict[str, dict[str, Any]] = {
     "/tokenize": {"content": "one"},
     "/detokenize": {"tokens": [5]},

@@ -67,6 +67,25 @@ def test_vscode_finds_name_context_and_capabilities_without_loading_a_model(
     assert loaded(client) == []
 
 
+def test_lm_studios_clients_find_types_and_context_lengths_without_loading_a_model(
+    client: httpx.Client,
+) -> None:
+    listed = client.get("/api/v0/models").json()
+    assert [entry["id"] for entry in listed["data"]] == ["mini", "tiny", "bert"]
+    found = {name: client.get(f"/api/v0/models/{name}").json() for name in ("mini", "bert")}
+    assert (found["mini"]["type"], found["bert"]["type"]) == ("llm", "embeddings")
+    for entry in (*listed["data"], *found.values()):
+        # Zed refuses the whole list if it does not know one of these values.
+        assert entry["compatibility_type"] in ("gguf", "mlx") and entry["state"] == "not-loaded"
+        assert entry["object"] == "model" and entry["publisher"] == ""
+        assert "loaded_context_length" not in entry
+    assert found["mini"]["max_context_length"] == 512
+    assert found["mini"]["capabilities"] == ["tool_use"] and found["mini"]["quantization"]
+    missing = client.get("/api/v0/models/other/name")
+    assert missing.status_code == 404 and "mini" in missing.json()["error"]
+    assert loaded(client) == []
+
+
 def test_raycast_finds_sizes_and_capabilities_without_loading_a_model(
     client: httpx.Client,
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace_common.version import __version__
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess
 
@@ -132,6 +133,16 @@ def test_what_is_the_operators_takes_the_operators_key(server: Operated) -> None
         assert 'headrace_rejections_total{reason="forbidden"} 2.0' in shown
 
 
+def test_probes_need_no_key_and_lists_of_models_need_one(server: Operated) -> None:
+    with server.client() as client:
+        for answer in (client.get("/ping"), client.post("/ping"), client.post("/ping", json={})):
+            assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+        assert client.get("/version").json() == {"version": __version__}
+        for path in ("/api/v0/models", "/api/v0/models/headrace-mini", "/v1/score", "/v2/rerank"):
+            method = "POST" if "/api" not in path else "GET"
+            assert client.request(method, path).status_code == 401
+
+
 def test_keys_are_read_again_on_a_hangup_and_a_bad_file_changes_nothing(server: Operated) -> None:
     def status(key: str) -> int:
         with server.client(key) as client:
@@ -173,6 +184,7 @@ def test_a_drain_can_be_taken_back(server: Operated) -> None:
         assert client.post("/manage/drain").json()["status"] == "draining"
         refused = client.post("/v1/chat/completions", json=CHAT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_shutdown")
+        assert client.get("/ping").status_code == client.post("/ping").status_code == 503
         assert client.delete("/manage/drain").json()["status"] == "ok"
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
 

@@ -70,6 +70,52 @@ def test_only_the_best_are_told_if_asked(ranker: ServerProcess) -> None:
     assert all(r.keys() == {"index", "relevance_score"} for r in best)
 
 
+def test_coheres_route_ranks_without_documents(ranker: ServerProcess) -> None:
+    whole = post(ranker, "/rerank", query=QUERY, documents=DOCUMENTS, return_documents=False)
+    body = {"model": "any", "query": QUERY, "documents": DOCUMENTS, "top_n": 2}
+    answer = post(ranker, "/v2/rerank", **{**body, "model": whole["model"]})
+    assert answer["results"] == whole["results"][:2] and answer["id"]
+    assert answer["meta"]["tokens"]["input_tokens"] == whole["usage"]["total_tokens"]
+
+
+def test_pairs_are_scored_alone_against_a_list_and_in_lists(ranker: ServerProcess) -> None:
+    def scores(path: str, text_1: Any, text_2: Any) -> list[float]:
+        answer = post(ranker, path, text_1=text_1, text_2=text_2)
+        assert [entry["index"] for entry in answer["data"]] == list(range(len(answer["data"])))
+        return [entry["score"] for entry in answer["data"]]
+
+    results = post(ranker, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]
+    ranked = {entry["index"]: entry["relevance_score"] for entry in results}
+    expected = [ranked[number] for number in range(len(DOCUMENTS))]
+    assert scores("/v1/score", QUERY, DOCUMENTS) == expected
+    assert scores("/score", [QUERY], DOCUMENTS[1]) == expected[1:2]
+    # The first texts have different lengths, and so different places where the second text begins.
+    firsts = ["a", QUERY, "the mill", QUERY]
+    alone = [scores("/score", *pair)[0] for pair in zip(firsts, DOCUMENTS, strict=True)]
+    assert scores("/v1/score", firsts, DOCUMENTS) == pytest.approx(alone, abs=1e-6)
+    assert alone[1] == pytest.approx(expected[1]) and len(set(alone)) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"text_1": "a"}, "text_2"),
+        ({"text_1": ["a", "b"], "text_2": "c"}, "text_1"),
+        ({"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1"),
+        ({"text_1": [], "text_2": ["c"]}, "text_1"),
+        ({"text_1": "a", "text_2": ["c", {"text": "d"}]}, "text_2[1]"),
+        ({"text_1": "a", "text_2": ["a " * 200]}, "text_2[0]"),
+        ({"text_1": "a", "text_2": "a " * 200}, "text_2"),
+        ({"text_1": "a", "text_2": ["a"] * 2049}, "text_2"),
+    ],
+    ids=range(8),
+)
+def test_pairs_that_cannot_be_scored_are_named(
+    ranker: ServerProcess, body: dict[str, Any], param: str
+) -> None:
+    assert post(ranker, "/v1/score", **body)["error"]["param"] == param
+
+
 def test_python_callers_get_the_same_ranking(ranker: ServerProcess, folder: Path) -> None:
     expected = post(ranker, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]
 

@@ -17,7 +17,7 @@ from headrace.intake.vectors import Requester
 from headrace.protocols.batch_lines import MAX_FAULTS
 from headrace.protocols.dialect import DIALECTS, ErrorFormat, dialect_of
 from headrace.protocols.openai import chunks as openai
-from headrace.protocols.vectors import embeddings, rerank
+from headrace.protocols.vectors import embeddings, rerank, score
 from headrace.streams.log import LogGone
 from headrace.streams.record import Names
 from headrace.streams.store import ByKey
@@ -39,7 +39,8 @@ from headrace_common.worker_jobs import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-ROUTES: tuple[Route, ...] = (*DIALECTS, embeddings.ROUTE, *rerank.ROUTES)
+_PAIRS: tuple[Route, ...] = (*rerank.ROUTES, *score.ROUTES)
+ROUTES: tuple[Route, ...] = (*DIALECTS, embeddings.ROUTE, *_PAIRS)
 """Routes that a line may name."""
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -273,7 +274,7 @@ async def _gathered(stream: Found) -> tuple[int, bytes]:
 def _job(route: Route) -> ReadJob:
     if route == embeddings.ROUTE:
         return ReadInputs()
-    return ReadPairs() if route in rerank.ROUTES else ReadBody(route)
+    return ReadPairs(route) if route in _PAIRS else ReadBody(route)
 
 
 def _errors_of(route: Route) -> ErrorFormat:

@@ -21,10 +21,10 @@ _SHORT_READ_S = 0.5
 
 
 class LoadingServer:
-    """Serves `/health` and the web page during a model's load, if the load takes long.
+    """Serves `/health`, `/ping` and the web page during a model's load, if the load takes long.
 
-    `/health` and the page show the progress. The server is a context manager: after the context,
-    only the real server uses the listener.
+    All of them show the progress. The server is a context manager: after the context, only the real
+    server uses the listener.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class LoadingServer:
                 Route("/health/live", self._live),
                 Route("/health", self._health),
                 Route("/v1/health", self._health),
+                Route("/ping", self._health, methods=["GET", "POST"]),
                 *web_routes(),
             ],
             exception_handlers={404: self._refuse, 405: self._refuse},

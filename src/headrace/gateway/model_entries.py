@@ -56,6 +56,19 @@ def width_of(text: ServedModel) -> int | None:
     return next((width for width in named if type(width) is int), None)
 
 
+def family_of(text: ServedModel) -> str:
+    """Return the model's family, such as llama."""
+    return str(text.spec.config.get("model_type") or text.spec.architecture)
+
+
+def precision_of(text: ServedModel) -> str:
+    """Return the number format of the weights; "" for a GGUF file that was not loaded."""
+    spec, ready = text.spec, text.ready
+    if ready is not None:
+        return ready.dtype if ready.quantize == "none" else ready.quantize
+    return "" if spec.is_gguf else spec.dtype
+
+
 def anthropic_entry(view: ModelView) -> dict[str, Any]:
     """Return a model in the format of Anthropic's API."""
     limit = view.context or None

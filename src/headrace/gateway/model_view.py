@@ -10,6 +10,9 @@ from headrace.fleet.served_model import ServedModel
 from headrace.text.model_names import Models, called
 from headrace_common.messages import Ready
 
+LOADED = ("ok", "recovering")
+"""The states of an engine whose model is in memory."""
+
 
 class ModelView(msgspec.Struct, frozen=True):
     """Describes a name that clients can use, and the current state of the model or adapter.

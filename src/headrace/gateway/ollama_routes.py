@@ -17,8 +17,8 @@ from headrace.gateway.delivery import unless_left, while_connected
 from headrace.gateway.generation_routes import GenerationRoutes
 from headrace.gateway.http_responses import answer
 from headrace.gateway.llama_routes import read_known
-from headrace.gateway.model_entries import utc, width_of
-from headrace.gateway.model_view import ModelView, view_of, views_of
+from headrace.gateway.model_entries import family_of, precision_of, utc, width_of
+from headrace.gateway.model_view import LOADED, ModelView, view_of, views_of
 from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.protocols.dialect import encode
@@ -31,7 +31,6 @@ from headrace_common.errors import RequestError
 from headrace_common.version import __version__
 from headrace_common.worker_jobs import CheckedBody, ReadModelName
 
-_LOADED = ("ok", "recovering")
 _API_VERSION = "0.12.6"
 """The version of Ollama's API that these routes implement.
 
@@ -94,7 +93,7 @@ class OllamaRoutes:
         No model is unloaded at a set time, so each entry has a time in the far future.
         """
         views = [view_of(host, host.name) for host in self._hosts.all()]
-        loaded = [view for view in views if view.state in _LOADED and view.ready]
+        loaded = [view for view in views if view.state in LOADED and view.ready]
         return answer({"models": [_entry(view) | _memory_fields(view) for view in loaded]})
 
     async def show(self, request: Request) -> ASGIApp:
@@ -217,18 +216,14 @@ def _details(text: ServedModel | None) -> dict[str, Any]:
     if text is None:
         names = ("parent_model", "format", "family", "parameter_size", "quantization_level")
         return dict.fromkeys(names, "") | {"families": []}
-    family, spec, ready = _family(text), text.spec, text.ready
-    if ready is not None:
-        precision = ready.dtype if ready.quantize == "none" else ready.quantize
-    else:
-        precision = "" if spec.is_gguf else spec.dtype
+    family = family_of(text)
     return {
         "parent_model": "",
-        "format": "gguf" if spec.is_gguf else "safetensors",
+        "format": "gguf" if text.spec.is_gguf else "safetensors",
         "family": family,
         "families": [family],
         "parameter_size": _rounded(text.num_parameters) if text.num_parameters else "",
-        "quantization_level": precision,
+        "quantization_level": precision_of(text),
     }
 
 
@@ -238,14 +233,10 @@ def _rounded(num: int) -> str:
     return f"{num / 1e6:.2f}M" if num >= 1e6 else f"{num / 1e3:.2f}K"
 
 
-def _family(text: ServedModel) -> str:
-    return str(text.spec.config.get("model_type") or text.spec.architecture)
-
-
 def _described(view: ModelView) -> dict[str, Any]:
     text = view.text
     assert text, "a model is read before it is described"
-    family = _family(text)
+    family = family_of(text)
     info: dict[str, Any] = {"general.architecture": family, "general.basename": view.name}
     if view.context:
         info[f"{family}.context_length"] = view.context

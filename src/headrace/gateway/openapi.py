@@ -127,7 +127,7 @@ def _responses(path: str, operation: Operation) -> dict[str, Any]:
     if path.endswith("/events"):
         responses["204"] = {"description": "The stream has ended at this cursor"}
     # A health route needs no key, and a refusal has the same format as the answer.
-    if "health" in path:
+    if "health" in path or path == "/ping":
         return responses | {str(status): done for status in operation.errors}
     # If the path contains an id that no stream or model can have, no route matches. So this 404
     # has the common schema.

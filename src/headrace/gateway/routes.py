@@ -7,7 +7,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from headrace.gateway import adapter_routes
+from headrace.gateway import adapter_routes, lm_studio_routes
 from headrace.gateway.adapter_routes import AdapterRoutes
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.batch_routes import BatchRoutes
@@ -17,6 +17,7 @@ from headrace.gateway.file_routes import FileRoutes
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
 from headrace.gateway.http_responses import answer
 from headrace.gateway.llama_routes import LlamaRoutes
+from headrace.gateway.lm_studio_routes import LmStudioRoutes
 from headrace.gateway.message_batch_routes import MessageBatchRoutes
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
@@ -34,7 +35,7 @@ from headrace.protocols.fields.kinds import Kind, String
 from headrace.protocols.framing import LINES
 from headrace.protocols.ollama import answers as ollama_answers
 from headrace.protocols.openai import responses as openai_responses
-from headrace.protocols.vectors import embeddings, rerank
+from headrace.protocols.vectors import embeddings, rerank, score
 from headrace_common.errors import RequestError
 
 _PUT_OFF = ("server_overloaded", "rate_limit_exceeded", "request_timeout")
@@ -58,6 +59,7 @@ class Endpoints(NamedTuple):
     durable: DurableRoutes
     llama: LlamaRoutes
     ollama: OllamaRoutes
+    lm_studio: LmStudioRoutes
     files: FileRoutes
     batches: BatchRoutes
     message_batches: MessageBatchRoutes
@@ -129,6 +131,11 @@ ROUTES: tuple[Operation, ...] = (
         "Report whether the server accepts requests", ("status",), errors=(503,)),
     Operation("get", "/health/live", ANY, lambda on: on.states.live,
         "Report whether the process runs", ("status",)),
+    *(Operation(method, "/ping", ANY, lambda on: on.states.health,
+        "Report whether the server accepts requests, as SageMaker asks", ("status",),
+        errors=(503,)) for method in ("get", "post")),
+    Operation("get", "/version", ANY, lambda on: on.states.version,
+        "Show the version, as vLLM does", ("version",)),
     Operation("get", "/v1/models", KEY, lambda on: on.states.models,
         "List all served names; in Anthropic's format if Anthropic-Version is sent", ("data",),
         query=("limit", "after_id", "before_id"), headers=("Anthropic-Version",), errors=(400,),
@@ -204,6 +211,11 @@ ROUTES: tuple[Operation, ...] = (
         "List all models, as Ollama does", ("models",), auth_error=_OLLAMA_ERROR),
     Operation("get", "/api/ps", KEY, lambda on: on.ollama.running,
         "List models in memory, as Ollama does", ("models",), auth_error=_OLLAMA_ERROR),
+    Operation("get", "/api/v0/models", KEY, lambda on: on.lm_studio.models,
+        "List all models, as LM Studio does", ("object", "data"), auth_error=_OLLAMA_ERROR),
+    Operation("get", "/api/v0/models/{id:path}", KEY, lambda on: on.lm_studio.model,
+        "Show one model, as LM Studio does", lm_studio_routes.KEYS, errors=(404,),
+        error=_OLLAMA_ERROR, auth_error=_OLLAMA_ERROR),
     Operation("post", "/api/show", KEY, lambda on: on.ollama.show,
         "Show one model, as Ollama does", ("details", "model_info", "capabilities"),
         body_names.MODEL, ("model",), errors=(*_BODY_ERRORS, 500),
@@ -227,9 +239,12 @@ ROUTES: tuple[Operation, ...] = (
     Operation("post", embeddings.ROUTE, KEY, lambda on: on.vectors.embed,
         "Embed each input", embeddings.KEYS, embeddings.TABLE, embeddings.REQUIRED,
         reads_common_fields=True, errors=_BODY_ERRORS + _ENGINE_ERRORS),
-    *(Operation("post", route, KEY, lambda on: on.vectors.rerank,
+    *(Operation("post", route, KEY, lambda on: on.vectors.pairs,
         "Rank documents by relevance to a query", rerank.KEYS, rerank.TABLE, rerank.REQUIRED,
         reads_common_fields=True, errors=_BODY_ERRORS + _ENGINE_ERRORS) for route in rerank.ROUTES),
+    *(Operation("post", route, KEY, lambda on: on.vectors.pairs,
+        "Score pairs of texts, as vLLM does", score.KEYS, score.TABLE, score.REQUIRED,
+        reads_common_fields=True, errors=_BODY_ERRORS + _ENGINE_ERRORS) for route in score.ROUTES),
     Operation("post", "/v1/messages/count_tokens", KEY, lambda on: on.texts.count_tokens,
         "Count the tokens of a conversation", ("input_tokens",),
         anthropic_messages.COUNTED, anthropic_messages.COUNTED_REQUIRED,

@@ -59,6 +59,9 @@ class StateRoutes:
             return unhealthy(state)
         return answer({"status": state} | ages(self._generation))
 
+    async def version(self, request: Request) -> ASGIApp:
+        return answer({"version": __version__})
+
     async def models(self, request: Request) -> ASGIApp:
         served = views_of(self._generation.fleet.hosts)
         if speaks_anthropic(request.scope):

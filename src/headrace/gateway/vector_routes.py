@@ -33,8 +33,9 @@ class VectorRoutes:
         """Embed as Ollama's older API does, with one vector for one `prompt`."""
         return await self._answer(request, ReadInputs(is_prompt=True, may_be_empty=True))
 
-    async def rerank(self, request: Request) -> ASGIApp:
-        return await self._answer(request, ReadPairs())
+    async def pairs(self, request: Request) -> ASGIApp:
+        """Rank documents for a query, or score pairs of texts."""
+        return await self._answer(request, ReadPairs(request.url.path))
 
     async def _answer(self, request: Request, job: ReadJob) -> ASGIApp:
         """Answer a request, or cancel the work if the client leaves."""

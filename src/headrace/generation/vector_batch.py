@@ -6,11 +6,14 @@ inputs are submitted again.
 """
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from headrace.engines.client import EngineDown, EngineUp
 from headrace.fleet.engine_users import EngineUsers, InQueue, Item, UserNews
@@ -39,6 +42,8 @@ class VectorWork(NamedTuple):
     priority: int = 0
     # Called after each computed vector.
     on_vector: Callable[[], None] = lambda: None
+    # For each pair of texts, the number of tokens of its first text.
+    nums_first: Sequence[int] = ()
 
 
 class VectorBatch:
@@ -48,11 +53,12 @@ class VectorBatch:
     """
 
     def __init__(self, work: VectorWork) -> None:
-        inputs, pooling, salt, self._ticket, self._priority, self._on_vector = work
+        inputs, pooling, salt, self._ticket, self._priority, self._on_vector, firsts = work
         self.id = StreamId("embd-" + secrets.token_hex(16))
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inputs = inputs
-        self._sampling = Sampling(max_tokens=0, pooling=pooling)
+        self._pooling = pooling
+        self._nums_first = firsts or (0,) * len(inputs)
         self._use_prefix = not pooling.needs_whole
         self._salt = salt
         self._inbox: asyncio.Queue[UserNews | RequestError] = asyncio.Queue()
@@ -127,19 +133,23 @@ class VectorBatch:
         """
         room = min(len(self._remaining), window - len(self._submission.parts))
         numbers = [self._remaining.popleft() for _ in range(room)]
-        self._submit([n for n in numbers if n in self._suspects], True)
-        self._submit([n for n in numbers if n not in self._suspects], False)
+        # A message has one `num_first` for all of its inputs.
+        for num_first, same in itertools.groupby(numbers, self._nums_first.__getitem__):
+            group = list(same)
+            self._submit([n for n in group if n in self._suspects], True, num_first)
+            self._submit([n for n in group if n not in self._suspects], False, num_first)
 
-    def _submit(self, numbers: Sequence[int], are_suspects: bool) -> None:
+    def _submit(self, numbers: Sequence[int], are_suspects: bool, num_first: int) -> None:
         if not numbers:
             return
+        pooling = msgspec.structs.replace(self._pooling, num_first=num_first)
         new = self._submission.open(numbers)
         self._submission.submit(
             Submit(
                 stream_id=self.id,
                 prompts=tuple(self._inputs[number] for number in numbers),
                 sequences=tuple(NewSequence(id, place, 0) for place, id in enumerate(new)),
-                sampling=self._sampling,
+                sampling=Sampling(max_tokens=0, pooling=pooling),
                 arrival=time.monotonic(),
                 priority=self._priority,
                 salt=self._salt,

@@ -81,12 +81,13 @@ class VectorMaker:
         inputs = encoded.prompts
         host, queue = self._queues.find(request.model, request.priority >= BACKGROUND)
         ticket = self._enter(queue, demand, model, inputs)
-        pooling = msgspec.structs.replace(pooling, num_first=encoded.num_first)
         began, outcome, num_tokens = time.monotonic(), "client_gone", 0
         try:
             # An owner's name contains no line break, so the salts of two owners are never equal.
             salt = f"{request.owner}\n"
-            work = VectorWork(inputs, pooling, salt, ticket, request.priority, on_vector)
+            work = VectorWork(
+                inputs, pooling, salt, ticket, request.priority, on_vector, encoded.nums_first
+            )
             vectors = await self._run(VectorBatch(work), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
         except RequestError as error:

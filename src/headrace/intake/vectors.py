@@ -10,11 +10,17 @@ from headrace.generation.request_span import named
 from headrace.generation.vectors import Vectors
 from headrace.metrics.traces import RequestSpan
 from headrace.protocols.dialect import encode
-from headrace.protocols.vectors import embeddings, rerank
+from headrace.protocols.vectors import embeddings, rerank, score
 from headrace.text.model_names import called
 from headrace_common.log_context import PARENT
 from headrace_common.request import Route
-from headrace_common.worker_jobs import CheckedBody, RankDocuments, VectorForm, WriteVectors
+from headrace_common.worker_jobs import (
+    CheckedBody,
+    RankDocuments,
+    VectorForm,
+    WriteScores,
+    WriteVectors,
+)
 
 ONE: Route = "/api/embeddings"
 # The maximum number of bytes of vectors that a worker job encodes. A job encodes at least one
@@ -42,6 +48,8 @@ class VectorAnswers:
             return await self._embed(checked, asker)
         if asker.route in rerank.ROUTES:
             return await self._rerank(checked, asker)
+        if asker.route in score.ROUTES:
+            return await self._score(checked, asker)
         if asker.route == ONE:
             _, data = await self._embedded(checked, asker, "bare")
             return b'{"embedding":' + data + b"}"
@@ -101,10 +109,11 @@ class VectorAnswers:
         return made
 
     async def _rerank(self, checked: CheckedBody, asker: Requester) -> bytes:
-        fields = checked.fields
+        fields, is_cohere = checked.fields, asker.route == rerank.COHERE
         asked = rerank.to_request(checked, asker.route, asker.owner, asker.priority)
         made = await self._traced(asker.route, "rerank", self._generation.vectors.make(asked))
-        scores, with_documents = b"".join(made.vectors), fields.get("return_documents", True)
+        scores = b"".join(made.vectors)
+        with_documents = fields.get("return_documents", not is_cohere)
         job = RankDocuments(scores, made.model.names[0], fields.get("top_n"), with_documents)
         results = await self._generation.work.do(job, [checked.packed])
         rest = {
@@ -113,7 +122,24 @@ class VectorAnswers:
             "model": _name(fields, made),
             "usage": _usage(made),
         }
+        if is_cohere:
+            tokens = {"input_tokens": made.num_tokens}
+            rest["meta"] = {"api_version": {"version": "2"}, "tokens": tokens}
         return b'{"results":' + results + b"," + encode(rest)[1:]
+
+    async def _score(self, checked: CheckedBody, asker: Requester) -> bytes:
+        asked = score.to_request(checked, asker.route, asker.owner, asker.priority)
+        made = await self._traced(asker.route, "score", self._generation.vectors.make(asked))
+        job = WriteScores(b"".join(made.vectors), made.model.names[0])
+        data = await self._generation.work.do(job, [checked.packed])
+        rest = {
+            "id": "score-" + secrets.token_hex(16),
+            "object": "list",
+            "created": int(time.time()),
+            "model": _name(checked.fields, made),
+            "usage": _usage(made),
+        }
+        return b'{"data":' + data + b"," + encode(rest)[1:]
 
 
 def _name(fields: Mapping[str, Any], made: Vectors) -> str:

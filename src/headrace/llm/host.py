@@ -160,7 +160,7 @@ class Host:
         """Check the query and the documents as the route does, and return the work of ranking."""
         fields = {**fields, "query": query, "documents": documents}
         _refuse_unknown(fields, known_fields(rerank.TABLE))
-        return self._ranking(self._jobs.query(_as_json(fields)))
+        return self._ranking(self._jobs.pairs(_as_json(fields)))
 
     def prompt_ids(self, messages: Any, fields: dict[str, Any]) -> PromptIds:
         """Tokenize messages with the chat template, or the raw text in the field `prompt`."""

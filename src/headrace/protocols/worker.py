@@ -8,11 +8,13 @@ exceeded.
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import signal
 import socket
 import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,7 +38,7 @@ from headrace.protocols.inserted_texts import remove_inserted
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.prompt_ids import ids_of, listed_tokens, prompts_of, put_images, render
 from headrace.protocols.requests import check_token_ids, decode, exact_schemas, pack
-from headrace.protocols.vectors import embeddings, rerank
+from headrace.protocols.vectors import embeddings, rerank, score
 from headrace.protocols.worker_model import Bound, MemoryBound, WorkerModel, WorkerModels
 from headrace.text.model_names import Aliases, adapters_of, names_of, paths_of
 from headrace.text.text_model import TextModel, longest_prompt
@@ -98,8 +100,8 @@ class Jobs:
                 if may_be_empty and given.get("input") in (None, "", []):
                     return self._no_inputs(given)
                 return self._with_tokens(job, self.inputs(given))
-            case worker_jobs.ReadPairs():
-                return self._with_tokens(job, self.query(decode(body)))
+            case worker_jobs.ReadPairs(route):
+                return self._with_tokens(job, self.pairs(decode(body), route))
             case worker_jobs.EncodePrompts():
                 return self._encode_prompts(job, body)
             case worker_jobs.EncodePairs():
@@ -112,6 +114,8 @@ class Jobs:
                 return embeddings.entries(body, job)
             case worker_jobs.RankDocuments():
                 return self.rank(job, body)
+            case worker_jobs.WriteScores():
+                return score.entries(self._relevance(job, body))
             case (
                 worker_jobs.CheckLines()
                 | worker_jobs.OpenLine()
@@ -165,8 +169,8 @@ class Jobs:
         """Return the model that a body names. Raise RequestError if the route refuses the body."""
         if route == embeddings.ROUTE:
             checked = self.inputs(decode(body))
-        elif route in rerank.ROUTES:
-            checked = self.query(decode(body))
+        elif route in (*rerank.ROUTES, *score.ROUTES):
+            checked = self.pairs(decode(body), route)
         else:
             checked = self.read(body, route)
         return checked.fields.get("model")
@@ -272,32 +276,39 @@ class Jobs:
         names = ignored(embeddings.TABLE, given)
         return CheckedBody(fields | {"is_empty": True}, (), b"", ignored=names)
 
-    def query(self, given: dict[str, Any]) -> CheckedBody:
-        """Check a decoded body of /v1/rerank."""
+    def pairs(self, given: dict[str, Any], route: Route = rerank.ROUTES[0]) -> CheckedBody:
+        """Check a decoded body of a route that ranks or scores texts."""
+        form: Any = score if route in score.ROUTES else rerank
         with self._texts.noting(given):
-            fields = rerank.read(given)
-        packed = msgspec.msgpack.encode((fields.pop("query"), fields.pop("documents")))
-        names = ignored(rerank.TABLE, given)
+            fields = form.read(given)
+        packed = msgspec.msgpack.encode(fields.pop("pairs"))
+        names = ignored(form.TABLE, given)
         return CheckedBody(fields, (), packed, ignored=names)
 
     def _encode_pairs(self, job: worker_jobs.EncodePairs, packed: bytes) -> Encoded:
         model = self._texts.get(job.model).model
-        query, documents = rerank.pairs_of(packed)
-        found: list[bytes] = []
-        num_first = 0
-        for document in documents:
-            token_ids, num_first = model.tokenizer.encode_pair(query, document)
+        firsts, seconds = rerank.pairs_of(packed)
+        found, nums_first = list[bytes](), list[int]()
+        for first, second in zip(itertools.cycle(firsts), seconds, strict=False):
+            token_ids, num_first = model.tokenizer.encode_pair(first, second)
             found.append(token_ids.tobytes())
+            nums_first.append(num_first)
             if len(token_ids) > job.longest:
                 break
-        return Encoded(tuple(found), num_first=num_first)
+        return Encoded(tuple(found), nums_first=tuple(nums_first))
 
     def rank(self, job: worker_jobs.RankDocuments, packed: bytes) -> bytes:
         """Return the ranking as JSON, for the field `results`."""
+        scores = self._relevance(job, packed)
+        return rerank.ranking(packed, scores, job.top_n, job.shows_documents)
+
+    def _relevance(
+        self, job: worker_jobs.RankDocuments | worker_jobs.WriteScores, packed: bytes
+    ) -> "array[float]":
+        """Return one score per packed pair of texts."""
         num = len(rerank.pairs_of(packed)[1])
         is_logit = self._texts.get(job.model).model.sentences.score_is_logit
-        scores = rerank.relevance(job.vectors, num, is_logit)
-        return rerank.ranking(packed, scores, job.top_n, job.shows_documents)
+        return rerank.relevance(job.vectors, num, is_logit)
 
     def tokenize(self, body: bytes, max_model_len: Mapping[str, int]) -> bytes:
         model, fields = self._read(body, TOKENIZE)

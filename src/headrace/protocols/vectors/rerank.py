@@ -1,4 +1,7 @@
-"""POST /v1/rerank and /rerank, as Jina and Cohere define them: rank documents for a query."""
+"""POST /v1/rerank and /rerank, as Jina defines them, and Cohere's /v2/rerank.
+
+These routes rank documents for a query.
+"""
 
 import math
 from array import array
@@ -15,7 +18,8 @@ from headrace_common.request import Route
 from headrace_common.vector_request import VectorRequest
 from headrace_common.worker_jobs import CheckedBody
 
-ROUTES: tuple[Route, ...] = ("/v1/rerank", "/rerank")
+COHERE: Route = "/v2/rerank"
+ROUTES: tuple[Route, ...] = ("/v1/rerank", "/rerank", COHERE)
 KEYS = ("id", "object", "model", "results", "usage")
 REQUIRED: tuple[str, ...] = ("query", "documents")
 MAX_DOCUMENTS = 2048
@@ -46,12 +50,20 @@ TABLE: Mapping[str, Kind] = {
     "return_documents": Flag(),
 }
 
-pairs_of = msgspec.msgpack.Decoder(tuple[str, tuple[str, ...]]).decode
+TextPairs = tuple[tuple[str, ...], tuple[str, ...]]
+"""The first texts and the second texts. One first text belongs to all second texts."""
+
+pairs_of = msgspec.msgpack.Decoder(TextPairs).decode
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a body sets, after every check that needs no model."""
-    return read_known(TABLE, REQUIRED, body)
+    """Return the fields that a body sets, after every check that needs no model.
+
+    `pairs` are the query and the documents.
+    """
+    fields = read_known(TABLE, REQUIRED, body)
+    fields["pairs"] = ((fields.pop("query"),), fields.pop("documents"))
+    return fields
 
 
 def to_request(checked: CheckedBody, route: Route, owner: str, priority: int = 0) -> VectorRequest:
