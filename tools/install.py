@@ -1,6 +1,7 @@
 """Installs this checkout and its pinned packages into .venv: `python3 tools/install.py [.[EXTRA]]`.
 
-Reports what pip does: on a terminal in one line that changes, elsewhere in one line per stage.
+Reports what pip does: on a terminal in one line that changes, elsewhere in one line per stage and
+for every 30 seconds.
 This file uses the standard library alone, because nothing may be installed yet.
 """
 
@@ -21,6 +22,8 @@ VENV = ROOT / ".venv"
 PIP = [str(VENV / "bin" / "python"), "-m", "pip"]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _POLL_S = 0.2
+# Off a terminal, progress is shown again after this many seconds.
+_AGAIN_S = 30.0
 # The name of a package that pip needs, or the name and the size of a package's file.
 _FOUND = re.compile(
     r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)|Processing \S*/([^/-]+)-"
@@ -63,17 +66,19 @@ class Screen:
     def __init__(self) -> None:
         self._moves = sys.stderr.isatty()
         self._stages: set[str] = set()
-        self._start = time.monotonic()
+        self._start = self._shown_at = time.monotonic()
 
     def show(self, stage: str, description: str) -> None:
-        """Show progress, off a terminal only once per stage."""
-        line = f"headrace: {description} ({time.monotonic() - self._start:.0f} s)"
+        """Show progress, off a terminal only for a new stage or after `_AGAIN_S` seconds."""
+        now = time.monotonic()
+        line = f"headrace: {description} ({now - self._start:.0f} s)"
         if self._moves:
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
             sys.stderr.write("\r\x1b[K" + line[: width - 1])
             sys.stderr.flush()
-        elif stage not in self._stages:
+        elif stage not in self._stages or now > self._shown_at + _AGAIN_S:
             self.keep(line)
+            self._shown_at = now
         self._stages.add(stage)
 
     def keep(self, line: str) -> None:

@@ -59,6 +59,20 @@ def test_without_a_terminal_each_stage_is_one_line(capsys: pytest.CaptureFixture
     ]
 
 
+def test_without_a_terminal_a_long_stage_is_shown_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("headrace.cli.load_lines.time.monotonic", lambda: now)
+    with LoadView() as view:
+        for now in (0.0, 20.0, 31.0, 40.0):
+            view(LoadProgress(COMPILING, now / 40, "", now, "small"))
+    assert capsys.readouterr().err.splitlines() == [
+        "headrace: small: compiling kernels, 0 %...",
+        "headrace: small: compiling kernels, 78 % (31 s)...",
+    ]
+
+
 def test_a_second_load_shows_its_stages_again(capsys: pytest.CaptureFixture[str]) -> None:
     loading = [LoadProgress(READING)]
     with LoadLines(READING) as lines:

@@ -56,6 +56,23 @@ def test_the_number_of_unpacked_packages_never_falls() -> None:
     ]  # fmt: skip
 
 
+def test_off_a_terminal_a_long_stage_is_shown_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("tools.install.time.monotonic", lambda: now)
+    screen = Screen()
+    for now in (1.0, 20.0, 32.0, 40.0, 63.0):
+        screen.show("unpacking", f"unpacking, {now:.0f}")
+    screen.show("other", "other")
+    assert capsys.readouterr().err.splitlines() == [
+        "headrace: unpacking, 1 (1 s)",
+        "headrace: unpacking, 32 (32 s)",
+        "headrace: unpacking, 63 (63 s)",
+        "headrace: other (63 s)",
+    ]
+
+
 def test_no_more_packages_are_unpacked_than_there_are() -> None:
     progress = Progress()
     progress.read("Installing collected packages: a, b")

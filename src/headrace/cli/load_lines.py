@@ -1,5 +1,6 @@
 """Shows the progress of loads on stderr, starting before the heavy imports."""
 
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH = 16
 _EVERY_S = 0.25
+# Off a terminal, a stage that takes longer is shown again after this many seconds.
+_AGAIN_S = 30.0
 
 
 class LoadView:
-    """Shows one bar that disappears at the end on a terminal, otherwise one line per stage.
+    """Shows one bar that disappears at the end on a terminal, otherwise a few lines per stage.
 
     The bar is one line high, so that a line of the log can replace it until its next redraw.
     """
@@ -29,7 +32,8 @@ class LoadView:
         cls._is_for_program = True
 
     def __init__(self) -> None:
-        self._shown: set[tuple[str, str]] = set()
+        # When each stage of a model was last shown.
+        self._shown: dict[tuple[str, str], float] = {}
         self._bar: tuple[Progress, TaskID] | None = None
 
     def __call__(self, now: LoadProgress) -> None:
@@ -37,9 +41,8 @@ class LoadView:
             say(msgspec.json.encode(now).decode())
         elif can_show_bar():
             self._draw(now)
-        elif (now.model, now.stage) not in self._shown:
-            self._shown.add((now.model, now.stage))
-            say(f"headrace: {now.words}...")
+        else:
+            self._show_line(now)
 
     def __enter__(self) -> "LoadView":
         return self
@@ -53,6 +56,13 @@ class LoadView:
         if self._bar is not None:
             self._bar[0].stop()
             self._bar = None
+
+    def _show_line(self, now: LoadProgress) -> None:
+        last = self._shown.get((now.model, now.stage))
+        if last is not None and time.monotonic() < last + _AGAIN_S:
+            return
+        self._shown[now.model, now.stage] = time.monotonic()
+        say(f"headrace: {now.words if last is None else now}...")
 
     def _draw(self, now: LoadProgress) -> None:
         text = str(now) if now.share is None else now.words
