@@ -129,8 +129,9 @@ On a server with keys, `client` means any key, and `operator` the admin key; wit
 `admin` always means the admin key. Only a server without keys that listens on loopback answers `admin` routes without
 the admin key.
 
-In addition, `/v1/realtime-text` is a [WebSocket](../guides/streams.md), and `/`, `/dashboard` and `/batches` are pages
-for a browser. A GET of a wrong path answers with a page if `Accept` names `text/html`.
+In addition, [`/v1/responses`](responses.md#the-stream) and [`/v1/realtime-text`](../guides/streams.md) are WebSockets,
+and `/`, `/dashboard` and `/batches` are pages for a browser. A GET of a wrong path answers with a page if `Accept`
+names `text/html`.
 """  # noqa: E501  # a line of Markdown
 
 FIELDS_TEXT = """# Fields of a request

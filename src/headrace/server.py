@@ -33,6 +33,7 @@ from headrace.gateway.ollama_routes import OllamaRoutes
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.request_bodies import Bodies
 from headrace.gateway.responses_routes import ResponsesRoutes
+from headrace.gateway.responses_socket import ResponseSockets
 from headrace.gateway.routes import Endpoints
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
 from headrace.gateway.vector_routes import VectorRoutes
@@ -120,6 +121,7 @@ def build_gateway(
             batches, batch_store, intake, auth, bodies, http.api_prefix
         ),
         sockets=RealtimeSockets(generation, config, auth, bodies, intake),
+        response_sockets=ResponseSockets(generation, config, auth, bodies, intake),
         prefix=http.api_prefix,
     )
     return Server(generation, batches, create_app(endpoints, http, auth, generation.metrics))

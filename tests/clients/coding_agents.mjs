@@ -147,6 +147,12 @@ function tests() {
     assert.equal(answerOf(events(await codex("Hello"))), "Hello! How can I help you?");
   });
 
+  test("Codex answers over a WebSocket", async () => {
+    const said = await codex("Hello", "-c", "model_providers.headrace.supports_websockets=true");
+    assert.equal(answerOf(events(said)), "Hello! How can I help you?");
+    assert.doesNotMatch(said, /falling back/i);
+  });
+
   test("Codex uses a tool of an MCP server and goes on", async () => {
     const server = `mcp_servers.weather={command="${process.execPath}",args=["${SELF}","tools"]}`;
     const approved = 'mcp_servers.weather.default_tools_approval_mode="approve"';

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.gateway.realtime import _FIELDS, _cursor, _read, _text
+from headrace.gateway.realtime import _FIELDS, _cursor, fields_of, text_of
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
 from tests.gateway.builders import FakeGeneration, app_of
@@ -13,18 +13,18 @@ from tests.gateway.builders import FakeGeneration, app_of
 def test_a_frame_keeps_its_known_fields_alone() -> None:
     known = {"type": "request", "id": None, "body": {"prompt": "é"}}
     unknown = {str(number): [number, {}] for number in range(1000)}
-    fields = _read({"type": "websocket.receive", "text": json.dumps(known | unknown)})
+    fields = fields_of({"type": "websocket.receive", "text": json.dumps(known | unknown)})
     assert {name: json.loads(bytes(raw)) for name, raw in fields.items()} == known
-    assert _text(fields, "type", 64) == "request"
-    assert _text(fields, "id", 64) is None is _text(fields, "route", 64)
+    assert text_of(fields, "type", 64) == "request"
+    assert text_of(fields, "id", 64) is None is text_of(fields, "route", 64)
     every = dict.fromkeys(_FIELDS, "x")
-    assert len(_read({"type": "websocket.receive", "text": json.dumps(every)})) == len(_FIELDS)
+    assert len(fields_of({"type": "websocket.receive", "text": json.dumps(every)})) == len(_FIELDS)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": }', '{"a": ' + "[" * 100_000, "\ud800"])
 def test_a_frame_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as refused:
-        _read({"type": "websocket.receive", "text": text})
+        fields_of({"type": "websocket.receive", "text": text})
     assert refused.value.code == "invalid_json"
 
 
@@ -60,7 +60,7 @@ def test_a_wrong_key_among_the_subprotocols_lets_nobody_in() -> None:
 def test_a_text_that_is_too_long_is_refused_before_it_is_decoded(most: int | None) -> None:
     undecodable = msgspec.Raw(b'"' + b"\\q" * 99_999 + b'"')
     with pytest.raises(RequestError) as refused:
-        _text({"id": undecodable}, "id", most)
+        text_of({"id": undecodable}, "id", most)
     assert refused.value.code == "invalid_value" and "characters" in str(refused.value)
 
 
@@ -90,4 +90,4 @@ def test_a_cursor_of_another_kind_or_length_is_refused(sent: bytes, code: str) -
 
 def test_a_text_of_escapes_may_be_as_long_as_another() -> None:
     escaped = msgspec.Raw(b'"' + b"\\ud83d\\ude00" * 9 + b'"')
-    assert _text({"id": escaped}, "id", 9) == "\U0001f600" * 9
+    assert text_of({"id": escaped}, "id", 9) == "\U0001f600" * 9

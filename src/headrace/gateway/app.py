@@ -26,6 +26,7 @@ def create_app(endpoints: Endpoints, config: HttpConfig, auth: Auth, metrics: Me
                 for row in ROUTES
             ),
             *web_routes(),
+            WebSocketRoute("/v1/responses", endpoints.response_sockets.serve),
             WebSocketRoute("/v1/realtime-text", endpoints.sockets.serve),
             WebSocketRoute("/{path:path}", no_socket),
         ],

@@ -130,7 +130,8 @@ def _instead(request: Request) -> str:
 
 async def no_socket(socket: WebSocket) -> None:
     """Refuse a WebSocket on a route without WebSockets, so that the client continues over HTTP."""
-    refusal = RequestError("method_not_allowed", "Only /v1/realtime-text accepts a WebSocket.")
+    message = "Only /v1/responses and /v1/realtime-text accept a WebSocket."
+    refusal = RequestError("method_not_allowed", message)
     response = refuse(refusal, socket.url.path, request_id_of(socket.scope))
     await socket.send_denial_response(response)
 

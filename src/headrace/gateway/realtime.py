@@ -44,7 +44,7 @@ _MAX_TEXT = 4096
 _MAX_DIGITS = 15
 # Maximum number of bytes for one character in JSON: an escaped surrogate pair.
 _MOST_BYTES = 12
-_FAREWELL_S = 4.0
+FAREWELL_S = 4.0
 _WATCH_S = 0.5
 # The subprotocol that OpenAI's clients offer. Browsers close a socket if the server chooses none
 # of the offered subprotocols.
@@ -84,13 +84,12 @@ class RealtimeSockets:
 
         Ends when the client leaves or sends a wrong key, or when the server shuts down.
         """
-        with contextlib.suppress(_ClientLeft):
-            offered = socket.scope.get("subprotocols", ())
-            await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in offered else None)
+        with contextlib.suppress(ClientLeft):
+            await accept(socket)
             await self._serve(socket)
 
     async def _serve(self, socket: WebSocket) -> None:
-        headers = _with_key(socket)
+        headers = with_key(socket)
         try:
             self._auth.check_page(headers)
             try:
@@ -101,13 +100,19 @@ class RealtimeSockets:
                 headers = await _headers_of_hello(socket)
                 self._auth.check(headers)
         except RequestError as refused:
-            await _send(socket, _refusal(None, refused))
+            await send_frame(socket, _refusal(None, refused))
             await socket.close(_BAD_KEY, refused.code)
             return
         await RealtimeSocket(self, socket, self._auth.owner(headers)).run()
 
 
-def _with_key(socket: WebSocket) -> Headers:
+async def accept(socket: WebSocket) -> None:
+    """Accept a socket; raise ClientLeft if the client has left."""
+    offered = socket.scope.get("subprotocols", ())
+    await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in offered else None)
+
+
+def with_key(socket: WebSocket) -> Headers:
     """Return the client's headers, and add the key that a browser may send as a subprotocol."""
     offered = socket.scope.get("subprotocols", ())
     key = next((it.removeprefix(_KEY_PREFIX) for it in offered if it.startswith(_KEY_PREFIX)), "")
@@ -125,17 +130,17 @@ async def _headers_of_hello(socket: WebSocket) -> Headers:
     )
     try:
         async with awake.within(HELLO_S):
-            fields = _read(await socket.receive())
-        key = _text(fields, "api_key", 4096)
+            fields = fields_of(await socket.receive())
+        key = text_of(fields, "api_key", 4096)
     except (TimeoutError, RequestError):
         raise refused from None
-    if _text(fields, "type", 64) != "hello" or key is None or not key.isascii():
+    if text_of(fields, "type", 64) != "hello" or key is None or not key.isascii():
         raise refused
     others = [item for item in socket.headers.raw if item[0] in (b"host", b"origin")]
     return Headers(raw=[*others, (b"x-api-key", key.encode())])
 
 
-class _ClientLeft(Exception):
+class ClientLeft(Exception):
     """Raised when the client has closed the socket, or when its connection has ended."""
 
 
@@ -186,7 +191,7 @@ class RealtimeSocket:
                     if message.get("code") == GOING_AWAY:
                         await self._shut_down()
                     await self._handle_frame(message)
-            except _ClientLeft:
+            except ClientLeft:
                 for request in self._requests.values():
                     request.left.set()
             finally:
@@ -196,7 +201,7 @@ class RealtimeSocket:
         """Wait a few seconds until running requests have ended, then close the socket."""
         ends = [request.ended.wait() for request in self._requests.values()]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FAREWELL_S):
+            async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(*ends)
         with contextlib.suppress(RuntimeError, OSError):
             await self._socket.close(GOING_AWAY)
@@ -207,20 +212,20 @@ class RealtimeSocket:
         while not is_draining:
             await asyncio.sleep(_WATCH_S)
             is_draining = self._generation.state == "draining"
-        with contextlib.suppress(_ClientLeft):
+        with contextlib.suppress(ClientLeft):
             await self._send(encode({"type": "notification", "notice": "draining"}))
 
     async def _send(self, frame: bytes) -> None:
-        await _send(self._socket, frame)
+        await send_frame(self._socket, frame)
 
     async def _handle_frame(self, message: Message) -> None:
         """Handle one frame. Report an error to the client, and keep the socket open."""
         id = None
         try:
-            fields = _read(message)
+            fields = fields_of(message)
             if "id" in fields:
-                id = _text(fields, "id", _MAX_ID)
-            kind = _text(fields, "type", 64)
+                id = text_of(fields, "id", _MAX_ID)
+            kind = text_of(fields, "type", 64)
             if kind == "notification":
                 self._notify(fields)
             elif kind in ("request", "attach"):
@@ -238,7 +243,7 @@ class RealtimeSocket:
         await self._send(_refusal(id, error))
 
     def _notify(self, fields: dict[str, msgspec.Raw]) -> None:
-        stop, detach = (_text(fields, name, _MAX_ID) for name in ("stop", "detach"))
+        stop, detach = (text_of(fields, name, _MAX_ID) for name in ("stop", "detach"))
         if stop is None and detach is None:
             message = "A notification needs stop or detach, with the id of a request."
             raise RequestError("missing_required_parameter", message, "stop")
@@ -282,15 +287,15 @@ class RealtimeSocket:
             send = self._sender(request, view)
             # Each message on a socket carries one event.
             live = LiveAnswer(stream, view, pace, after, num_joined=1)
-            await live(_SCOPE, request.receive, send)
+            await live(SCOPE, request.receive, send)
             if view.is_silent and not request.left.is_set():
                 message = "The stream has no events after this cursor."
                 await self._send(_notice(request.id, "at_end", message))
-        except _ClientLeft:
+        except ClientLeft:
             pass
         except Exception as error:
             if not request.left.is_set():
-                with contextlib.suppress(_ClientLeft):
+                with contextlib.suppress(ClientLeft):
                     await self._refuse(request.id, notice_of(error))
         finally:
             request.ended.set()
@@ -306,7 +311,7 @@ class RealtimeSocket:
             try:
                 if body := message.get("body"):
                     await self._send(body)
-            except _ClientLeft:
+            except ClientLeft:
                 request.left.set()
 
         return send
@@ -314,14 +319,14 @@ class RealtimeSocket:
     async def _request(
         self, request: SocketRequest, fields: dict[str, msgspec.Raw]
     ) -> OpenedStream:
-        route = _text(fields, "route", 256)
+        route = text_of(fields, "route", 256)
         if route is None or "body" not in fields:
             missing = "body" if route else "route"
             raise RequestError("missing_required_parameter", f"{missing} is required.", missing)
         if route not in DIALECTS:
             message = f"{route} is not a route of this socket; use one of {', '.join(DIALECTS)}."
             raise RequestError("route_not_found", message, "route")
-        names = [_text(fields, name, None) for name in ("conversation_id", "idempotency_key")]
+        names = [text_of(fields, name, None) for name in ("conversation_id", "idempotency_key")]
         patience_s = self._sockets.config.linger_s if names == [None, None] else None
         opening = self._open(request, route, bytes(fields.pop("body")), *names)
         return OpenedStream(await unless_left(request.receive, opening, patience_s))
@@ -343,7 +348,7 @@ class RealtimeSocket:
         return (await intake.open(route, checked, names)).stream
 
     async def _attach(self, fields: dict[str, msgspec.Raw]) -> OpenedStream:
-        stream_id = _text(fields, "stream", 256)
+        stream_id = text_of(fields, "stream", 256)
         if stream_id is None:
             raise RequestError("missing_required_parameter", "stream is required.", "stream")
         after = _cursor(fields)
@@ -354,7 +359,7 @@ class RealtimeSocket:
         return OpenedStream(found, cursor.after)
 
 
-_SCOPE: Scope = {"type": "http"}
+SCOPE: Scope = {"type": "http"}
 
 
 class SocketView:
@@ -407,24 +412,24 @@ def _refusal(id: str | None, error: RequestError) -> bytes:
     return encode({"type": "error", "id": id, "error": shown})
 
 
-async def _send(socket: WebSocket, frame: bytes) -> None:
+async def send_frame(socket: WebSocket, frame: bytes) -> None:
     """Send a frame. Wait until the client has accepted the earlier frames.
 
-    Raise _ClientLeft if the client has left.
+    Raise ClientLeft if the client has left.
     """
     try:
         await socket.send({"type": "websocket.send", "text": frame.decode()})
     except (RuntimeError, OSError, WebSocketDisconnect):
-        raise _ClientLeft from None
+        raise ClientLeft from None
 
 
-def _read(message: Message) -> dict[str, msgspec.Raw]:
+def fields_of(message: Message) -> dict[str, msgspec.Raw]:
     """Return the known fields of a frame without decoding them: a worker decodes the body.
 
     Unknown fields are skipped, because keeping a million fields would block the event loop.
     """
     if message["type"] == "websocket.disconnect":
-        raise _ClientLeft
+        raise ClientLeft
     text = message.get("text")
     if text is None:
         raise RequestError(
@@ -444,10 +449,10 @@ def _cursor(fields: dict[str, msgspec.Raw]) -> str | None:
     number = bytes(raw[: _MAX_DIGITS + 1])
     if number.isdigit() and len(number) <= _MAX_DIGITS:
         return number.decode()
-    return _text(fields, "after", None)
+    return text_of(fields, "after", None)
 
 
-def _text(fields: dict[str, msgspec.Raw], name: str, most: int | None) -> str | None:
+def text_of(fields: dict[str, msgspec.Raw], name: str, most: int | None) -> str | None:
     """Return a text field of 1 to `most` characters; None if the field is absent or null."""
     raw = memoryview(fields.get(name, b"null"))
     limit = _MAX_TEXT if most is None else most

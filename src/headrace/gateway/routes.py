@@ -25,6 +25,7 @@ from headrace.gateway.ollama_routes import NAME_FIELDS, PULL_FIELDS, OllamaRoute
 from headrace.gateway.openapi import EITHER_ERROR, EVENTS, JSON, Operation, document
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
+from headrace.gateway.responses_socket import ResponseSockets
 from headrace.gateway.state_routes import ManageRoutes, StateRoutes
 from headrace.gateway.vector_routes import VectorRoutes
 from headrace.intake.vectors import ONE
@@ -64,6 +65,7 @@ class Endpoints(NamedTuple):
     batches: BatchRoutes
     message_batches: MessageBatchRoutes
     sockets: RealtimeSockets
+    response_sockets: ResponseSockets
     prefix: str
 
     async def openapi(self, request: Request) -> ASGIApp:

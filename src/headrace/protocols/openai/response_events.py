@@ -223,10 +223,12 @@ class ResponseBuilder:
         made = [it for piece in event.pieces for it in self._blocks.feed(piece)]
         if event.end is None:
             return made
+        # A request with `generate: false` only computes the prompt: nothing is missing.
+        is_prompt_only = self._record.request.sampling.max_tokens == 0
         # An answer without text is one empty message.
-        if not self._blocks.num_opened:
+        if not self._blocks.num_opened and not is_prompt_only:
             made += self._blocks.begin(ChannelPiece(""))
-        self._is_cut_short = event.end.finish_reason == "length"
+        self._is_cut_short = event.end.finish_reason == "length" and not is_prompt_only
         self._is_last = True
         return made + self._blocks.close()
 

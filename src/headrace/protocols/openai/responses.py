@@ -101,6 +101,7 @@ TABLE: Mapping[str, Kind] = {
     "previous_response_id": String(1, 128),
     "store": Flag(),
     "background": Flag(),
+    "generate": Flag(),
     "metadata": Metadata(),
     "truncation": Truncation(),
     "stream_options": Object({"include_obfuscation": Flag()}),
@@ -147,6 +148,8 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
         fields["chat_template_kwargs"] = {"enable_thinking": effort != "none"} | kwargs
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields["max_output_tokens"]
+    if fields.get("generate") is False:
+        fields["max_tokens"] = 0
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
     fields["skipped"] = (*tools.skipped, *fields["input"].skipped)[:_MAX_SKIPPED]
     if ids := referenced(fields["input"]):

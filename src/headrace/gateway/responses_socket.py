@@ -1,0 +1,273 @@
+"""Serves `/v1/responses` as a WebSocket: many responses, one after another, on one connection.
+
+A response on a socket behaves like the streamed answer of a POST: each event is one message, and
+its reader has left when the socket closes.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
+from starlette.websockets import WebSocket
+
+from headrace.gateway.auth import Auth
+from headrace.gateway.delivery import LiveAnswer, pace_of, unless_left
+from headrace.gateway.http_responses import new_request_id, notice_of, refuse
+from headrace.gateway.realtime import (
+    FAREWELL_S,
+    GOING_AWAY,
+    SCOPE,
+    ClientLeft,
+    accept,
+    fields_of,
+    send_frame,
+    text_of,
+    with_key,
+)
+from headrace.gateway.request_bodies import Bodies
+from headrace.generation.generation import Generation
+from headrace.generation.registry import Found
+from headrace.intake.intake import Intake, names_of
+from headrace.protocols.dialect import encode
+from headrace.protocols.openai.responses import ROUTE, ResponseFrames
+from headrace.streams.events import AnyEvent
+from headrace.streams.record import Record
+from headrace.streams.store import ById
+from headrace_common.config.settings import ServerConfig
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
+from headrace_common.log_context import begin_notes, log_request
+
+# Maximum number of messages of one socket that wait for the running response.
+MAX_WAITING = 16
+# Number of responses with `store: false` that the client can continue on the same socket.
+_NUM_CONTINUABLE = 16
+_KEEPALIVE = encode({"type": "keepalive", "sequence_number": 0})
+
+
+class ResponseSockets:
+    """Serves the sockets of one server."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        config: ServerConfig,
+        auth: Auth,
+        bodies: Bodies,
+        intake: Intake,
+    ) -> None:
+        self.generation = generation
+        self.config = config.streams
+        self.auth = auth
+        self.bodies = bodies
+        self.intake = intake
+
+    async def serve(self, socket: WebSocket) -> None:
+        """Serve one socket until the client leaves or the server shuts down."""
+        headers = with_key(socket)
+        try:
+            self.auth.check_page(headers)
+            self.auth.check(headers)
+        except RequestError as refused:
+            note_refusal(self.generation, refused)
+            response = refuse(refused, ROUTE, new_request_id(headers))
+            await socket.send_denial_response(response)
+            return
+        with contextlib.suppress(ClientLeft):
+            await accept(socket)
+            await ResponseSocket(self, socket, headers).run()
+
+
+class _WaitingMessage(NamedTuple):
+    """A message whose response has not begun; its bytes count as held until `held` is closed."""
+
+    message: Message
+    held: contextlib.ExitStack
+
+
+class _OpenedResponse(NamedTuple):
+    """The stream of a response, and whether the stream is to be deleted with the socket."""
+
+    stream: Found
+    is_unstored: bool
+
+
+class ResponseSocket:
+    """Answers the messages of one socket in their order. `run` owns the task that answers."""
+
+    def __init__(self, sockets: ResponseSockets, socket: WebSocket, headers: Headers) -> None:
+        self._sockets = sockets
+        self._generation = sockets.generation
+        self._socket = socket
+        self._headers = headers
+        self._owner = sockets.auth.owner(headers)
+        # None ends the task that answers.
+        self._queue: asyncio.Queue[_WaitingMessage | None] = asyncio.Queue()
+        self._left = asyncio.Event()
+        # The last responses with `store: false` that were delivered on this socket.
+        self._unstored: deque[StreamId] = deque()
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                answering = tasks.create_task(self._answer_all())
+                # The socket is read all the time, because only a socket that reads notices that
+                # the client has left.
+                while (message := await self._socket.receive())["type"] == "websocket.receive":
+                    await self._take(message)
+                self._queue.put_nowait(None)
+                if message.get("code") == GOING_AWAY:
+                    await asyncio.wait((answering,), timeout=FAREWELL_S)
+                    with contextlib.suppress(RuntimeError, OSError):
+                        await self._socket.close(GOING_AWAY)
+                self._left.set()
+        finally:
+            while not self._queue.empty():
+                if (waiting := self._queue.get_nowait()) is not None:
+                    waiting.held.close()
+            await self._forget(0)
+
+    async def _take(self, message: Message) -> None:
+        """Let a message wait for its turn, unless too many messages or bytes wait."""
+        with contextlib.ExitStack() as held:
+            try:
+                if self._queue.qsize() >= MAX_WAITING:
+                    text = (
+                        f"{MAX_WAITING} messages of this socket wait already, which is the limit. "
+                        "Wait until a response has ended, or open another socket."
+                    )
+                    raise RequestError("server_overloaded", text, retry_after_s=1)
+                sent = message.get("text") or message.get("bytes") or ""
+                held.enter_context(self._sockets.bodies.hold(len(sent)))
+            except RequestError as refused:
+                await self._refuse(refused)
+                return
+            self._queue.put_nowait(_WaitingMessage(message, held.pop_all()))
+
+    async def _answer_all(self) -> None:
+        while (waiting := await self._queue.get()) is not None:
+            with waiting.held as held:
+                if self._left.is_set():
+                    return
+                begin_notes()
+                work = self._open(waiting.message, held)
+                # The message may be large, and is no longer needed once its body was read.
+                del waiting
+                linger_s = self._sockets.config.linger_s
+                opening = asyncio.create_task(unless_left(self._receive, work, linger_s))
+                try:
+                    await self._answer(opening)
+                except ClientDisconnect:
+                    pass
+                except Exception as error:
+                    await self._refuse(notice_of(error))
+                finally:
+                    opening.cancel()
+                    self._generation.metrics.server.frames_ended(self)
+
+    async def _answer(self, opening: "asyncio.Task[_OpenedResponse]") -> None:
+        """Send heartbeats until the stream is open, and then the events of the stream."""
+        while not opening.done():
+            await asyncio.wait((opening,), timeout=self._sockets.config.heartbeat_s)
+            if not opening.done():
+                await self._send(_KEEPALIVE)
+        stream, is_unstored = opening.result()
+        # A comment would not be a message, and the server's pings replace comments.
+        pace = pace_of(stream.record, self._sockets.config)._replace(ping_s=math.inf)
+        view = MessageLines(stream.record)
+        await LiveAnswer(stream, view, pace)(SCOPE, self._receive, self._send_lines)
+        if is_unstored and not self._left.is_set():
+            self._unstored.append(stream.record.id)
+            await self._forget(_NUM_CONTINUABLE)
+
+    async def _open(self, message: Message, held: contextlib.ExitStack) -> _OpenedResponse:
+        """Return the stream for a message. Free the message's bytes once a worker has read them."""
+        kind = text_of(fields_of(message), "type", 64)
+        if kind != "response.create":
+            raise RequestError("invalid_value", "type must be response.create.", "type")
+        # The key may have been revoked since the socket was opened.
+        self._sockets.auth.check(self._headers)
+        intake, agent = self._sockets.intake, self._headers.get("user-agent", "")
+        checked = await intake.read_from(agent, ROUTE, [message.pop("text").encode()])
+        held.close()
+        checked = msgspec.structs.replace(checked, fields={**checked.fields, "stream": True})
+        names = names_of(self._owner, checked)
+        is_unstored = checked.fields.get("store") is False
+        names = msgspec.structs.replace(names, is_kept=names.is_kept or is_unstored)
+        return _OpenedResponse((await intake.open(ROUTE, checked, names)).stream, is_unstored)
+
+    async def _forget(self, num_left: int) -> None:
+        """Delete responses with `store: false`, except the newest `num_left`."""
+        while len(self._unstored) > num_left:
+            await self._generation.streams.discard(self._owner, ById(self._unstored.popleft()))
+
+    async def _receive(self) -> Message:
+        """Wait until the client leaves, as ASGI's `receive` does after the body."""
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _refuse(self, error: RequestError) -> None:
+        note_refusal(self._generation, error)
+        await self._send(error_message(error))
+
+    async def _send_lines(self, message: Message) -> None:
+        for line in message.get("body", b"").splitlines():
+            await self._send(line)
+            self._generation.metrics.server.frame_sent(self)
+
+    async def _send(self, frame: bytes) -> None:
+        try:
+            if not self._left.is_set():
+                await send_frame(self._socket, frame)
+        except ClientLeft:
+            self._left.set()
+
+
+class MessageLines:
+    """Renders the events of a stream as messages, one JSON object per line."""
+
+    media_type = "application/json"
+
+    def __init__(self, record: Record) -> None:
+        self._frames = ResponseFrames(record)
+
+    def render(self, event: AnyEvent) -> list[bytes]:
+        return [_line(frame) for frame in self._frames.render(event)]
+
+    def idle(self, form: str) -> bytes:
+        return _line(self._frames.idle())
+
+    def failure(self, error: RequestError) -> bytes:
+        return error_message(error) + b"\n"
+
+
+def _line(frame: bytes) -> bytes:
+    """Return the data of a server-sent event, and a newline."""
+    return frame.partition(b"data: ")[2][:-1]
+
+
+def error_message(error: RequestError) -> bytes:
+    """Return an error in the format of OpenAI's WebSocket.
+
+    The fields of an event `error` are repeated outside of `error`, because clients look for them
+    in both places.
+    """
+    status, code = error.kind.status, error.code
+    if (code, error.param) == ("stream_not_found", "previous_response_id"):
+        # OpenAI's clients send the whole conversation again after this code.
+        status, code = 400, "previous_response_not_found"
+    event = {"code": code, "message": error.message, "param": error.param}
+    shown: dict[str, Any] = {"type": "error", "status": status, "sequence_number": 0, **event}
+    return encode(shown | {"error": {"type": error.kind.type, **event, **error.extra}})
+
+
+def note_refusal(generation: Generation, error: RequestError) -> None:
+    """Count a refused request, and write its line to the log."""
+    generation.metrics.server.refused(error)
+    log_request(ROUTE, error.code, status=error.kind.status, **error.noted)
