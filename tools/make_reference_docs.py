@@ -152,7 +152,7 @@ that a request leaves out; `--generation-config none` turns these defaults off. 
 """  # noqa: E501  # a line of Markdown
 
 GROUPS = {
-    "Chat": ("/v1/chat/completions", "/chat/completions"),
+    "Chat": ("/v1/chat/completions", "/chat/completions", "/api/v0/chat/completions"),
     "Completions": ("/v1/completions",),
     "llama.cpp": ("/completion", "/completions", "/infill"),
     "Responses": ("/v1/responses",),

@@ -95,6 +95,7 @@ CLIENTS = (
     ),
     Client("ollama", "test_ollama.py", ("ollama==0.6.3",)),
     Client("ollama-node", "ollama.mjs", ("ollama@0.6.4",)),
+    Client("request-shapes", "test_request_shapes.py", ("httpx==0.28.1",)),
     Client("ws", "ws.mjs", ("ws@8.18.3",)),
 )
 PYTEST = "pytest==9.2.0"

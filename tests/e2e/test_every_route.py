@@ -17,6 +17,7 @@ SHORT = {"max_tokens": 2}
 DRAWING: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": TALK | SHORT,
     "/chat/completions": TALK | SHORT,
+    "/api/v0/chat/completions": TALK | SHORT,
     "/v1/completions": {"prompt": "one"} | SHORT,
     "/completion": {"prompt": "one", "n_predict": 2},
     "/completions": {"prompt": "one", "n_predict": 2},

@@ -23,6 +23,7 @@ from headrace_common.request import Prompt, Request, Route
 DIALECTS: Mapping[Route, str] = {
     "/v1/chat/completions": "headrace.protocols.openai.chat",
     "/chat/completions": "headrace.protocols.openai.chat",
+    "/api/v0/chat/completions": "headrace.protocols.openai.chat",
     "/v1/completions": "headrace.protocols.openai.completions",
     "/completion": "headrace.protocols.llamacpp.completions:COMPLETION",
     "/completions": "headrace.protocols.llamacpp.completions:COMPLETION",
