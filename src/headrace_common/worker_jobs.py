@@ -163,6 +163,41 @@ class FitResponse(Job[CheckedBody], frozen=True, tag=True):
     dialect: ClassVar[Route] = "/v1/responses"
 
 
+class SummarizeResponse(Job[CheckedBody], frozen=True, tag=True):
+    """Turn the request of a response into a request for a summary of its conversation.
+
+    The packed bytes are the request's CheckedBody. The result has no stubs if a summary would
+    replace no item, unless `is_asked`.
+    """
+
+    max_tokens: int
+    is_asked: bool = False
+    dialect: ClassVar[Route] = "/v1/responses"
+
+
+class PutSummary(Job[CheckedBody], frozen=True, tag=True):
+    """Replace the items in a response's prompt by a summary; the stored items stay complete.
+
+    The packed bytes are the request's CheckedBody.
+    """
+
+    summary: str
+    dialect: ClassVar[Route] = "/v1/responses"
+
+
+class WriteCompaction(Job[bytes], frozen=True, tag=True):
+    """Write the answer of /v1/responses/compact. The packed bytes are the request's kept data."""
+
+    stream_id: str
+    created: int
+    summary: str
+    usage: dict[str, Any]
+    dialect: ClassVar[Route] = "/v1/responses"
+
+
+ShortenResponse = FitResponse | SummarizeResponse | PutSummary | WriteCompaction
+
+
 class EncodePrompts(Job[Encoded], frozen=True, tag=True):
     """Tokenize packed prompts. Stops after a prompt of more than `longest` tokens."""
 
@@ -352,6 +387,9 @@ AnyJob = (
     | ReadPairs
     | ContinueResponse
     | FitResponse
+    | SummarizeResponse
+    | PutSummary
+    | WriteCompaction
     | EncodePrompts
     | EncodePairs
     | PutImages

@@ -209,3 +209,35 @@ def test_a_fault_is_named(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         create(client, input=[QUESTION, {"role": "user", "content": 5}])
     assert refused.value.param == "input[1].content"
+
+
+def test_a_conversation_is_compacted_and_continues(client: openai.OpenAI) -> None:
+    first = create(client)
+    talk: Any = [{"role": "user", "content": "Count from 1 to 5."}, *first.output]
+    compacted = client.responses.compact(model=MODEL, input=talk)
+    assert compacted.object == "response.compaction" and compacted.usage.output_tokens > 0
+    assert [item.type for item in compacted.output] == ["message", "message", "compaction"]
+    question = {"role": "user", "content": "What is 23 + 45?"}
+    assert create(client, input=[*compacted.output, question]).output_text == "23 + 45 = 68"
+    again = client.responses.compact(model=MODEL, previous_response_id=first.id)
+    assert again.output[-1].type == "compaction"
+
+
+def test_a_conversation_is_compacted_at_its_threshold(client: openai.OpenAI) -> None:
+    first = create(client)
+    threshold: Any = [{"type": "compaction", "compact_threshold": 20}]
+    more = {"previous_response_id": first.id, "input": "What is 23 + 45?"}
+    with client.responses.stream(
+        model=MODEL, context_management=threshold, temperature=0, **more
+    ) as stream:
+        events = [event.type for event in stream]
+        response = stream.get_final_response()
+    assert [item.type for item in response.output] == ["compaction", "message"]
+    assert response.output_text == "23 + 45 = 68" and events[-1] == "response.completed"
+
+
+def test_the_oldest_items_are_dropped_automatically(client: openai.OpenAI) -> None:
+    talk: Any = [{"role": "user", "content": "1, 2, 3, " * 600}] * 4
+    question = {"role": "user", "content": "What is 23 + 45?"}
+    response = create(client, input=[*talk, question], truncation="auto")
+    assert response.output_text == "23 + 45 = 68" and response.truncation == "auto"

@@ -1,4 +1,4 @@
-"""Conversations of /v1/responses that are empty, or too long for the context, over real HTTP."""
+"""Conversations of /v1/responses that are empty, too long or compacted, over real HTTP."""
 
 from typing import Any
 
@@ -101,3 +101,95 @@ def test_one_message_that_never_fits_is_refused(url: str) -> None:
     talk = [said("user", "a"), said("assistant", "b"), said("user", "1, 2, " * 4000)]
     error = post(url, input=talk, truncation="auto").json()["error"]
     assert error["code"] == "context_length_exceeded"
+
+
+TALK = [
+    said("developer", "Be brief."),
+    said("user", "Count from 1 to 5."),
+    said("assistant", "1, 2, 3, 4, 5"),
+    said("user", "Spell the word banana."),
+    said("assistant", "b-a-n-a-n-a"),
+]
+QUESTION = said("user", "What is 23 + 45?")
+COMPACT = {"context_management": [{"type": "compaction", "compact_threshold": 40}]}
+
+
+def input_tokens(url: str, items: list[dict[str, Any]]) -> int:
+    return int(httpx.post(f"{url}/input_tokens", json={"input": items}).json()["input_tokens"])
+
+
+def test_a_compacted_conversation_is_shown_as_its_summary(url: str) -> None:
+    compacted = httpx.post(f"{url}/compact", json={"input": TALK}, timeout=60).json()
+    assert compacted["object"] == "response.compaction"
+    *users, message, summary = compacted["output"]
+    assert [item["role"] for item in users] == ["developer", "user", "user"]
+    text = summary["encrypted_content"]
+    assert summary["type"] == "compaction" and message["content"][0]["text"] == text
+    assert compacted["usage"]["output_tokens"] > 0
+    # The model sees the summary once, as a message of the user.
+    shown = [TALK[0], TALK[1], TALK[3], said("user", text), QUESTION]
+    alike = input_tokens(url, shown)
+    for output in (compacted["output"], [*users, summary], [*TALK, summary]):
+        assert input_tokens(url, [*output, QUESTION]) == alike
+    first = post(url, input=compacted["output"])
+    chained = {"previous_response_id": first.json()["id"], "input": [QUESTION]}
+    answers = [*compacted["output"], *first.json()["output"], QUESTION]
+    counted = httpx.post(f"{url}/input_tokens", json=chained).json()
+    assert counted["input_tokens"] == input_tokens(url, answers)
+
+
+def test_an_earlier_response_is_compacted(url: str) -> None:
+    first = post(url, input=TALK, max_output_tokens=40).json()
+    body = {"previous_response_id": first["id"], "truncation": "auto"}
+    output = httpx.post(f"{url}/compact", json=body, timeout=60).json()["output"]
+    assert [item.get("role") for item in output][:3] == ["developer", "user", "user"]
+    unknown = httpx.post(f"{url}/compact", json={"previous_response_id": "resp_x"})
+    assert unknown.status_code == 404
+    assert httpx.post(f"{url}/compact", json={}).json()["error"]["param"] == "input"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_conversation_is_compacted_at_its_threshold(url: str, is_streamed: bool) -> None:
+    asked = COMPACT | {"input": [*TALK, QUESTION], "max_output_tokens": 30}
+    answer = post(url, **asked, stream=is_streamed)
+    id = answer.headers["x-stream-id"]
+    response = httpx.get(f"{url}/{id}").json()
+    summary, message = response["output"]
+    assert summary["type"] == "compaction" and message["content"][0]["text"] == "23 + 45 = 68"
+    if is_streamed:
+        assert httpx.get(f"{url}/{id}?stream=true").text == answer.text
+        kinds = [line[7:] for line in answer.text.split("\n") if line.startswith("event: ")]
+        assert kinds[2:4] == ["response.output_item.added", "response.output_item.done"]
+    # The question that the summary does not answer comes after the summary.
+    shown = [TALK[0], TALK[1], TALK[3], said("user", summary["encrypted_content"]), QUESTION]
+    assert input_tokens(url, shown) == response["usage"]["input_tokens"]
+    more = said("user", "Count from 1 to 5.")
+    counted = {"previous_response_id": id, "input": [more]}
+    chained = httpx.post(f"{url}/input_tokens", json=counted).json()["input_tokens"]
+    assert chained == input_tokens(url, [*shown, message, more])
+    # Nothing is lost: the items are still stored.
+    assert len(httpx.get(f"{url}/{id}/input_items").json()["data"]) == len(TALK) + 1
+
+
+def test_a_short_conversation_is_not_compacted(url: str) -> None:
+    for body in ({"input": "Hi", **COMPACT}, {"input": [said("user", "Hi " * 80)], **COMPACT}):
+        assert [item["type"] for item in post(url, **body).json()["output"]] == ["message"]
+
+
+def test_a_summary_that_does_not_fit_leaves_the_conversation_as_it_is(url: str) -> None:
+    talk = long_talk()
+    error = httpx.post(f"{url}/compact", json={"input": talk}, timeout=60).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "truncation: auto" in error["message"]
+    body = {"input": talk, "truncation": "auto"}
+    output = httpx.post(f"{url}/compact", json=body, timeout=60).json()["output"]
+    assert output[-1]["type"] == "compaction"
+    assert output[-3] == talk[-1] | output[-3]
+    assert post(url, input=talk, **COMPACT).json()["error"]["code"] == error["code"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, [{}], [{"type": "clear"}], [{"type": "compaction", "compact_threshold": "1"}]]
+)
+def test_a_wrong_threshold_is_refused(url: str, wrong: Any) -> None:
+    error = post(url, input="Hi", context_management=wrong).json()["error"]
+    assert error["param"].startswith("context_management")

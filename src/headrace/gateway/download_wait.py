@@ -28,17 +28,21 @@ class DownloadWait(NamedTuple):
 
 
 def download_wait(
-    route: Route, checked: CheckedBody, names: Names, stream_id: StreamId
+    route: Route, checked: CheckedBody, names: Names, stream_id: StreamId, is_loading: bool = True
 ) -> DownloadWait | None:
-    """Return a description of the data during the wait; None if the answer is not a stream."""
+    """Return a description of the data during the wait; None if the answer is not a stream.
+
+    Unless `is_loading`, the client waits until its conversation is compacted.
+    """
     if not checked.fields.get("stream"):
         return None
     headers = {
         "content-type": dialect_of(route).FRAMING.MEDIA_TYPE,
         "cache-control": "no-cache",
         "x-accel-buffering": "no",
-        "x-headrace-loading": "true",
     }
+    if is_loading:
+        headers["x-headrace-loading"] = "true"
     if checked.ignored:
         headers["x-headrace-ignored"] = ", ".join(checked.ignored)
     # A client that named its stream would look up the stream by `stream_id`. But this stream may
@@ -50,7 +54,7 @@ def download_wait(
     record = Record(stream_id, int(time.time()), request, (), "")
     frames = WireFrames(record)
     is_silent = checked.fields.get("heartbeat") is False
-    comment = dialect_of(route).FRAMING.comment("loading the model")
+    comment = dialect_of(route).FRAMING.comment("loading the model" if is_loading else "compacting")
     sign = b"" if is_silent else comment + frames.idle()
     return DownloadWait(headers, sign, dialect_of(route).ERRORS.frame)
 

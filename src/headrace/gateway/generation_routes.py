@@ -85,14 +85,17 @@ class GenerationRoutes:
     def _wait(
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId
     ) -> DownloadWait | None:
-        """Describe the data that the client receives during a download of the model.
+        """Describe the data that the client receives while the stream cannot be opened.
 
-        Returns None if no download is necessary. A stream can only be opened after the download.
+        The model may have to be downloaded, or the conversation may have to be compacted. Returns
+        None if neither is necessary.
         """
         host = self._generation.fleet.hosts.find(checked.fields.get("model", ""))
-        if host is None or host.is_here or names.conversation is not None:
+        if host is None or names.conversation is not None:
             return None
-        return download_wait(route, checked, names, id)
+        if host.is_here and checked.fields.get("context_management") is None:
+            return None
+        return download_wait(route, checked, names, id, is_loading=not host.is_here)
 
     async def _admit(
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId

@@ -27,7 +27,13 @@ from headrace.workers.image_file import prepare_images
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.request import Chat
-from headrace_common.worker_jobs import CheckedBody, EncodePrompts, ListInput, ReadBody
+from headrace_common.worker_jobs import (
+    CheckedBody,
+    EncodePrompts,
+    ListInput,
+    ReadBody,
+    WriteCompaction,
+)
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_LIMIT, _LIMIT = 100, 20
@@ -96,6 +102,26 @@ class ResponsesRoutes:
         num_tokens = await unless_left(request.receive, counting)
         counted = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return answer(counted, checked.ignored)
+
+    async def compact(self, request: Request) -> ASGIApp:
+        """Return a shorter conversation: the user's newest messages and a summary."""
+        async with self._bodies.read(request) as body:
+            agent = request.headers.get("user-agent", "")
+            reading = self._intake.read_from(agent, ROUTE, body)
+            checked = await unless_left(request.receive, reading)
+        compacting = self._compact(checked, self._auth.owner(request.headers))
+        written = await unless_left(request.receive, compacting)
+        return CountedAnswer(written, self._bodies, checked.ignored)
+
+    async def _compact(self, checked: CheckedBody, owner: str) -> bytes:
+        host = await self._generation.host_for(checked.fields.get("model"), waits=True)
+        checked = await self._earlier.restore(checked, owner)
+        checked = await self._earlier.before(checked, owner)
+        summary = await self._intake.long_responses.summarize(checked, host, owner)
+        assert summary is not None, "a summary that was asked for is always written"
+        record = summary.record
+        job = WriteCompaction(record.id, record.created, summary.text, summary.usage)
+        return await self._generation.work.do(job, [checked.kept])
 
     async def _count(self, checked: CheckedBody, owner: str) -> int:
         name = self._generation.fleet.hosts.get(checked.fields.get("model")).name

@@ -12,7 +12,7 @@ import msgspec
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.earlier_responses import EarlierResponses
-from headrace.intake.long_responses import fit
+from headrace.intake.long_responses import LongResponses
 from headrace.intake.vectors import VectorAnswers
 from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.inserted_texts import AGENTS, client_of
@@ -68,6 +68,7 @@ class Intake:
         self.earlier: Mapping[Route, EarlierResponses] = {
             "/v1/responses": EarlierResponses(generation, config.http.max_body_bytes)
         }
+        self.long_responses = LongResponses(generation)
         self._generation = generation
         self._keeps_inserted = config.streams.inserted_texts == "keep"
         self._progress = _ProgressPolicy(config.streams.return_progress_for)
@@ -171,7 +172,7 @@ class Intake:
             host = await self._generation.host_for(name, waits=names.conversation is None)
             if earlier is not None:
                 checked = await earlier.before(checked, names.owner)
-                checked = await fit(self._generation.work, host.model, checked)
+                checked = await self.long_responses.shorten(checked, host, names.owner)
             if host.config.return_progress != "off":
                 checked = _with_progress(checked, host.config.return_progress)
             dialect = dialect_of(route)

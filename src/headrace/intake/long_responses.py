@@ -1,32 +1,172 @@
 """Shortens long conversations of /v1/responses before their requests are admitted."""
 
+import secrets
+from typing import Any, NamedTuple
+
 import msgspec
 
+from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
+from headrace.generation.generation import Generation
+from headrace.generation.registry import Found
+from headrace.protocols.dialect import dialect_of
 from headrace.protocols.fields.common import max_tokens
+from headrace.protocols.openai.response_events import ResponseBuilder
+from headrace.protocols.openai.responses import ROUTE
+from headrace.protocols.requests import to_request
+from headrace.streams.events import Error
+from headrace.streams.record import Names, Record
 from headrace.text.text_model import longest_prompt
-from headrace.workers.pool import JobRunner
+from headrace.workers.loop_slices import slice_of_loop
+from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
 from headrace_common.request import Chat
-from headrace_common.worker_jobs import CheckedBody, FitResponse
+from headrace_common.worker_jobs import (
+    CheckedBody,
+    EncodedAhead,
+    EncodePrompts,
+    FitResponse,
+    PutSummary,
+    SummarizeResponse,
+)
 
 # The share of the context that is left for the answer if the request sets no limit.
 _ANSWER_SHARE = 8
+# A summary may have this number of tokens, and at most this share of the context.
+_SUMMARY_TOKENS, _SUMMARY_SHARE = 4096, 4
+_UNCHANGED = "The conversation was not compacted and is unchanged"
 
 
-async def fit(work: JobRunner, model: ServedModel, checked: CheckedBody) -> CheckedBody:
-    """Return the request without its oldest items, if it has `truncation: auto` and is too long."""
-    fields = checked.fields
-    limit, asked = model.max_model_len, max_tokens(fields)
-    # A limit of 0 is only known to the engine.
-    if fields.get("truncation") != "auto" or not limit:
+class Summary(NamedTuple):
+    """A summary that the model wrote, with the record and the usage of its request."""
+
+    text: str
+    record: Record
+    usage: dict[str, Any]
+
+
+class LongResponses:
+    """Shortens the conversations of requests that ask for it."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    async def shorten(self, checked: CheckedBody, host: ModelHost, owner: str) -> CheckedBody:
+        """Return the request, with a conversation that is compacted or truncated if necessary.
+
+        Raise RequestError if the conversation must be compacted and the summary fails.
+        """
+        if (threshold := checked.fields.get("context_management")) is not None:
+            checked = await self._compact(checked, host, owner, threshold)
+        if checked.fields.get("truncation") == "auto":
+            checked = await self._fit(checked, host.model, max_tokens(checked.fields))
         return checked
-    if any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs):
-        # Only the worker for images can count an image's tokens.
-        return msgspec.structs.replace(checked, ignored=(*checked.ignored, "truncation"))
-    room = limit - min(asked or limit // _ANSWER_SHARE, limit // 2)
-    longest = longest_prompt(model, limit, asked)
-    ahead = checked.ahead
-    if ahead is not None and sum(map(len, ahead.encoded.prompts)) // 4 <= room:
-        return checked
-    job = FitResponse(room, longest, model.number)
-    return await work.do(job, [msgspec.msgpack.encode(checked)])
+
+    async def summarize(
+        self, checked: CheckedBody, host: ModelHost, owner: str, is_asked: bool = True
+    ) -> Summary | None:
+        """Have the model summarize the conversation of a request.
+
+        Return None if the summary would replace no item, unless `is_asked`. Raise RequestError if
+        there is no summary; nothing has changed then.
+        """
+        limit = host.model.max_model_len
+        num_tokens = min(_SUMMARY_TOKENS, limit // _SUMMARY_SHARE or _SUMMARY_TOKENS)
+        try:
+            if checked.fields.get("truncation") == "auto":
+                # The request for the summary adds a message of fewer than 256 tokens.
+                checked = await self._fit(checked, host.model, num_tokens + 256)
+            job = SummarizeResponse(num_tokens, is_asked)
+            packed = msgspec.msgpack.encode(checked)
+            asked = await self._generation.work.do(job, [packed])
+            if not asked.stubs:
+                return None
+            dialect = dialect_of(ROUTE)
+            request = to_request(dialect, asked, host.model)
+            names = Names(owner=owner, can_attach=False)
+            id = StreamId(dialect.ID_PREFIX + secrets.token_hex(16))
+            stream = await self._generation.open(request, names, asked, id)
+            return await stream.audience.pause.unless(_summary_of(stream))
+        except RequestError as error:
+            raise _failed(error) from None
+
+    async def _compact(
+        self, checked: CheckedBody, host: ModelHost, owner: str, threshold: int
+    ) -> CheckedBody:
+        """Replace the items by a summary if the prompt has at least `threshold` tokens.
+
+        0 stands for three quarters of the context.
+        """
+        model = host.model
+        threshold = threshold or model.max_model_len * 3 // 4
+        longest = longest_prompt(model, model.max_model_len, max_tokens(checked.fields))
+        if checked.ahead is None:
+            job = EncodePrompts(longest, model.names[0])
+            encoded = await self._generation.work.do(job, [checked.packed])
+            ahead = EncodedAhead(model.number, longest, encoded)
+            if not _has_images(checked):
+                checked = msgspec.structs.replace(checked, ahead=ahead)
+        else:
+            ahead = checked.ahead
+        num_tokens = sum(map(len, ahead.encoded.prompts)) // 4
+        if not threshold or num_tokens < min(threshold, longest + 1):
+            return checked
+        summary = await self.summarize(checked, host, owner, is_asked=False)
+        if summary is None:
+            return checked
+        put = PutSummary(summary.text)
+        return await self._generation.work.do(put, [msgspec.msgpack.encode(checked)])
+
+    async def _fit(
+        self, checked: CheckedBody, model: ServedModel, num_answer: int | None
+    ) -> CheckedBody:
+        """Return the request without the oldest items if it leaves no room for the answer.
+
+        `num_answer` is the room in tokens; None stands for a share of the context.
+        """
+        limit = model.max_model_len
+        if not limit:
+            # Only the engine knows the limit.
+            return checked
+        if _has_images(checked):
+            # Only the worker for images can count an image's tokens.
+            return msgspec.structs.replace(checked, ignored=(*checked.ignored, "truncation"))
+        room = limit - min(num_answer or limit // _ANSWER_SHARE, limit // 2)
+        longest = longest_prompt(model, limit, max_tokens(checked.fields))
+        ahead = checked.ahead
+        if ahead is not None and sum(map(len, ahead.encoded.prompts)) // 4 <= room:
+            return checked
+        job = FitResponse(room, longest, model.number)
+        return await self._generation.work.do(job, [msgspec.msgpack.encode(checked)])
+
+
+def _has_images(checked: CheckedBody) -> bool:
+    return any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs)
+
+
+async def _summary_of(stream: Found) -> Summary:
+    """Return the summary that the stream generates. Raise RequestError if there is none."""
+    response = ResponseBuilder(stream.record)
+    async with stream.audience.reader() as reader:
+        async for event in reader:
+            await slice_of_loop()
+            if isinstance(event, Error):
+                raise RequestError(event.code, event.message)
+            response.feed(event)
+        reader.sent(event)
+    whole = response.whole()
+    messages = (item for item in whole["output"] if item["type"] == "message")
+    text = "".join(part["text"] for item in messages for part in item["content"]).strip()
+    if not text:
+        raise RequestError("internal_error", "The model wrote no summary.")
+    return Summary(text, stream.record, whole["usage"])
+
+
+def _failed(error: RequestError) -> RequestError:
+    """Return the error of a request whose conversation could not be compacted."""
+    remedy = "Try again, or continue without compaction."
+    if error.code == "context_length_exceeded":
+        remedy = "Send truncation: auto to summarize only the newest items, or compact earlier."
+    message = f"{_UNCHANGED}. {error.message} {remedy}"
+    failed = RequestError(error.code, message, error.param, error.extra, error.retry_after_s)
+    return failed.noting(**error.noted)

@@ -3,7 +3,15 @@
 import random
 from typing import Any
 
-from headrace.protocols.openai.response_history import cut_points, dropped, runs_of
+import pytest
+
+from headrace.protocols.openai.response_history import (
+    cut_points,
+    dropped,
+    runs_of,
+    summary_of,
+    visible,
+)
 
 
 def call(id: str) -> dict[str, Any]:
@@ -51,3 +59,38 @@ def test_ids_of_a_wrong_type_are_ignored() -> None:
 
 def test_runs_of_numbers_have_a_first_and_a_last() -> None:
     assert runs_of([1, 2, 3, 6, 8, 9]) == [[1, 3], [6, 6], [8, 9]] and runs_of([]) == []
+
+
+SUMMARY = {"type": "compaction", "encrypted_content": "Summary of it"}
+
+
+@pytest.mark.parametrize(
+    ("items", "order"),
+    [
+        ([said("user"), said("assistant")], [0, 1]),
+        ([said("user"), said("assistant"), SUMMARY], [0, 2]),
+        ([said("system"), said("user"), SUMMARY, said("assistant")], [0, 2, 1, 3]),
+        ([said("user"), said("user"), SUMMARY], [0, 2, 1]),
+        ([said("user"), SUMMARY, said("user")], [0, 1, 2]),
+        ([said("user"), SUMMARY, call("a"), output("a"), SUMMARY], [0, 4]),
+        ([said("user"), {"type": "compaction", "encrypted_content": "gAAAA"}], [0, 1]),
+    ],
+)
+def test_a_summary_replaces_what_is_before_it(
+    items: list[dict[str, Any]], order: list[int]
+) -> None:
+    assert visible(items) == order
+
+
+def test_the_newest_messages_of_the_user_stay_before_a_summary() -> None:
+    users = [said("user") | {"content": "x" * 3000} for _ in range(4)]
+    assert visible([*users, said("assistant"), SUMMARY]) == [2, 3, 5]
+    huge = said("user") | {"content": "x" * 9000}
+    assert visible([*users, huge, said("assistant"), SUMMARY]) == [4, 6]
+
+
+def test_the_summaries_of_other_servers_are_read() -> None:
+    assert summary_of(SUMMARY) == "Summary of the conversation so far:\nSummary of it"
+    assert summary_of({"type": "compaction", "summary": "Short"}).endswith("far:\nShort")
+    for hidden in ("gAAAAABo", None, 7, {}):
+        assert summary_of({"type": "compaction", "encrypted_content": hidden}) is None

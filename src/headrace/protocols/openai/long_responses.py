@@ -7,13 +7,49 @@ import msgspec
 
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.messages import take_images
-from headrace.protocols.openai.response_events import open_kept
-from headrace.protocols.openai.response_history import cut_points, dropped, runs_of
-from headrace.protocols.openai.response_items import NO_MESSAGES, Item, Message, messages_of
+from headrace.protocols.openai.response_events import StoredBody, open_kept
+from headrace.protocols.openai.response_history import (
+    COMPACTION,
+    Item,
+    cut_points,
+    dropped,
+    runs_of,
+    summary_item,
+    visible,
+)
+from headrace.protocols.openai.response_items import (
+    NO_MESSAGES,
+    Message,
+    item_id,
+    listed,
+    messages_of,
+)
 from headrace.protocols.prompt_ids import PromptIds, ids_of
+from headrace.protocols.requests import stub_of
 from headrace.protocols.worker_model import WorkerModels
 from headrace_common.request import Chat
-from headrace_common.worker_jobs import CheckedBody, Encoded, EncodedAhead, FitResponse
+from headrace_common.worker_jobs import (
+    CheckedBody,
+    Encoded,
+    EncodedAhead,
+    FitResponse,
+    PutSummary,
+    ShortenResponse,
+    SummarizeResponse,
+    WriteCompaction,
+)
+
+# The fields of a request that also apply to the request for a summary of its conversation.
+_FOR_SUMMARY = (
+    *("model", "alias", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("cache_prompt", "cache_salt", "priority", "text_parameters"),
+)
+_ASK = (
+    "Summarize this conversation, so that another assistant can continue it without seeing it. "
+    "Include the user's goals and constraints, decisions, facts, names, paths, commands and "
+    "results that are still needed, what is done, and what is left to do. Call no tool. Write "
+    "only the summary."
+)
 
 _decode_checked = msgspec.msgpack.Decoder(CheckedBody).decode
 _decode_prompts = msgspec.msgpack.Decoder(tuple[Chat]).decode
@@ -26,21 +62,38 @@ def head_of(chat: Chat, items: Sequence[Item]) -> tuple[Message, ...]:
     return chat.messages[: len(chat.messages) - len(messages_of(items) or NO_MESSAGES)]
 
 
-def fit(job: FitResponse, body: bytes, models: WorkerModels) -> CheckedBody:
+def do(job: ShortenResponse, body: bytes, models: WorkerModels) -> CheckedBody | bytes:
+    """Return the result of a job. Raise RequestError if the job refuses `body`."""
+    if isinstance(job, WriteCompaction):
+        return compaction(job, body)
+    checked = _decode_checked(body)
+    if isinstance(job, FitResponse):
+        return fit(job, checked, models)
+    if isinstance(job, PutSummary):
+        return put_summary(job.summary, checked)
+    return summarize(job, checked)
+
+
+def _conversation(kept: StoredBody) -> list[Item]:
+    """Return the items that led to a response, and the summary that replaced them, if any."""
+    items = _decode_items(kept.items)
+    return [*items, summary_item("", kept.summary)] if kept.summary else items
+
+
+def fit(job: FitResponse, checked: CheckedBody, models: WorkerModels) -> CheckedBody:
     """Return the request with the tokens of its chat, without old items if they do not fit.
 
     The stored items stay complete; the response object names the items that the model did not
     see. If even the shortest conversation does not fit, the request is returned unchanged, and
     admission refuses it.
     """
-    checked = _decode_checked(body)
     text = models.asked(checked.fields)
     if text is None:
         # The model is refused later.
         return checked
     kept, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
-    items = _decode_items(kept.items)
-    head, points = head_of(chat, items), cut_points(items)
+    items = _conversation(kept)
+    head, points, seen = head_of(chat, items), cut_points(items), set(visible(items))
     found: dict[int, tuple[Chat, PromptIds]] = {}
 
     def fits(cut: int) -> bool:
@@ -60,10 +113,79 @@ def fit(job: FitResponse, body: bytes, models: WorkerModels) -> CheckedBody:
     checked = msgspec.structs.replace(checked, ahead=EncodedAhead(job.number, job.longest, encoded))
     if cut == 0:
         return checked
-    shown = _decode_shown(kept.shown) | {"truncated_items": runs_of(dropped(items, cut))}
+    runs = runs_of(place for place in dropped(items, cut) if place in seen)
+    shown = _decode_shown(kept.shown) | {"truncated_items": runs}
     kept = msgspec.structs.replace(kept, shown=encode(shown))
     return msgspec.structs.replace(
         checked, packed=msgspec.msgpack.encode((chat,)), kept=msgspec.msgpack.encode(kept)
+    )
+
+
+def summarize(job: SummarizeResponse, checked: CheckedBody) -> CheckedBody:
+    """Return the request for a summary: the same prompt, so that its prefix is cached, and a
+    final message that asks for the summary.
+
+    The result has no stubs if a summary would replace no item, unless the client asked for it.
+    """
+    items, (chat,) = _conversation(open_kept(checked.kept)), _decode_prompts(checked.packed)
+    seen = set(visible(items))
+    if not job.is_asked and not seen.intersection(dropped(items, len(items))):
+        return msgspec.structs.replace(checked, stubs=())
+    chat = msgspec.structs.replace(
+        chat,
+        messages=(*chat.messages, {"role": "user", "content": _ASK}),
+        template_kwargs=chat.template_kwargs | {"enable_thinking": False},
+    )
+    fields = {name: checked.fields[name] for name in _FOR_SUMMARY if name in checked.fields}
+    fields["max_tokens"] = job.max_tokens
+    packed = msgspec.msgpack.encode((chat,))
+    return CheckedBody(fields, (stub_of(chat),), packed)
+
+
+def put_summary(summary: str, checked: CheckedBody) -> CheckedBody:
+    """Return the request with a prompt in which the summary has replaced the items."""
+    kept, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
+    items = _decode_items(kept.items)
+    kept = msgspec.structs.replace(kept, summary=summary)
+    messages = head_of(chat, items) + messages_of(_conversation(kept))
+    chat = msgspec.structs.replace(chat, **take_images(messages)._asdict())
+    return msgspec.structs.replace(
+        checked,
+        stubs=(stub_of(chat),),
+        ahead=None,
+        packed=msgspec.msgpack.encode((chat,)),
+        kept=msgspec.msgpack.encode(kept),
+    )
+
+
+def compaction(job: WriteCompaction, kept: bytes) -> bytes:
+    """Return the answer of /v1/responses/compact as JSON.
+
+    The output has the items that the summary does not replace, an assistant message with the
+    summary, and the summary as a compaction item. This server does not show the message to the
+    model; it is for servers that do not know compaction items.
+    """
+    items = listed(_decode_items(open_kept(kept).items), job.stream_id)
+    id = item_id(job.stream_id, COMPACTION, f"i{len(items)}")
+    last = summary_item(id, job.summary)
+    whole = [*items, last]
+    places = (place for place in visible(whole) if place < len(items))
+    part = {"type": "output_text", "text": last["encrypted_content"], "annotations": []}
+    message = {
+        "id": item_id(job.stream_id, "message", f"i{len(items) + 1}"),
+        "type": "message",
+        "status": "completed",
+        "role": "assistant",
+        "content": [part],
+    }
+    return encode(
+        {
+            "id": job.stream_id,
+            "object": "response.compaction",
+            "created_at": job.created,
+            "output": [*(items[place] for place in sorted(places)), message, last],
+            "usage": job.usage,
+        }
     )
 
 

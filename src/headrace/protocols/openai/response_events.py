@@ -8,7 +8,8 @@ import msgspec
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.openai.chunks import ingestion_of
 from headrace.protocols.openai.custom_calls import OpenCall
-from headrace.protocols.openai.response_items import Item, item_id
+from headrace.protocols.openai.response_history import COMPACTION, Item, summary_item
+from headrace.protocols.openai.response_items import item_id
 from headrace.protocols.progress_text import ProgressWords
 from headrace.streams.events import (
     Accepted,
@@ -41,6 +42,8 @@ class StoredBody(msgspec.Struct, frozen=True):
     namespaces: dict[str, str] = {}
     # For tools that are not functions: maps the model's names to the tools' types.
     kinds: dict[str, str] = {}
+    # The summary that replaced the items in the prompt; empty if the model saw the items.
+    summary: str = ""
 
 
 open_kept = msgspec.msgpack.Decoder(StoredBody).decode
@@ -152,10 +155,9 @@ class ResponseBuilder:
         match event:
             case Accepted():
                 # The openai package requires `created` to come first.
-                return [
-                    self._response_event("response.created"),
-                    self._response_event(f"response.{self._status}"),
-                ]
+                created = self._response_event("response.created")
+                begun = self._response_event(f"response.{self._status}")
+                return [created, begun, *self._compacted()]
             case Progress():
                 line = self._words.take(event)
                 events = self._blocks.feed(ChannelPiece(line, REASONING)) if line else []
@@ -167,6 +169,18 @@ class ResponseBuilder:
             case Error():
                 return [self._fail(event)]
         return []
+
+    def _compacted(self) -> list[ResponseEvent]:
+        """Return the events of the item with the summary; the item is the first one."""
+        if not self._kept.summary:
+            return []
+        item = summary_item(item_id(self._record.id, COMPACTION, "o0"), self._kept.summary)
+        self._done = [item]
+        place = {"output_index": 0, "item": item}
+        return [
+            {"type": "response.output_item.added"} | place,
+            {"type": "response.output_item.done"} | place,
+        ]
 
     def feed(self, event: AnyEvent) -> None:
         """Add an event. The caller passes every event from seq 0, in order."""
@@ -235,6 +249,7 @@ class ResponseBuilder:
     def opened(self, block: Block) -> list[ResponseEvent]:
         namespace = self._kept.namespaces.get(block.name, "")
         kind = self._kept.kinds.get(block.name, "")
+        block = block._replace(number=block.number + bool(self._kept.summary))
         self._open = (
             OpenCall(self._record.id, block, namespace, kind)
             if kind

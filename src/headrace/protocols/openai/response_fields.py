@@ -15,6 +15,7 @@ from headrace.protocols.fields.client_tools import (
     fixed_tool,
 )
 from headrace.protocols.fields.kinds import (
+    Integer,
     Object,
     String,
     check_count,
@@ -127,6 +128,31 @@ class Truncation(msgspec.Struct, frozen=True):
 
     def schema(self) -> dict[str, Any]:
         return {"enum": list(_TRUNCATIONS)}
+
+
+class ContextManagement(msgspec.Struct, frozen=True):
+    """Reads the field `context_management` as the number of tokens at which to compact.
+
+    Returns None without an entry, and 0 for an entry without a threshold.
+    """
+
+    def check(self, value: Any, path: str) -> int | None:
+        threshold = None
+        for entry, place in items_of(value, path, 0, 1):
+            check_object(entry, place)
+            kind: str = required(entry, "type", place, String())
+            if kind != "compaction":
+                raise wrong_value(kind, f"{place}.type", "compaction")
+            asked = entry.get("compact_threshold")
+            place = f"{place}.compact_threshold"
+            threshold = 0 if asked is None else Integer(1, 1 << 30).check(asked, place)
+        return threshold
+
+    def schema(self) -> dict[str, Any]:
+        threshold = {"anyOf": [Integer(1, 1 << 30).schema(), {"type": "null"}]}
+        properties = {"type": {"enum": ["compaction"]}, "compact_threshold": threshold}
+        entry = {"type": "object", "properties": properties, "required": ["type"]}
+        return {"type": "array", "items": entry, "maxItems": 1}
 
 
 class Metadata(msgspec.Struct, frozen=True):

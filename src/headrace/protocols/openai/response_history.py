@@ -1,9 +1,73 @@
-"""Finds the old items that a long conversation can drop. The functions are pure."""
+"""Finds the items of a long conversation that the model sees. The functions are pure."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
+from headrace.protocols.fields.parts import carried_text
+
 Item = dict[str, Any]
+
+COMPACTION = "compaction"
+"""The type of an item that contains a summary of the conversation before it."""
+
+_HEAD = "Summary of the conversation so far:\n"
+# The user's messages before a summary are kept up to this number of bytes.
+_KEPT_BYTES = 8192
+_encode = msgspec.json.Encoder().encode
+
+
+def summary_item(id: str, summary: str) -> Item:
+    """Return a compaction item. Its content is plain text, so that other servers can read it."""
+    return {"id": id, "type": COMPACTION, "encrypted_content": _HEAD + summary}
+
+
+def summary_of(item: Item) -> str | None:
+    """Return the text of a compaction item for the model, or None if the text is encrypted.
+
+    Several servers write the summary as plain text into `encrypted_content`. Encrypted text has
+    no spaces.
+    """
+    content = item.get("encrypted_content")
+    is_plain = type(content) is str and len(content.split(maxsplit=1)) > 1
+    text = content if is_plain else carried_text(item)
+    return text if text is None or text.startswith(_HEAD) else _HEAD + text
+
+
+def visible(items: Sequence[Item]) -> list[int]:
+    """Return the positions of the items that the model sees, in the order in which it sees them.
+
+    The last readable summary replaces the items before it, except instructions and the user's
+    newest messages. A message of the user that the assistant answered after the summary, or has
+    not answered yet, follows the summary.
+    """
+    summaries = (i for i, it in enumerate(items) if it["type"] == COMPACTION and summary_of(it))
+    last = max(summaries, default=-1)
+    if last < 0:
+        return list(range(len(items)))
+    kept, num_bytes = list[int](), 0
+    for place in reversed(range(last)):
+        role = items[place].get("role")
+        if role in ("system", "developer"):
+            kept.append(place)
+        elif role == "user":
+            is_newest = num_bytes == 0
+            num_bytes += len(_encode(items[place]))
+            if is_newest or num_bytes <= _KEPT_BYTES:
+                kept.append(place)
+    kept.reverse()
+    behind = list(range(last + 1, len(items)))
+    is_open = not behind or _is_from_assistant(items[last + 1])
+    if kept and kept[-1] == last - 1 and items[last - 1].get("role") == "user" and is_open:
+        return [*kept[:-1], last, last - 1, *behind]
+    return [*kept, last, *behind]
+
+
+def _is_from_assistant(item: Item) -> bool:
+    kind: str = item["type"]
+    is_message = kind == "message" and item.get("role") == "assistant"
+    return is_message or kind == "reasoning" or kind.endswith("_call")
 
 
 def cut_points(items: Sequence[Item]) -> list[int]:
@@ -35,7 +99,7 @@ def dropped(items: Sequence[Item], cut: int) -> list[int]:
         for place, item in enumerate(items[:cut])
         if place != newest
         and item.get("role") not in ("system", "developer")
-        and item["type"] != "compaction"
+        and item["type"] != COMPACTION
     ]
 
 

@@ -1,7 +1,7 @@
 """Checks the items of /v1/responses, writes the items as chat messages, and lists items."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from headrace.protocols.fields.kinds import (
 from headrace.protocols.fields.messages import arguments_of_text, image_part
 from headrace.protocols.fields.parts import carried_text, part_text, read_parts
 from headrace.protocols.fields.tools import flat_name
+from headrace.protocols.openai.response_history import COMPACTION, Item, summary_of, visible
 from headrace.protocols.progress_text import without_progress
 
 MAX_ITEMS = 10_000
@@ -34,7 +35,6 @@ _IMAGE = "input_image"
 PAST = "previous_response_id"
 """The field that stands for all items of an earlier response."""
 
-Item = dict[str, Any]
 Message = dict[str, Any]
 
 NO_MESSAGES: tuple[Message, ...] = ({"role": "user", "content": ""},)
@@ -83,8 +83,8 @@ class Items(msgspec.Struct, frozen=True):
         found = items_of(value, path, 0, MAX_ITEMS, "a string or an array of items")
         items = ReadItems(_stored(*each) for each in found)
         transcript = Transcript()
-        for item, (_, place) in zip(items, found, strict=True):
-            transcript.add(item, place)
+        for number in visible(items):
+            transcript.add(items[number], found[number][1])
         items.messages, items.skipped = tuple(transcript.messages), tuple(transcript.skipped)
         return items
 
@@ -94,14 +94,15 @@ class Items(msgspec.Struct, frozen=True):
         return {"anyOf": [{"type": "string"}, items]}
 
 
-def messages_of(items: Iterable[Item], num_past: int = 0) -> tuple[Message, ...]:
+def messages_of(items: Sequence[Item], num_past: int = 0) -> tuple[Message, ...]:
     """Return the items as messages for a chat template. Each image has its path in the request.
 
     The first `num_past` items belong to earlier responses; their path is `previous_response_id`.
     """
     transcript = Transcript()
-    for number, item in enumerate(items):
-        transcript.add(item, f"input[{number - num_past}]" if number >= num_past else PAST)
+    for number in visible(items):
+        place = f"input[{number - num_past}]" if number >= num_past else PAST
+        transcript.add(items[number], place)
     return tuple(transcript.messages)
 
 
@@ -128,6 +129,7 @@ _PREFIXES = {
     "local_shell_call": "lsh",
     "shell_call": "sh",
     "apply_patch_call": "apc",
+    COMPACTION: "cmp",
 }
 
 
@@ -335,12 +337,10 @@ class Transcript:
         if item["type"] == "additional_tools" and item.get("tools"):
             # The tools in this item are offered to the model, so no message shows them.
             return
-        text = carried_text(item)
+        text = summary_of(item) if item["type"] == COMPACTION else carried_text(item)
         if text is None:
             self.skipped.append(path)
             return
-        if item["type"] == "compaction":
-            text = f"Summary of the conversation so far:\n{text}"
         self.messages.append({"role": "user", "content": text})
 
     def _open_assistant(self) -> Message:

@@ -15,7 +15,8 @@ from headrace.protocols.fields.tools import check_choice, narrow, text_parameter
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import chunks as openai
-from headrace.protocols.openai.long_responses import fit, head_of
+from headrace.protocols.openai import long_responses
+from headrace.protocols.openai.long_responses import head_of
 from headrace.protocols.openai.response_events import (
     ResponseBuilder,
     ResponseEvent,
@@ -23,6 +24,7 @@ from headrace.protocols.openai.response_events import (
     open_kept,
 )
 from headrace.protocols.openai.response_fields import (
+    ContextManagement,
     FlatChoice,
     FlatTools,
     Metadata,
@@ -31,12 +33,12 @@ from headrace.protocols.openai.response_fields import (
     constraint_of,
     with_found,
 )
+from headrace.protocols.openai.response_history import Item
 from headrace.protocols.openai.response_items import (
     NO_MESSAGES,
     PAST,
     REFERENCE,
     RESPONSE,
-    Item,
     Items,
     client_ids,
     listed,
@@ -50,7 +52,7 @@ from headrace.streams.record import Record
 from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
 from headrace_common.request import Chat, Prompt, Request, Route
-from headrace_common.worker_jobs import CheckedBody, ContinueResponse, FitResponse, ListInput
+from headrace_common.worker_jobs import CheckedBody, ContinueResponse, ListInput, ShortenResponse
 
 ROUTE: Route = "/v1/responses"
 SUMMARY = "Answer a conversation with a response that can be retrieved later"
@@ -104,6 +106,7 @@ TABLE: Mapping[str, Kind] = {
     "generate": Flag(),
     "metadata": Metadata(),
     "truncation": Truncation(),
+    "context_management": ContextManagement(),
     "stream_options": Object({"include_obfuscation": Flag()}),
     **{name: COMMON[name] for name in _SHARED},
 }
@@ -182,11 +185,11 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextM
 
 
 def do(
-    job: ContinueResponse | FitResponse | ListInput, body: bytes, models: WorkerModels
+    job: ContinueResponse | ListInput | ShortenResponse, body: bytes, models: WorkerModels
 ) -> CheckedBody | bytes:
     """Return the result of a job. Raise RequestError if the job refuses `body`."""
-    if isinstance(job, FitResponse):
-        return fit(job, body, models)
+    if not isinstance(job, ContinueResponse | ListInput):
+        return long_responses.do(job, body, models)
     if isinstance(job, ListInput):
         return input_items(body, job.stream_id, job.limit, job.is_rising, job.after)
     checked = go_on(*_earlier_of(body))
