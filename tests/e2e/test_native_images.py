@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_image_chats import chat, picture, post, said, text_despite_a_kill, url
+from tests.e2e.test_open_responses import ask, message
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.tiny_models import make_tiny_image_model
 
@@ -53,3 +54,10 @@ def test_its_text_side_alone_takes_no_images(folder):
         said(post(running, chat(text="Hello")))
         refused = post(running, chat(url(picture(1)))).json()["error"]
         assert refused["code"] == "unsupported_content"
+
+
+def test_a_case_of_open_responses_has_an_image(server):
+    image = {"type": "input_image", "image_url": url(picture(8))}
+    parts = [{"type": "input_text", "text": "What do you see in this image?"}, image]
+    # The weights are random, so the answer only ends at one of these texts.
+    assert ask(server, input=[message("user", parts)], stop=list("aeiou 0123456789"))["output"]

@@ -92,7 +92,7 @@ def test_tools_are_flat_and_those_of_other_types_are_skipped() -> None:
     (tool,) = chat_of(tools=body["tools"]).tools
     assert tool["function"] == {name: ADD[name] for name in ("name", "parameters", "strict")}
     shown = json.loads(open_kept(checked.kept).shown)["tools"]
-    assert shown == body["tools"]
+    assert shown == [{"type": "web_search"}, {"description": None} | ADD]
 
 
 WEATHER = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}

@@ -24,6 +24,7 @@ from headrace.streams.events import (
 from headrace.streams.record import Record
 from headrace_common.answer import call_id
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
+from headrace_common.request import Request
 
 ResponseEvent = dict[str, Any]
 """One event of the Responses API, without sequence_number. The first key is `type`."""
@@ -212,6 +213,7 @@ class ResponseBuilder:
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,
             "usage": _usage(self._usage) if self._usage else None,
+            **(_served(request) if self._record.rendering > 2 else {}),
             **_shown(self._kept.shown),
             **self._ingestion,
         }
@@ -293,6 +295,16 @@ class ResponseBuilder:
 
     def _response_event(self, kind: str) -> ResponseEvent:
         return {"type": kind, "response": self.whole()}
+
+
+def _served(request: Request) -> dict[str, Any]:
+    """Return the fields that Open Responses requires in addition to OpenAI's types."""
+    sampling = request.sampling
+    return {
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "service_tier": "default",
+    }
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

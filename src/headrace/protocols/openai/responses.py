@@ -117,6 +117,9 @@ _LOGPROBS = "message.output_text.logprobs"
 # These fields only refer to content that is stored by a provider.
 _ELSEWHERE = ("conversation", "prompt")
 _MAX_SKIPPED = 16
+# Fields that the response repeats if they are texts; they have no other effect.
+_LABELS = ("prompt_cache_key", "safety_identifier")
+_NO_FUNCTION: Mapping[str, None] = dict.fromkeys(("description", "parameters", "strict"))
 
 ERRORS = openai.ERRORS
 FRAMING = SSE
@@ -343,7 +346,7 @@ response_body = ResponseBuilder
 
 
 def _repeated(fields: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the response object that repeat the request; tools stay as sent."""
+    """Return the fields of the response object that repeat the request."""
     reasoning = fields.get("reasoning", {})
     return {
         "background": fields.get("background", False),
@@ -357,10 +360,16 @@ def _repeated(fields: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         "store": fields.get("store", True),
         "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
+        "tools": [_shown_tool(tool) for tool in body.get("tools") or ()],
         "top_logprobs": fields.get("top_logprobs", 0),
         "truncation": fields.get("truncation", "disabled"),
+        **{name: body[name] if type(body.get(name)) is str else None for name in _LABELS},
     }
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as it was sent; clients expect all fields of a function."""
+    return _NO_FUNCTION | tool if tool["type"] == "function" else tool
 
 
 def _unsupported(name: str, why: str) -> RequestError:
