@@ -31,6 +31,11 @@ def test_no_cut_separates_a_call_from_its_output() -> None:
     assert cut_points(items) == [0, 1, 5]
 
 
+def test_an_id_can_stand_for_several_calls() -> None:
+    items = [call("a"), output("a"), call("a"), output("a"), output("a"), said("user")]
+    assert cut_points(items) == [0, 2, 5]
+
+
 def test_calls_and_outputs_stay_together_in_any_order() -> None:
     for seed in range(200):
         draw = random.Random(seed)

@@ -73,17 +73,22 @@ def _is_from_assistant(item: Item) -> bool:
 def cut_points(items: Sequence[Item]) -> list[int]:
     """Return the positions before which all items can be dropped, in rising order.
 
-    No position separates a call from its output.
+    No position separates a call from its output. Some clients use an id for several calls; an
+    output then belongs to the last call before it.
     """
     outputs: dict[str, int] = {}
-    for place, item in enumerate(items):
-        if item["type"].endswith("_output"):
-            outputs |= dict.fromkeys(_ids_of(item), place)
-    points, last_output = list[int](), -1
-    for place, item in enumerate(items):
-        if place > last_output:
+    ends = list(range(-1, len(items) - 1))
+    for place in reversed(range(len(items))):
+        for id in _ids_of(items[place]):
+            if items[place]["type"].endswith("_output"):
+                outputs.setdefault(id, place)
+            else:
+                ends[place] = max(ends[place], outputs.pop(id, -1))
+    points, end = list[int](), -1
+    for place, own_end in enumerate(ends):
+        if place > end:
             points.append(place)
-        last_output = max([last_output, *(outputs.get(id, -1) for id in _ids_of(item))])
+        end = max(end, own_end)
     return points
 
 

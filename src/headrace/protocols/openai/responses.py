@@ -115,7 +115,10 @@ KEYS: tuple[str, ...] = ("id", "object", "created_at", "status", "model", "outpu
 _FOR_TEMPLATE = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
 _LOGPROBS = "message.output_text.logprobs"
 # These fields only refer to content that is stored by a provider.
-_ELSEWHERE = ("conversation", "prompt")
+_ELSEWHERE = {
+    "conversation": "send previous_response_id, or the conversation's items as input",
+    "prompt": "send its content as input",
+}
 _MAX_SKIPPED = 16
 # Fields that the response repeats if they are texts; they have no other effect.
 _LABELS = ("prompt_cache_key", "safety_identifier")
@@ -127,12 +130,12 @@ FRAMING = SSE
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that a body sets, after every check that needs no model."""
+    for name, remedy in _ELSEWHERE.items():
+        if body.get(name) is not None:
+            raise _unsupported(name, remedy)
     if body.get("input") is None and body.get(PAST) is not None:
         body = {**body, "input": []}
     fields = read_common(TABLE, REQUIRED, body)
-    for name in _ELSEWHERE:
-        if body.get(name) is not None:
-            raise _unsupported(name, "send its content as input")
     if fields.get("background") and fields.get("store") is False:
         message = "background needs a response that is stored; leave store out, or send true."
         raise RequestError("invalid_value", message, "store")
