@@ -15,8 +15,9 @@ from headrace_common.errors import ModelError
 from headrace_common.messages import Ready
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.memory import Memory
-from headrace_engine.prefixes.folder import About, PrefixFolder, StoredSegment
+from headrace_engine.prefixes.folder import About, PrefixFolder, StoredSegment, make_own
 from headrace_engine.prefixes.keeper import DiskSite, PrefixKeeper
+from headrace_engine.prefixes.place import AUTO, NONE, default_folder, objection
 from headrace_engine.runner.block_bytes import BlockBytes
 from headrace_engine.runner.runner import Runner
 
@@ -50,9 +51,9 @@ def disk_part(
 ) -> DiskPart | None:
     """Return the disk part; None if no folder is configured or the lane has no blocks to save.
 
-    Raise ModelError if the folder cannot be used.
+    Raise ModelError if a folder that the user has named cannot be used.
     """
-    if config.prefix_cache_dir is None:
+    if not config.prefix_cache_dir or config.prefix_cache_dir == NONE:
         return None
     storage = runner.lane.storage
     if storage is None or runner.numbers is None:
@@ -62,21 +63,53 @@ def disk_part(
             ready.device,
         )
         return None
-    root = Path(config.prefix_cache_dir).expanduser()
-    folder = PrefixFolder(root, about(model, ready, storage.cache))
-    try:
-        folder.open()
-    except OSError as error:
-        raise ModelError(
-            f"--prefix-cache-dir: the folder {root} cannot be used ({error.strerror}). Give "
-            "another folder, or leave the option out."
-        ) from None
+    described = about(model, ready, storage.cache)
+    if config.prefix_cache_dir == AUTO:
+        folder = _default(described)
+    else:
+        folder = _named(Path(config.prefix_cache_dir).expanduser(), described)
+    if folder is None:
+        return None
     numbers, found = runner.numbers, _stored(folder)
     known, kept = _disk_prefixes(ready, numbers), _disk_prefixes(ready, numbers)
     known.set_segments(found)
     kept.set_segments(found)
     site = DiskSite(folder, config, kept, numbers.slot_bytes > 0)
     return DiskPart(site, numbers, known)
+
+
+def _default(described: About) -> PrefixFolder | None:
+    """Open the default folder. If that is impossible, log the reason and return None."""
+    try:
+        root = default_folder()
+        why = objection(root)
+        if not why:
+            make_own(root)
+            folder = PrefixFolder(root, described)
+            folder.open()
+            logger.info(
+                "Cached prefixes are stored in %s, readable only by this user; "
+                "--prefix-cache-dir none turns this off.",
+                root,
+            )
+            return folder
+        why = f"{root} {why}"
+    except (OSError, RuntimeError) as error:
+        why = str(error)
+    logger.info("Cached prefixes are not stored: %s. --prefix-cache-dir names a folder.", why)
+    return None
+
+
+def _named(root: Path, described: About) -> PrefixFolder:
+    folder = PrefixFolder(root, described)
+    try:
+        folder.open()
+    except OSError as error:
+        raise ModelError(
+            f"--prefix-cache-dir: the folder {root} cannot be used ({error.strerror}). Give "
+            "another folder, or none."
+        ) from None
+    return folder
 
 
 def about(model: str, ready: Ready, cache: ModelCache) -> About:

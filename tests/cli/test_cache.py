@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from headrace.cli.cache import cache
@@ -25,6 +26,17 @@ def test_it_shows_each_model_and_clears_all(tmp_path: Path) -> None:
     assert (tmp_path / "mine").exists()
 
 
-def test_a_folder_must_be_named_and_be_there(tmp_path: Path) -> None:
-    for result in (said("show"), said("clear", variable=str(tmp_path / "none"))):
-        assert isinstance(result.exception, ConfigError)
+def test_without_a_name_it_is_the_default_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert said("clear").output == "Removed 0 files, 0 MiB.\n"
+    folder, run = make_folder(tmp_path / "headrace" / "prefixes"), make_segment()
+    folder.write(run, numbers_of(run, 3 << 20))
+    assert said("show").output.splitlines()[1].split()[0] == "tiny"
+    assert said("clear", variable="none").output == "Removed 1 files, 3 MiB.\n"
+
+
+def test_a_folder_that_is_named_must_be_there(tmp_path: Path) -> None:
+    result = said("clear", variable=str(tmp_path / "nowhere"))
+    assert isinstance(result.exception, ConfigError)

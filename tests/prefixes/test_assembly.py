@@ -2,11 +2,14 @@
 
 from array import array
 
+import pytest
+
+from headrace_common.ids import SlotId
 from headrace_common.layout import MemoryLayout
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.memory import Memory
-from headrace_engine.memory.offers import Offers
-from headrace_engine.prefixes.assembly import Assembly
+from headrace_engine.memory.offers import Offers, SavedState
+from headrace_engine.prefixes.assembly import MIN_TOKENS, Assembly
 from tests.prefixes.builders import BLOCK
 
 
@@ -32,3 +35,22 @@ def test_two_prompts_that_begin_alike_never_share_a_run_beyond_that() -> None:
         tokens = array("i", one.segment.token_ids)
         for number, block_id in enumerate(one.block_ids, one.segment.first):
             assert holders[block_id] == tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_short_prefix_waits_until_it_is_worth_a_file(has_states: bool) -> None:
+    offers = Offers()
+    memory = Memory(MemoryLayout(BLOCK, num_blocks=128), offers)
+    assembly = Assembly(DiskPrefixes(BLOCK, 128, 8), has_states, lambda run: None)
+    few, ids, chain = MIN_TOKENS - BLOCK, array("i", range(MIN_TOKENS)), memory.chain("")
+    lease, _ = memory.reserve(memory.match(ids, chain), MIN_TOKENS)
+    for num_tokens, expected in ((few, []), (MIN_TOKENS, [(0, MIN_TOKENS // BLOCK)])):
+        memory.publish(lease, ids, chain, num_tokens)
+        for offer in offers.take():
+            assembly.add(offer, 0.0)
+        end = num_tokens // BLOCK
+        if has_states:
+            assembly.add(SavedState(chain.name(ids, end - 1), end, SlotId(0), 0), 0.0)
+        is_due = bool(expected) and not has_states
+        assert assembly.is_growing == is_due
+        assert [(one.segment.first, one.segment.end) for one in assembly.take(9.0)] == expected

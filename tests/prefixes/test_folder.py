@@ -70,7 +70,7 @@ def test_what_a_killed_server_left_half_written_leaves(tmp_path: Path) -> None:
     for path in (fresh, stale):
         path.write_bytes(b"half")
     os.utime(stale, (0, time.time() - 7200))
-    assert sweep(tmp_path, 1000, 7) == 4
+    assert sweep(tmp_path, lambda *_: 1000, 7) == 4
     assert fresh.exists() and not stale.exists()
 
 
@@ -82,8 +82,8 @@ def test_a_sweep_counts_the_files_of_all_models(tmp_path: Path) -> None:
     other.mkdir()
     (other / file_of(one, run).name).write_bytes(bytes(size))
     os.utime(other / file_of(one, run).name, (0, time.time() - 3600))
-    assert sweep(tmp_path, 2 * size, 7) == 2 * size
-    assert sweep(tmp_path, 2 * size - 1, 7) == size
+    assert sweep(tmp_path, lambda *_: 2 * size, 7) == 2 * size
+    assert sweep(tmp_path, lambda *_: 2 * size - 1, 7) == size
     assert names(one) and not list(other.glob("*-*"))
 
 
@@ -93,7 +93,7 @@ def test_use_makes_a_run_recent(tmp_path: Path) -> None:
         folder.write(run, numbers_of(run))
         os.utime(file_of(folder, run), (0, time.time() - 3600))
     folder.touch(kept)
-    sweep(tmp_path, file_of(folder, kept).stat().st_size, 7)
+    sweep(tmp_path, lambda *_: file_of(folder, kept).stat().st_size, 7)
     assert names(folder) == {kept.name.hex()}
 
 

@@ -9,6 +9,7 @@ import torch
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import ModelConfig, SchedulerConfig
 from headrace_common.errors import ModelError
+from headrace_common.system.file_systems import kind_of
 from headrace_engine.runner import mapped_file
 from headrace_engine.runner.footprint import footprint
 from headrace_engine.runner.load import load_runner
@@ -26,7 +27,7 @@ pytestmark = needs_own_kernels
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(mapped_file, "_kind", lambda path: "ext4")  # also where tests run in memory
+    monkeypatch.setattr(mapped_file, "kind_of", lambda path: "ext4")  # also where tests run in memory
     sizes = {"num_experts": 16, "moe_intermediate_size": 256}
     dtype = torch.bfloat16
     return make_tiny_model(tmp_path / "tiny", "Qwen3MoeForCausalLM", dtype=dtype, **sizes)
@@ -76,7 +77,7 @@ def test_a_disk_without_room_or_in_memory_is_named(
 ) -> None:
     needed = footprint(read_spec(folder), torch.bfloat16, OWN_SETS[0], "none")
     have(monkeypatch, needed.peak - 1)
-    monkeypatch.setattr(mapped_file, "_kind", lambda path: "tmpfs")
+    monkeypatch.setattr(mapped_file, "kind_of", lambda path: "tmpfs")
     with pytest.raises(ModelError, match=r"experts cannot be kept on disk: .* is in memory"):
         load_runner(CONFIG, folder)
     monkeypatch.undo()
@@ -85,4 +86,4 @@ def test_a_disk_without_room_or_in_memory_is_named(
 
 @pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no file system in memory here")
 def test_a_file_system_in_memory_is_known() -> None:
-    assert mapped_file._kind(Path("/dev/shm/nothing")) == "tmpfs"
+    assert kind_of(Path("/dev/shm/nothing")) == "tmpfs"

@@ -39,12 +39,18 @@ class ServerProcess:
         self.url = ""
         self._ready = threading.Event()
         state = tempfile.mkdtemp(prefix="headrace-test-")
+        inherited = dict(os.environ)
+        # A server shares the user's cache folder only without the folder of cached prefixes.
+        if "XDG_CACHE_HOME" in (environment or {}):
+            inherited.pop("HEADRACE_PREFIX_CACHE_DIR", None)
+        else:
+            inherited["HEADRACE_PREFIX_CACHE_DIR"] = "none"
         self.process = subprocess.Popen(
             [*prefix, *program, "serve", "--port", "0", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={
-                **os.environ,
+                **inherited,
                 "OMP_NUM_THREADS": "1",
                 "XDG_STATE_HOME": state,
                 **(environment or {}),

@@ -15,13 +15,13 @@ _FOLDER = click.option(
     "--prefix-cache-dir",
     "given",
     metavar="DIR",
-    help=f"Same folder as for serve  [default: {PREFIX}PREFIX_CACHE_DIR]",
+    help=f"Same folder as for serve  [default: {PREFIX}PREFIX_CACHE_DIR, or auto]",
 )
 
 
 @click.group("cache", cls=Verbs, short_help="Show or clear the prefixes cached on disk.")
 def cache() -> None:
-    """Show or clear the prefixes that servers with --prefix-cache-dir cached on disk.
+    """Show or clear the prefixes that servers cached on disk.
 
     Servers can be running meanwhile. A server computes a removed prefix again.
     """
@@ -33,7 +33,8 @@ def show(given: str | None) -> None:
     """List the cached prefixes by model: files, size and time of the last use.
 
     \b
-    headrace cache show --prefix-cache-dir ~/.cache/headrace/prefixes
+    headrace cache show
+    headrace cache show --prefix-cache-dir /mnt/prefixes
     """
     from headrace_engine.prefixes import folder
 
@@ -50,7 +51,8 @@ def clear(given: str | None) -> None:
     """Remove all cached prefixes. Other files in the folder stay.
 
     \b
-    headrace cache clear --prefix-cache-dir ~/.cache/headrace/prefixes
+    headrace cache clear
+    headrace cache clear --prefix-cache-dir /mnt/prefixes
     """
     from headrace_engine.prefixes import folder
 
@@ -59,13 +61,11 @@ def clear(given: str | None) -> None:
 
 
 def _root(given: str | None) -> Path:
-    name = given or os.environ.get(f"{PREFIX}PREFIX_CACHE_DIR")
-    if not name:
-        raise ConfigError(
-            f"No folder given; use --prefix-cache-dir or set {PREFIX}PREFIX_CACHE_DIR."
-        )
-    root = Path(name).expanduser()
-    if not root.is_dir():
+    from headrace_engine.prefixes.place import AUTO, NONE, default_folder
+
+    name = given or os.environ.get(f"{PREFIX}PREFIX_CACHE_DIR") or AUTO
+    root = default_folder() if name in (AUTO, NONE) else Path(name).expanduser()
+    if not root.is_dir() and root != default_folder():
         raise ConfigError(
             f"--prefix-cache-dir: {root} is not a folder; give the folder of `headrace serve`."
         )

@@ -21,7 +21,7 @@ from headrace.cli.listener import address_of, listen, no_listener, port_in_use
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import printable, say
 from headrace.cli.ready_message import details, models_on_demand, ready_lines
-from headrace.cli.state import is_redis, streams_folder
+from headrace.cli.state import is_redis, streams_folder, with_prefix_cache
 from headrace.engines.client import EngineClient
 from headrace.engines.supervisor import Supervisor
 from headrace.fleet.fetch_process import fetch_apart
@@ -280,6 +280,8 @@ class _Serving:
         lock_fds = open_core_lock()
 
         def start(model: ModelConfig) -> EngineClient:
+            model = with_prefix_cache(model, config)
+
             def start_one() -> EngineClient:
                 if config.cluster is not None:
                     from headrace.engines.ray_engine import RayEngine

@@ -3,6 +3,10 @@
 import os
 from pathlib import Path
 
+import msgspec
+
+from headrace_common.config.settings import ModelConfig, ServerConfig
+
 
 def state_home() -> Path:
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -19,3 +23,19 @@ def streams_folder(state_dir: str | None, port: int) -> Path | None:
     if state_dir is None:
         return state_home() / str(port)
     return None if state_dir == "none" else Path(state_dir)
+
+
+def with_prefix_cache(model: ModelConfig, config: ServerConfig) -> ModelConfig:
+    """Return the settings for the model's engine, with the default folder of cached prefixes.
+
+    A server that stores no streams stores no prefixes. In a cluster, an engine runs on some other
+    machine, whose disk is not the server's to fill.
+    """
+    if (
+        model.prefix_cache.prefix_cache_dir
+        or config.streams.state_dir == "none"
+        or config.cluster is not None
+    ):
+        return model
+    replace = msgspec.structs.replace
+    return replace(model, prefix_cache=replace(model.prefix_cache, prefix_cache_dir="auto"))

@@ -89,18 +89,22 @@ class PrefixCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_dir: Annotated[
         str | None,
         Meta(
+            title="FOLDER|auto|none",
             description="Folder in which cached prefixes are stored, so that restarts and other "
-            "engines find them. It contains the tokens of prompts and answers. By "
-            "default nothing is stored"
+            "engines find them. It contains the tokens of prompts and answers. auto: "
+            "$XDG_CACHE_HOME/headrace/prefixes, if the folder is on a local disk. Default: "
+            "auto for headrace serve, but none with --state-dir none or --cluster, and none "
+            "for LLM",
         ),
     ] = None
     prefix_cache_disk_bytes: Annotated[
-        Count,
+        Count | None,
         Meta(
             description="Maximum size of the prefix folder in bytes; the least recently used "
-            "prefixes are deleted"
+            "prefixes are deleted. Default: 20 GiB, but for auto a tenth of the free "
+            "disk space, at most 10 GiB, and nothing below 512 MiB"
         ),
-    ] = 20 << 30
+    ] = None
     prefix_cache_disk_days: Annotated[
         float,
         Meta(gt=0, le=36500, description="Days without use after which a stored prefix is deleted"),

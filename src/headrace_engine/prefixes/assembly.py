@@ -17,6 +17,9 @@ from headrace_engine.memory.prefix import NameChain
 
 # How long the end of a prompt waits for more blocks, in seconds.
 DELAY_S = 0.5
+# A shorter prefix is not written, because computing it again takes little time. It waits for more
+# blocks of the same sequence. A later prompt that continues it offers its blocks again.
+MIN_TOKENS = 256
 # If more segments than this are growing, the oldest is dropped.
 MAX_GROWING = 64
 
@@ -70,8 +73,12 @@ class Assembly:
 
     @property
     def is_growing(self) -> bool:
-        """Return whether a segment waits for more blocks."""
-        return bool(self._growing)
+        """Return whether a segment will be complete after the delay."""
+        return any(not self._is_short(one.first, one.end) for one in self._growing.values())
+
+    def _is_short(self, first: int, end: int) -> bool:
+        fewest = min(MIN_TOKENS // self._disk.block_size, self._disk.blocks_per_segment)
+        return first == 0 and end < fewest
 
     def add(self, offer: Offer, now: float) -> None:
         if isinstance(offer, SavedState):
@@ -120,6 +127,8 @@ class Assembly:
 
     def _add_state(self, state: SavedState) -> None:
         """Complete the segment that contains block number `state.end` - 1 and end it there."""
+        if self._is_short(0, state.end):
+            return
         for last, segment in self._growing.items():
             is_within = segment.first < state.end <= segment.end
             if is_within and segment.chain.name(segment.token_ids, state.end - 1) == state.name:
@@ -140,7 +149,8 @@ class Assembly:
         """Return the complete segments, and the segments that have waited for `delay_s`."""
         if not self._has_states:
             for last, segment in list(self._growing.items()):
-                if now - segment.since >= delay_s:
+                is_due = now - segment.since >= delay_s
+                if is_due and not self._is_short(segment.first, segment.end):
                     self._complete.append(self._kept(segment, segment.end, None))
                     del self._growing[last]
         taken, self._complete = self._complete, []

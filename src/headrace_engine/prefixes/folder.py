@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +36,10 @@ _ENTRIES_AT_ONCE, _REST_S = 64, 0.002
 _FREE_BYTES, _FREE_SHARE = 1 << 30, 0.1
 
 _counter = itertools.count()
+
+
+SizeLimit = Callable[[int, int], int]
+"""Returns a folder's largest size in bytes from the disk's free bytes and the folder's bytes."""
 
 
 class StoredSegment(NamedTuple):
@@ -147,6 +151,14 @@ def make_private(root: Path) -> None:
         root.chmod(0o700)
 
 
+def make_own(root: Path) -> None:
+    """Create the folder, readable only by its owner. Raise OSError if another user owns it."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if root.stat().st_uid != os.getuid():
+        raise PermissionError(f"{root} belongs to another user")
+    root.chmod(0o700)
+
+
 def file_name(segment: PrefixSegment | StoredSegment) -> str:
     return f"{segment.name.hex()}-{segment.first}-{segment.end}"
 
@@ -216,9 +228,11 @@ def files_to_remove(
     return removed
 
 
-def sweep(root: Path, max_bytes: int, max_days: float) -> int:
+def sweep(root: Path, limit: SizeLimit, max_days: float) -> int:
     """Remove files of any model until the limits are met; return how many bytes remain."""
     found = [file for folder in model_folders(root) for file in files(folder)]
+    disk = os.statvfs(root)
+    max_bytes = limit(disk.f_bavail * disk.f_frsize, sum(file.num_bytes for file in found))
     removed = files_to_remove(found, max_bytes, max_days, time.time())
     for number, file in enumerate(removed, 1):
         with contextlib.suppress(FileNotFoundError):

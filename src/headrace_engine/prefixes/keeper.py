@@ -8,6 +8,7 @@ after another. If the disk hangs, only these two threads hang.
 import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 from array import array
@@ -23,6 +24,7 @@ from headrace_engine.memory.offers import Offer
 from headrace_engine.prefixes.assembly import Assembly, SegmentToSave
 from headrace_engine.prefixes.folder import PrefixFolder, sweep
 from headrace_engine.prefixes.format import Unusable
+from headrace_engine.prefixes.place import AUTO, size_limit
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +181,8 @@ class SegmentWriter:
         self._touched: dict[bytes, float] = {}
         self._listed_at, self._changed_at = time.monotonic(), 0.0
         self._swept_at, self._unswept_bytes = 0.0, 0
+        # The largest size of the folder, as of the last sweep. Nothing is written if it is 0.
+        self._max_bytes = sys.maxsize
         self._paused_until = 0.0
         self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
         self._send_news: SendNews
@@ -197,6 +201,7 @@ class SegmentWriter:
 
     def _run(self) -> None:
         has_more = True
+        self._maintain()
         while has_more:
             try:
                 is_idle = not self._assembly.is_growing
@@ -217,7 +222,9 @@ class SegmentWriter:
 
     def _keep(self, kept: SegmentToSave) -> None:
         segment, now = kept.segment, time.monotonic()
-        if now < self._paused_until or self._site.disk.reaches(segment.name, segment.first):
+        if not self._max_bytes or now < self._paused_until:
+            return
+        if self._site.disk.reaches(segment.name, segment.first):
             return
         try:
             numbers = self._numbers.get(kept.block_ids, kept.slot_id)
@@ -270,11 +277,10 @@ class SegmentWriter:
     def _maintain(self) -> None:
         now, limits = time.monotonic(), self._site.limits
         try:
-            most = limits.prefix_cache_disk_bytes
-            is_due = self._unswept_bytes > _SWEPT_SHARE * most
+            is_due = self._unswept_bytes > _SWEPT_SHARE * self._max_bytes
             if is_due or now - self._swept_at > _SWEPT_EVERY_S:
                 self._swept_at, self._unswept_bytes = now, 0
-                sweep(self._site.root, most, limits.prefix_cache_disk_days)
+                sweep(self._site.root, self._limit, limits.prefix_cache_disk_days)
             if now - self._listed_at > _LISTED_EVERY_S:
                 self._listed_at = now
                 self._list()
@@ -285,6 +291,20 @@ class SegmentWriter:
                 self._site.root,
                 error,
             )
+
+    def _limit(self, free_bytes: int, used_bytes: int) -> int:
+        limits, before = self._site.limits, self._max_bytes
+        is_default = limits.prefix_cache_dir == AUTO
+        given = limits.prefix_cache_disk_bytes
+        self._max_bytes = size_limit(is_default, given, free_bytes, used_bytes)
+        if before and not self._max_bytes:
+            logger.info(
+                "Cached prefixes are not stored while the disk of %s has only %.1f GiB of free "
+                "space. Free some, or set --prefix-cache-disk-bytes.",
+                self._site.root,
+                (free_bytes + used_bytes) / (1 << 30),
+            )
+        return self._max_bytes
 
     def _list(self) -> None:
         """List the folder again if other processes have changed it."""

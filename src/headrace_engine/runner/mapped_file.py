@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from headrace_common.errors import ModelError
+from headrace_common.system.file_systems import IN_MEMORY, kind_of, nearest_existing
 
 # The alignment of tensors in bytes: the size of a cache line.
 _ALIGNED = 64
 # Data is flushed in parts of this many bytes, because the memory of unwritten pages cannot be
 # reclaimed.
 _SYNC_BYTES = 256 << 20
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def aligned_bytes(layer_bytes: int) -> int:
@@ -35,28 +35,14 @@ def folder() -> Path:
 def objection(size: int) -> str | None:
     """Return a sentence that says why a file of this size cannot be created, or None."""
     location = folder()
-    existing = next(path for path in (location, *location.parents) if path.exists())
-    if _kind(existing) in _IN_MEMORY:
+    existing = nearest_existing(location)
+    if kind_of(existing) in IN_MEMORY:
         return f"{existing} is in memory, not on a disk."
     facts = os.statvfs(existing)
     free = facts.f_bavail * facts.f_frsize
     if free < size:
         return f"{existing} has only {free >> 20} MiB free for {size >> 20} MiB of experts."
     return None
-
-
-def _kind(path: Path) -> str:
-    """Return the type of the path's file system; empty if the system reports no type."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    found = {}
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        found[Path(before.split()[4])] = after.split()[0]
-    real = path.resolve()
-    return next((found[location] for location in (real, *real.parents) if location in found), "")
 
 
 class MappedFile:
