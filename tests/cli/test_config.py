@@ -19,6 +19,7 @@ api_key = ["first-secret"]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("HEADRACE_PREFIX_CACHE_DIR")
     monkeypatch.setenv("HEADRACE_MAX_NUM_SEQS", "6")
     monkeypatch.setenv("HEADRACE_STATE_DIR", "redis://:hunter@two@cache:6379/0")
 

@@ -4,7 +4,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace_common.config.settings import ModelConfig, SchedulerConfig
+from headrace_common.config.settings import ModelConfig, PrefixCacheConfig, SchedulerConfig
 from headrace_common.errors import ModelError
 from headrace_common.layout import MemoryLayout
 from headrace_common.messages import Ready
@@ -60,3 +60,22 @@ def test_guesses_are_made_where_they_change_no_text(
             ModelError, match=r"--guess 3 is not possible: .* Use --guess auto or --guess off"
         ):
             max_guess(SchedulerConfig(guess=3), ready)
+
+
+def test_a_default_folder_of_prefixes_that_cannot_be_used_stops_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    model = str(make_tiny_model(tmp_path / "tiny"))
+    config = ModelConfig(model=model, device="cpu", threads=1, kernels="plain")
+    for folder in ("auto", "none", ""):
+        prefix_cache = PrefixCacheConfig(prefix_cache_dir=folder)
+        with caplog.at_level("INFO"):
+            assert load(msgspec.structs.replace(config, prefix_cache=prefix_cache)).prefixes is None
+    assert caplog.text.count("Cached prefixes are not stored: [Errno 20]") == 1
+    named = PrefixCacheConfig(prefix_cache_dir=str(tmp_path / "file" / "mine"))
+    with pytest.raises(
+        ModelError, match=r"--prefix-cache-dir: .* cannot be used \(Not a directory"
+    ):
+        load(msgspec.structs.replace(config, prefix_cache=named))

@@ -27,7 +27,9 @@ pytestmark = needs_own_kernels
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(mapped_file, "kind_of", lambda path: "ext4")  # also where tests run in memory
+    monkeypatch.setattr(
+        mapped_file, "kind_of", lambda path: "ext4"
+    )  # also where tests run in memory
     sizes = {"num_experts": 16, "moe_intermediate_size": 256}
     dtype = torch.bfloat16
     return make_tiny_model(tmp_path / "tiny", "Qwen3MoeForCausalLM", dtype=dtype, **sizes)
