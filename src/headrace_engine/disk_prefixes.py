@@ -1,6 +1,7 @@
 """Connects a loaded model to a folder of cached prefixes on disk, if a folder is configured."""
 
 import logging
+import os
 import queue
 import threading
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace_common.cache import ModelCache
+from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import PrefixCacheConfig
 from headrace_common.errors import ModelError
 from headrace_common.messages import Ready
@@ -122,7 +124,13 @@ def about(model: str, ready: Ready, cache: ModelCache) -> About:
         block_size=ready.layout.block_size,
         cache=msgspec.json.encode(cache).decode(),
         libraries=f"torch {version('torch')}, transformers {version('transformers')}",
+        weights=_stamps(Path(model)),
     )
+
+
+def _stamps(folder: Path) -> str:
+    found = (os.stat(folder / name) for name in read_spec(folder).weight_files)
+    return ", ".join(f"{stat.st_size} {stat.st_mtime_ns}" for stat in found)
 
 
 def _disk_prefixes(ready: Ready, numbers: BlockBytes) -> DiskPrefixes:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,20 @@ def test_a_default_folder_of_prefixes_that_cannot_be_used_stops_no_engine(
         ModelError, match=r"--prefix-cache-dir: .* cannot be used \(Not a directory"
     ):
         load(msgspec.structs.replace(config, prefix_cache=named))
+
+
+def test_weights_that_were_written_again_share_no_prefixes_with_the_old(tmp_path: Path) -> None:
+    """The fingerprint samples the files, so a tensor that was trained may not change it."""
+    model, disk = make_tiny_model(tmp_path / "tiny"), tmp_path / "disk"
+    config = ModelConfig(
+        model=str(model),
+        device="cpu",
+        threads=1,
+        kernels="plain",
+        prefix_cache=PrefixCacheConfig(prefix_cache_dir=str(disk)),
+    )
+    for num_folders, changed_at in ((1, None), (1, 1e9), (2, None)):
+        assert load(config).prefixes is not None
+        assert len(list(disk.iterdir())) == num_folders
+        if changed_at is not None:
+            os.utime(model / "model.safetensors", (changed_at, changed_at))

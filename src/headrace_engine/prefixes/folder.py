@@ -73,6 +73,9 @@ class About(msgspec.Struct, frozen=True):
     cache: str
     # The libraries that compute the data, with their versions.
     libraries: str
+    # Sizes and times of the files with weights. The fingerprint only covers samples of them, so a
+    # model that was trained further can have the same fingerprint.
+    weights: str = ""
     version: int = format.VERSION
 
     @property
