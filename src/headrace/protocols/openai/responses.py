@@ -372,7 +372,7 @@ def _repeated(fields: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool as it was sent; clients expect all fields of a function."""
-    return _NO_FUNCTION | tool if tool["type"] == "function" else tool
+    return {**_NO_FUNCTION, **tool} if tool["type"] == "function" else tool
 
 
 def _unsupported(name: str, why: str) -> RequestError:
