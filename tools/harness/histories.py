@@ -57,6 +57,11 @@ class HistoryBuilder:
         """Stop requiring the texts made so far: the model no longer has to see these texts."""
         self._texts.clear()
 
+    def keep(self, items: list[Json]) -> None:
+        """Only require the texts made so far that these items contain."""
+        sent = json.dumps(items)
+        self._texts = {word: form for word, form in self._texts.items() if form in sent}
+
     def build(self, route: str, body: Json) -> History:
         """Return the history. `History.texts` has only texts that are used in the body."""
         sent = json.dumps(body)
@@ -274,8 +279,39 @@ def _item_other(b: HistoryBuilder) -> list[Json]:
     ]
 
 
+_SUMMARY = "Summary of the conversation so far:\n"
+
+
+def _item_summary(b: HistoryBuilder) -> list[Json]:
+    """Return a summary that replaces no items: of another client, or one that cannot be read."""
+    text = f"Another language model began this task. Its summary: {b.text()}"
+    return [
+        b.one(
+            {"type": "message", "role": "user", "content": text},
+            {"type": "message", "role": "assistant", "content": text},
+            {"type": "compaction_summary", "id": b.word(), "encrypted_content": "gAAA"},
+            {"type": "compaction_summary", "summary": [{"type": "summary_text", "text": text}]},
+        )
+    ]
+
+
+def _compacted(b: HistoryBuilder, items: list[Json]) -> list[Json]:
+    """Return the items with a summary behind them, which replaces most of them.
+
+    The model still sees instructions and the user's messages.
+    """
+    b.keep([it for it in items if it.get("role") in ("user", "system", "developer")])
+    text = _SUMMARY * b.chance() + f"The story: {b.text()}"
+    carried = b.one(
+        {"encrypted_content": text}, {"summary": [{"type": "summary_text", "text": text}]}
+    )
+    item = {"type": "compaction", "id": f"cmp_{b.word()}"} | carried
+    said = {"type": "message", "role": "assistant", "content": text}
+    return [*items, *([said] if b.chance() else []), item]
+
+
 _ITEMS: list[Maker] = [
-    *(_item_message, _item_message, _item_function, _item_custom, _item_local_shell),
+    *(_item_message, _item_message, _item_summary, _item_function, _item_custom, _item_local_shell),
     *(_item_shell, _item_patch, _item_program, _item_tool_search, _item_computer),
     *(_item_hosted, _item_reasoning, _item_other),
 ]
@@ -286,10 +322,17 @@ def _responses(b: HistoryBuilder) -> History:
     # Parallel calls come first, and the outputs follow after the last call.
     if b.chance(0.2):
         items.sort(key=lambda item: "output" in str(item.get("type")))
+    if b.chance(0.2):
+        items = _compacted(b, items)
+        items += [item for made in b.some(_ITEMS) for item in made]
     items.append({"role": "user", "content": b.text()})
     tools = b.some([_tool_of_responses]) if b.chance() else []
     body = {"input": items, "tools": tools, "instructions": b.text(), "max_output_tokens": 1}
-    return b.build("/v1/responses", body | b.maybe(store=False))
+    body |= b.maybe(store=False)
+    if b.chance(0.2):
+        limit = {"type": "compaction"} | b.maybe(compact_threshold=b.one(200, 100_000))
+        body |= {"context_management": b.one([limit], [], None)}
+    return b.build("/v1/responses", body)
 
 
 def _tool_of_responses(b: HistoryBuilder) -> Json:
