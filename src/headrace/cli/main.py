@@ -22,6 +22,7 @@ from headrace.cli.batch import batch
 from headrace.cli.bench import bench
 from headrace.cli.cache import cache
 from headrace.cli.help import SettingOption, SettingsCommand, Verbs
+from headrace.cli.launch import launch
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import set_up
 from headrace.cli.merge import merge
@@ -44,7 +45,7 @@ _OF_UNIX = ("fcntl", "resource")  # modules that exist only on Unix
 # Every subcommand reads this variable, but only some subcommands have the flag --log-level.
 _DEBUG = f"{PREFIX}LOG_LEVEL"
 _SECTIONS = {
-    "Serve and chat": ("serve", "run", "chat", "ps", "stop"),
+    "Serve and chat": ("serve", "run", "chat", "launch", "ps", "stop"),
     "Models": ("ls", "pull", "rm", "models", "merge"),
     "Generate and embed": ("generate", "embed", "batch"),
     "Measure and check": ("doctor", "config", "bench", "cache"),
@@ -407,6 +408,7 @@ for command in (
     _serve_command(),
     _run_command(),
     _chat_command(),
+    launch,
     ps,
     stop,
     _generate_command(),

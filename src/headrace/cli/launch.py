@@ -1,0 +1,253 @@
+"""`headrace launch`: starts a coding agent that uses a Headrace server."""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from headrace.cli.launch_clients import CLIENTS, KEY, LaunchClient, Model, Setup
+from headrace.cli.logs import printable, say
+from headrace.cli.models import ask
+from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
+from headrace.cli.server_options import key_or_first, server_options
+from headrace_common.errors import ConfigError, HeadraceError
+
+# Some agents replace references such as {file:PATH} and $NAME in their configuration, so a
+# server's names of models must not contain any.
+_NAME = re.compile(r"\w[\w .:/@+=,()-]*")
+_KINDS = (None, "text", "image-text", "seq2seq")  # None if the model is not loaded
+_WITHOUT_TOOLS = re.compile(r"headrace-mini|smollm2", re.IGNORECASE)
+_NO_KEY = "unused"
+_END = "END_OF_FILE"
+
+
+class _Architecture(msgspec.Struct):
+    input_modalities: tuple[str, ...] = ()
+
+
+class _Entry(msgspec.Struct):
+    id: str
+    root: str | None = None
+    kind: str | None = None
+    context_length: int | None = None
+    architecture: _Architecture = msgspec.field(default_factory=_Architecture)
+    status: dict[str, Any] = {}
+
+
+class _Listing(msgspec.Struct):
+    data: tuple[_Entry, ...]
+    models: tuple[Any, ...] = ()
+
+
+class _LaunchCommand(click.Command):
+    """A verb whose words after `--` belong to the agent."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.obj = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]
+
+
+@click.command(
+    "launch",
+    cls=_LaunchCommand,
+    short_help="Start a coding agent on a model.",
+    params=server_options(),
+)
+@click.argument("client", type=click.Choice(list(CLIENTS)), required=False)
+@click.argument("model", required=False)
+@click.option("--print", "prints", is_flag=True, help="Print the commands instead of running them")
+@click.pass_context
+def launch(
+    context: click.Context,
+    client: str | None,
+    model: str | None,
+    url: str | None,
+    api_key: str | None,
+    prints: bool,
+) -> None:
+    """Start a coding agent that uses MODEL; without CLIENT, list the agents.
+
+    A running server that has MODEL is used. Otherwise a server for MODEL starts, and ends with the
+    agent. Without MODEL, the agent gets the running server's model, or else the model that
+    `headrace serve` would serve. The agent's own configuration and logins are not changed.
+
+    \b
+    headrace launch claude
+    headrace launch opencode qwen3-coder-30b-a3b
+    headrace launch codex --port 9000 -- exec "Fix the failing test."
+    headrace launch pi --print
+    """
+    if client is None:
+        _list_clients()
+        return
+    agent, key = CLIENTS[client], key_or_first(api_key)
+    program = shutil.which(client)
+    if program is None and not prints:
+        raise HeadraceError(
+            f"{agent.title} is not installed; install it with `{agent.install_command}`."
+        )
+    found = _running(url, key, model)
+    if prints:
+        if found is None:
+            raise HeadraceError(
+                "--print needs a running server that has the model; start one with "
+                f"`headrace serve {shlex.quote(model or 'MODEL')}`."
+            )
+        warn(agent, found)
+        click.echo(as_script(client, agent.setup(found, _folder()), context.obj, bool(key)))
+        return
+    end_on_hangup()
+    try:
+        with _served(found, key, model) as used, _private_folder() as folder:
+            warn(agent, used)
+            setup = agent.setup(used, folder)
+            for file, content in setup.files.items():
+                file.write_text(content)
+            variables = {**os.environ, **setup.variables, KEY: key or _NO_KEY}
+            code = _run([program or client, *setup.flags, *context.obj], variables)
+    except ServerEnded as ended:
+        code = ended.code
+    sys.exit(code)
+
+
+def _list_clients() -> None:
+    for name, client in CLIENTS.items():
+        place = shutil.which(name) or f"not installed: {client.install_command}"
+        click.echo(f"{name:<10}{client.title:<13}{place}")
+
+
+def _running(url: str | None, key: str, name: str | None) -> Model | None:
+    """Return a model of the running server; None if there is no server, or not with this model.
+
+    Raises an error if `url` names a server that does not answer or does not have the model.
+    """
+    from headrace.client.errors import Unreachable
+    from headrace.client.http import URL, to_address
+
+    address = to_address(url or URL)
+    try:
+        return choose(ask(address, key), address, name)
+    except HeadraceError as error:
+        if url is None and (name or isinstance(error, Unreachable)):
+            return None
+        raise
+
+
+def choose(body: bytes, address: str, name: str | None) -> Model:
+    """Choose the model with this name from a server's list, or else the first that can chat.
+
+    Models in memory are preferred. Raises HeadraceError if there is none.
+    """
+    try:
+        listing = msgspec.json.decode(body, type=_Listing)
+    except msgspec.MsgspecError:
+        raise HeadraceError(f"{address} sent a list of models that is not Headrace's.") from None
+    known = [it for it in listing.data if it.kind in _KINDS and _NAME.fullmatch(it.id)]
+    fitting = [it for it in known if name in (None, it.id)]
+    if not fitting:
+        names = ", ".join(it.id for it in known)
+        what = f"has no model {printable(name)}" if name else "has no model that can chat"
+        raise HeadraceError(f"The server at {address} {what}; it has: {names or 'none'}.")
+    entry = next((it for it in fitting if it.status.get("value") == "loaded"), fitting[0])
+    modalities = tuple(it for it in entry.architecture.input_modalities if it == "image")
+    return Model(address, entry.id, entry.context_length, ("text", *modalities), listing.models)
+
+
+def warn(client: LaunchClient, model: Model) -> None:
+    """Warn about a context that is too short, and about a model that cannot do an agent's tasks."""
+    if model.context and model.context < client.num_tokens:
+        say(
+            f"headrace: {client.title} needs {client.num_tokens:,} tokens before your first word, "
+            f"and {model.name} takes {model.context:,}; use a model with a longer context, or "
+            "raise --max-model-len."
+        )
+    if _WITHOUT_TOOLS.search(model.name):
+        say(f"headrace: {model.name} is too small for an agent's tasks; use it for tests only.")
+
+
+@contextlib.contextmanager
+def _served(found: Model | None, key: str, name: str | None) -> Iterator[Model]:
+    """Yield the model that was found, or one of a private server."""
+    if found is not None:
+        yield found
+        return
+    with private_server(name or _model_of_serve()) as address:
+        yield choose(ask(address, key), address, None)
+
+
+def _model_of_serve() -> str:
+    from headrace.cli.default_model import with_best_model
+    from headrace_common.config.sources import load
+
+    return with_best_model(load({}, os.environ, None)).models[0].model
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "headrace" / "launch"
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    """Make a folder that only this user can read, and remove it at the end."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=_folder())
+    except OSError as error:
+        raise ConfigError(
+            f"{_folder()} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder "
+            "that can."
+        ) from None
+    with folder as path:
+        yield Path(path)
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run the agent and pass signals on to it. Return its exit code."""
+    agents: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        if not agents:
+            early.append(number)
+        for agent in agents:
+            agent.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    # The terminal also sends Ctrl-C to the agent, which decides what to do.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        agents.append(subprocess.Popen(command, env=variables))
+    except OSError as error:
+        raise HeadraceError(f"{command[0]} cannot be run: {error.strerror}.") from None
+    for number in early:
+        agents[0].send_signal(number)
+    code = agents[0].wait()
+    return 128 - code if code < 0 else code
+
+
+def as_script(program: str, setup: Setup, arguments: Sequence[str], has_key: bool) -> str:
+    """Return lines for a shell that write the files and start the agent, without the key."""
+    key = '"${HEADRACE_API_KEY:?set it to your key}"' if has_key else _NO_KEY
+    lines = [f"export {KEY}={key}"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in setup.variables.items()]
+    for file, content in setup.files.items():
+        lines.append(f"mkdir -p -m 700 {shlex.quote(str(file.parent))}")
+        lines += [f"cat > {shlex.quote(str(file))} <<'{_END}'", content.rstrip("\n"), _END]
+    return "\n".join([*lines, shlex.join([program, *setup.flags, *arguments])])

@@ -1,0 +1,170 @@
+"""`headrace launch` with programs in place of the agents, which record how they were started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.cli.launch import as_script, choose, warn
+from headrace.cli.launch_clients import CLIENTS, Model
+from headrace.cli.main import cli
+from headrace_common.errors import HeadraceError
+from tools.harness.eventually import eventually
+from tools.harness.servers import ServerProcess, running_server
+
+# Writes its arguments, its environment and the files of its flags, and ends with code 7.
+AGENT = f"""#!{sys.executable}
+import json, os, pathlib, re, sys
+paths = [path for word in sys.argv for path in re.findall(r'/[^ "]+/launch/[^ "]+', word)]
+files = {{path: pathlib.Path(path).read_text() for path in paths}}
+folders = {{oct(pathlib.Path(path).parent.stat().st_mode) for path in paths}}
+seen = [sys.argv[1:], dict(os.environ), files, list(folders)]
+pathlib.Path(os.environ["SEEN"]).write_text(json.dumps(seen))
+sys.exit(7)
+"""
+MODEL = Model("http://127.0.0.1:1", "tiny", 8192)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with running_server(str(folder), "--threads", "1", "--api-key", "secret") as running:
+        yield running
+
+
+def program(folder: Path, name: str, text: str = AGENT) -> None:
+    file = folder / name
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    own = {"PATH": f"{folder}:{os.environ['PATH']}", "SEEN": str(folder / "seen.json")}
+    own |= {"XDG_CACHE_HOME": str(folder / "cache"), "HEADRACE_API_KEY": "secret"}
+    return {**os.environ, **own, **more}
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "headrace", "launch", *words]
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_each_agent_gets_the_server_the_model_and_the_key_and_its_exit_code_is_passed_on(
+    name: str, server: ServerProcess, tmp_path: Path
+) -> None:
+    program(tmp_path, name)
+    words = command(name, "--url", server.url, "--", "-p", "a 'b'", "--", "c")
+    ended = subprocess.run(words, env=environment(tmp_path), capture_output=True, text=True)
+    assert ended.returncode == 7, ended.stderr
+    arguments, variables, files, modes = json.loads((tmp_path / "seen.json").read_text())
+    told = json.dumps([arguments, variables.get("OPENCODE_CONFIG_CONTENT"), files])
+    assert server.url in told and "tiny" in told
+    # Codex does not show reasoning.
+    assert "return_progress" in told or name == "codex"
+    assert "secret" not in told and variables["KEY_FOR_HEADRACE"] == "secret"
+    assert arguments[-4:] == ["-p", "a 'b'", "--", "c"]
+    assert all(mode == "0o40700" for mode in modes)
+    assert not any((tmp_path / "cache" / "headrace" / "launch").iterdir())
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_shell_that_runs_the_printed_lines_starts_the_agent_in_the_same_way(
+    name: str, server: ServerProcess, tmp_path: Path
+) -> None:
+    program(tmp_path, name)
+    words = command(name, "tiny", "--url", server.url, "--print", "--", "a 'b'\n$c")
+    variables = environment(tmp_path)
+    printed = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
+    assert "secret" not in printed.stdout
+    ended = subprocess.run(["sh", "-c", printed.stdout], env=variables)
+    assert ended.returncode == 7
+    arguments, seen, *_ = json.loads((tmp_path / "seen.json").read_text())
+    assert arguments[-1] == "a 'b'\n$c" and seen["KEY_FOR_HEADRACE"] == "secret"
+
+
+def test_a_private_server_ends_with_the_agent_which_gets_the_signals(
+    folder: Path, tmp_path: Path
+) -> None:
+    trap = "#!/bin/sh\ntrap 'exit 9' TERM\n"
+    program(tmp_path, "claude", f'{trap}echo > "$SEEN"\nwhile :; do sleep 0.1; done\n')
+    variables = environment(tmp_path, HEADRACE_THREADS="1")
+    # An empty cache would have no compiled kernels.
+    del variables["XDG_CACHE_HOME"]
+    launched = subprocess.Popen(command("claude", str(folder)), env=variables)
+    try:
+        eventually((tmp_path / "seen.json").exists, within_s=60)
+        children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()
+        launched.send_signal(signal.SIGINT)  # belongs to the agent alone
+        launched.send_signal(signal.SIGTERM)
+        assert launched.wait(30) == 9
+    finally:
+        launched.kill()
+    assert len(children) == 2
+    eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+
+
+def test_without_an_agent_each_is_listed_and_a_missing_one_names_its_package(
+    tmp_path: Path,
+) -> None:
+    program(tmp_path, "pi")
+    run = CliRunner(env={"PATH": str(tmp_path)})
+    rows = run.invoke(cli, ["launch"]).output.splitlines()
+    assert len(rows) == len(CLIENTS)
+    assert rows[0].endswith("not installed: npm install -g @anthropic-ai/claude-code")
+    assert rows[-1].endswith(str(tmp_path / "pi"))
+    with pytest.raises(HeadraceError, match="npm install -g @openai/codex"):
+        raise run.invoke(cli, ["launch", "codex"]).exception or AssertionError
+    with pytest.raises(HeadraceError, match="No server answers"):
+        refused = run.invoke(cli, ["launch", "pi", "tiny", "--url", "http://127.0.0.1:1"])
+        raise refused.exception or AssertionError
+
+
+def listing(*entries: dict[str, Any]) -> bytes:
+    return json.dumps({"data": entries}).encode()
+
+
+def test_the_named_model_is_chosen_or_the_first_that_is_loaded_and_can_chat() -> None:
+    vectors = {"id": "vectors", "kind": "embedding", "status": {"value": "loaded"}}
+    later = {"id": "later", "kind": None, "status": {"value": "unloaded"}}
+    sees = {"input_modalities": ["text", "image"]}
+    chats = {"id": "a/b:Q4", "kind": "text", "status": {"value": "loaded"}, "architecture": sees}
+    body = listing(vectors, later, {**chats, "context_length": 4096})
+    assert choose(body, "u", None) == Model("u", "a/b:Q4", 4096, ("text", "image"))
+    assert choose(body, "u", "later") == Model("u", "later")
+    with pytest.raises(HeadraceError, match="no model vectors; it has: later, a/b:Q4"):
+        choose(body, "u", "vectors")
+
+
+@pytest.mark.parametrize("name", ["{file:/etc/passwd}", "$HOME", "!ls", "--x", "a\nb", "", "a'b"])
+def test_names_that_an_agent_would_expand_are_refused(name: str) -> None:
+    with pytest.raises(HeadraceError, match="no model"):
+        choose(listing({"id": name, "kind": "text"}), "u", None)
+
+
+@pytest.mark.parametrize("body", [b"[]", b'{"data": 1}', b'{"data": [{"id": 1}]}', b"<html>"])
+def test_a_list_of_another_program_is_an_error(body: bytes) -> None:
+    with pytest.raises(HeadraceError, match="not Headrace's"):
+        choose(body, "u", None)
+
+
+def test_a_short_context_and_a_small_model_are_warned_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    warn(CLIENTS["claude"], MODEL._replace(name="headrace-mini"))
+    short, small = capsys.readouterr().err.splitlines()
+    assert "12,200 tokens" in short and "8,192" in short and "too small" in small
+    warn(CLIENTS["pi"], MODEL)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_context_that_is_not_known_is_left_out(name: str, tmp_path: Path) -> None:
+    setup = CLIENTS[name].setup(MODEL._replace(context=None), tmp_path)
+    script = as_script(name, setup, (), has_key=False)
+    assert "None" not in script and "CONTEXT" not in script and "null" not in script
