@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
@@ -92,21 +93,24 @@ def test_a_private_server_ends_with_the_agent_which_gets_the_signals(
     folder: Path, tmp_path: Path
 ) -> None:
     trap = "#!/bin/sh\ntrap 'exit 9' TERM\n"
-    program(tmp_path, "claude", f'{trap}echo > "$SEEN"\nwhile :; do sleep 0.1; done\n')
+    end = 'mv "$SEEN.new" "$SEEN"\nwhile :; do sleep 0.1; done\n'
+    program(tmp_path, "claude", f'{trap}echo "$2" > "$SEEN.new"\n{end}')
     variables = environment(tmp_path, HEADRACE_THREADS="1")
     # An empty cache would have no compiled kernels.
     del variables["XDG_CACHE_HOME"]
     launched = subprocess.Popen(command("claude", str(folder)), env=variables)
     try:
         eventually((tmp_path / "seen.json").exists, within_s=60)
-        children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()
+        settings = json.loads((tmp_path / "seen.json").read_text())
+        health = f"{settings['env']['ANTHROPIC_BASE_URL']}/health"
+        assert httpx.get(health).is_success
         launched.send_signal(signal.SIGINT)  # belongs to the agent alone
         launched.send_signal(signal.SIGTERM)
-        assert launched.wait(30) == 9
+        assert launched.wait(60) == 9
     finally:
         launched.kill()
-    assert len(children) == 2
-    eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(health)
 
 
 def test_without_an_agent_each_is_listed_and_a_missing_one_names_its_package(

@@ -236,8 +236,8 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
         agents.append(subprocess.Popen(command, env=variables))
     except OSError as error:
         raise HeadraceError(f"{command[0]} cannot be run: {error.strerror}.") from None
-    for number in early:
-        agents[0].send_signal(number)
+    for signal_number in early:
+        agents[0].send_signal(signal_number)
     code = agents[0].wait()
     return 128 - code if code < 0 else code
 

@@ -1,7 +1,7 @@
 """Describes the coding agents that `headrace launch` starts, and how each finds the server.
 
 Nothing is written into an agent's own configuration. The settings are flags, environment variables
-or a file in a folder of ours, so an agent keeps its sessions and logins. Each agent asks for the
+or a file in a separate folder, so an agent keeps its sessions and logins. Each agent asks for the
 prompt's progress in its own requests, so the server needs no rule for it.
 """
 
