@@ -36,7 +36,7 @@ class _Architecture(msgspec.Struct):
     input_modalities: tuple[str, ...] = ()
 
 
-class _Entry(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
     root: str | None = None
     kind: str | None = None
@@ -46,7 +46,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Listing(msgspec.Struct):
-    data: tuple[_Entry, ...]
+    data: tuple[_ListedModel, ...]
     models: tuple[Any, ...] = ()
 
 
