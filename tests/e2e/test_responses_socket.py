@@ -131,13 +131,14 @@ def test_messages_wait_for_their_turn_and_only_some_may_wait(server: ServerProce
         socket.send(**LONG)
         socket.until("response.output_text.delta")
         for number in range(20):
-            socket.send(input=f"{number}", max_output_tokens=2)
+            socket.send(input=f"{number}", max_output_tokens=2, ignore_eos=True)
         errors, ends = 0, []
-        while len(ends) < 17:
+        while errors + len(ends) < 21:
             event = socket.next()
             errors += event["type"] == "error"
             ends += [event["response"]["usage"]] if event["type"] == "response.incomplete" else []
-        assert errors == 4 and ends[0]["output_tokens"] == 400
+        # Messages may have begun to be answered before the last one was sent.
+        assert 0 < errors <= 4 and ends[0]["output_tokens"] == 400
         assert all(usage["output_tokens"] == 2 for usage in ends[1:])
 
 
