@@ -6,6 +6,7 @@ read this array only while it executes the plan.
 """
 
 from array import array
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -15,14 +16,53 @@ from headrace_common.sampling import Logprobs, Sampling
 
 NO_SLOT = SlotId(-1)
 
+# The end of an encoder input that every token needs.
+EVERY_TOKEN = 1 << 40
+
+# The kinds of encoder units. LAYER is a whole layer. Otherwise, EMBED computes everything before
+# the first layer; PROJECT the queries, keys and values of some rows of a layer; ATTEND the rest of
+# the layer for some rows; and CROSS the keys and values that a decoder layer reads.
+LAYER, EMBED, PROJECT, ATTEND, CROSS = range(5)
+# The number of source tokens in a unit of PROJECT, ATTEND or CROSS.
+UNIT_ROWS = 16
+
+
+class EncoderStage(NamedTuple):
+    """A part of an encoding that has to be complete before the next part begins.
+
+    Each unit computes `num_rows` tokens of the encoder. Units of one kind share a cost model.
+    """
+
+    kind: int
+    num_units: int
+    num_rows: int
+
+
+class EncoderPiece(NamedTuple):
+    """Units [start, end) of an encoding. All of them belong to stage number `number`.
+
+    The stage begins with unit `first`.
+    """
+
+    number: int
+    stage: EncoderStage
+    first: int
+    start: int
+    end: int
+
+    @property
+    def num_rows(self) -> int:
+        return (self.end - self.start) * self.stage.num_rows
+
 
 class EncoderInput(msgspec.Struct, frozen=True):
     """A source text or an image to encode. Tokens [start, end) of the prompt need the result.
 
-    The encoding consists of `num_units` units of work, usually layers. Each unit takes b·size +
-    a·size² seconds with constants a and b, where `size` is the number of the encoder's tokens. If
-    `is_whole`, the encoding cannot be split and runs in a separate step. If `is_source`, reported
-    progress counts these `size` tokens instead of the prompt's tokens.
+    The encoding consists of `num_units` units of work in `stages`; without stages, each unit is a
+    layer. The encoder has `size` tokens. A unit of n tokens takes b·n + a·n·size seconds; the
+    constants a and b depend on the kind of unit. If `is_whole`, the encoding cannot be split and
+    runs in a separate step. If `is_source`, reported progress counts these `size` tokens instead
+    of the prompt's tokens.
     """
 
     start: int
@@ -34,6 +74,17 @@ class EncoderInput(msgspec.Struct, frozen=True):
     # Only the lane interprets these bytes.
     data: bytes = b""
     mark: bytes = b""  # hash of the content
+    stages: tuple[EncoderStage, ...] = ()
+
+    def pieces(self, start: int, end: int) -> Iterator[EncoderPiece]:
+        """Divide units [start, end) by stage."""
+        first = 0
+        stages = self.stages or (EncoderStage(LAYER, self.num_units, self.size),)
+        for number, stage in enumerate(stages):
+            after = first + stage.num_units
+            if max(start, first) < min(end, after):
+                yield EncoderPiece(number, stage, first, max(start, first), min(end, after))
+            first = after
 
 
 class PromptInputs(msgspec.Struct, frozen=True):
@@ -51,8 +102,40 @@ class SourceSpec(msgspec.Struct, frozen=True):
     """How an encoder-decoder processes prompts. Every answer starts with `start_ids`."""
 
     start_ids: tuple[int, ...]
-    num_units: int  # units of work for encoding a prompt
-    can_be_cut: bool
+    num_layers: int = 0  # 0 if the encoder cannot run layer by layer
+    num_cross: int = 0  # the number of decoder layers; 0 if a layer cannot be cut
+
+    @property
+    def can_be_cut(self) -> bool:
+        return self.num_layers > 0
+
+    def encoding(self, size: int, data: bytes = b"") -> EncoderInput:
+        """Return the encoding of a source with `size` tokens, which takes place before token 0."""
+        stages = self._stages(size)
+        return EncoderInput(
+            start=0,
+            end=EVERY_TOKEN,
+            size=size,
+            num_units=sum(stage.num_units for stage in stages),
+            is_whole=not self.can_be_cut,
+            is_source=True,
+            data=data,
+            stages=stages,
+        )
+
+    def _stages(self, size: int) -> tuple[EncoderStage, ...]:
+        num_rows = min(UNIT_ROWS, size)
+        num_units = -(-size // max(1, num_rows))
+        embed = EncoderStage(EMBED, 1, size)
+        if not self.can_be_cut:
+            return (EncoderStage(LAYER, 1, size),)
+        if not self.num_cross:
+            layers = EncoderStage(LAYER, self.num_layers, size)
+            return embed, layers, EncoderStage(CROSS, 1, size)
+        project, attend, cross = (
+            EncoderStage(kind, num_units, num_rows) for kind in (PROJECT, ATTEND, CROSS)
+        )
+        return embed, *self.num_layers * (project, attend), *self.num_cross * (cross,)
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -156,8 +239,8 @@ class SlotCopy(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """Everything that the runner does in one step.
 
-    The runner processes `ended`, `begun`, `restores`, `loads`, `encoded` (at most one item),
-    `chunks`, and then the copies, in this order.
+    The runner processes `ended`, `begun`, `restores`, `loads`, `encoded`, `chunks`, and then the
+    copies, in this order. All items of `encoded` belong to one encoding, each to another stage.
 
     `ended` contains finished, cancelled and preempted sequences. The runner may free the tensors of
     these sequences before the step. A preempted sequence may begin again in the same step.
@@ -180,7 +263,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     def named(self) -> list[SequenceId]:
         """Return the sequences for which the step loads, encodes, computes or draws, each once."""
         ids = [load.sequence_id for load in self.loads]
-        ids += [chunk.sequence_id for chunk in self.encoded]
+        ids += dict.fromkeys(chunk.sequence_id for chunk in self.encoded)
         return ids + [i for chunk in self.chunks for i in chunk.draws or (chunk.sequence_id,)]
 
 
@@ -220,7 +303,8 @@ class StepResult(msgspec.Struct, frozen=True):
 
     chunks: tuple[ChunkResult, ...]
     seconds: float
-    encode_seconds: float = 0.0  # part of `seconds` for encoding; 0: nothing was encoded
+    # The part of `seconds` for each item of `encoded`; 0 if the result was cached.
+    encode_seconds: tuple[float, ...] = ()
     load_seconds: float = 0.0  # part of `seconds` for loads
     # False if the process was stopped during the step, so that `seconds` includes the pause.
     is_timed: bool = True

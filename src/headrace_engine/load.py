@@ -108,9 +108,9 @@ def schedule(
         for chunk, seconds in timed_steps(runner, layout):
             if not stops.take():
                 scheduler.observe((chunk,), seconds)
-        for size, num_units, seconds in timed_encoding(runner, layout):
+        for work, piece, seconds in timed_encoding(runner, layout):
             if not stops.take():
-                scheduler.observe_encoding(size, num_units, seconds)
+                scheduler.observe_encoding(work, piece, seconds)
     return scheduler, ready
 
 

@@ -62,7 +62,7 @@ class FakeRunner:
         self._sequences: dict[int, Remembered] = {}
 
     def execute(
-        self, plan: StepPlan, seconds: tuple[float, float], row_errors: dict[int, int]
+        self, plan: StepPlan, seconds: tuple[float, tuple[float, ...]], row_errors: dict[int, int]
     ) -> StepResult:
         """Executes a step. `seconds` are the times for computing and for encoding."""
         for sequence_id in plan.ended:
@@ -85,7 +85,9 @@ class FakeRunner:
         for copy in plan.slot_copies:
             self._copy_slot(copy.source, copy.target)
         load_s = LOAD_S * sum(len(load.runs) for load in plan.loads)
-        return StepResult(tuple(results), sum(seconds) + load_s, seconds[1], load_s)
+        computing_s, encode_s = seconds
+        total_s = computing_s + sum(encode_s) + load_s
+        return StepResult(tuple(results), total_s, encode_s, load_s)
 
     def copy_out(self, kept: SegmentToSave) -> FakeNumbers:
         """Return a copy of a segment's blocks, and of the state after them."""

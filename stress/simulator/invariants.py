@@ -269,12 +269,12 @@ class Invariants:
                 assert not span[0] < end < span[1], "a chunk ends within a span"
 
     def _encoders_are_bounded(self, plan: StepPlan, before: Before) -> bool:
-        """Checks that a step encodes at most one piece; returns whether the piece is indivisible.
+        """Checks that a step encodes at most one input; returns whether the input is indivisible.
 
         A piece that cannot be divided must be alone in its step. If streams wait, two such steps
         must not follow each other.
         """
-        assert len(plan.encoded) <= 1
+        assert len({(chunk.sequence_id, chunk.work) for chunk in plan.encoded}) <= 1
         works = [self._table[c.sequence_id].inputs.works[c.work] for c in plan.encoded]
         was_exclusive = self._was_exclusive
         self._was_exclusive = any(work.is_whole for work in works)

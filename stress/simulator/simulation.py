@@ -227,19 +227,20 @@ class Simulation:
         if len(plan.named) == 1:
             self._may_fail.update(plan.named)
 
-    def _seconds(self, plan: StepPlan) -> tuple[float, float]:
-        """Return how many seconds a step computes, and how many seconds it encodes."""
+    def _seconds(self, plan: StepPlan) -> tuple[float, tuple[float, ...]]:
+        """Return how many seconds a step computes, and how many seconds each piece encodes."""
         computing = 0.01 + sum(
             1e-6 * c.start + 5e-4 * c.length + 1e-8 * c.length * (2 * c.start + c.length)
             for c in plan.chunks
         )
-        encoding = 0.0
+        encoding = []
         for chunk in plan.encoded:
-            size = self._engine.scheduler._table[chunk.sequence_id].inputs.works[chunk.work].size
-            encoding += 2e-3 + (chunk.end - chunk.start) * (1e-4 * size + 1e-7 * size * size)
+            work = self._engine.scheduler._table[chunk.sequence_id].inputs.works[chunk.work]
+            num_rows = sum(piece.num_rows for piece in work.pieces(chunk.start, chunk.end))
+            encoding.append(2e-3 + num_rows * (1e-4 + 1e-7 * work.size))
         factor = self._rng.uniform(0.95, 1.05)
         factor *= 20 if self._rng.random() < self.scenario.faults.slow_step else 1
-        return computing * factor, encoding * factor
+        return computing * factor, tuple(seconds * factor for seconds in encoding)
 
     def _die(self, plan: StepPlan | None) -> None:
         """Replaces the engine; the new engine gets the unfinished sequences with their tokens."""

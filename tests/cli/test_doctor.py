@@ -273,7 +273,7 @@ def test_models_that_are_no_plain_generators_are_told_in_their_own_words(
     assert encoder["inputs"]["detail"].endswith("of up to 128 tokens per step")
     assert {finding["verdict"] for finding in encoder.values()} <= {"ok", "warn"}
     source = examine(capsys, str(make_tiny_seq2seq(tmp_path / "t5")))[1]
-    assert source["prompts"]["detail"].startswith("source encoded in up to 4 pieces")
+    assert source["prompts"]["detail"].startswith("source encoded layer by layer, 16 tokens")
     seeing = examine(capsys, str(make_tiny_image_model(tmp_path / "seeing", "Qwen3.5")))[1]
     assert seeing["lane"]["detail"].startswith("native-multimodal on cpu")
     assert "images encoded a few layers" in seeing["prompts"]["detail"]

@@ -23,7 +23,7 @@ class Runner:
         self.lengths.append(plan.chunks[0].length)
         if self._errors:
             raise self._errors.pop(0)
-        self._result = self._fake.execute(plan, (0.01, 0.0), {})
+        self._result = self._fake.execute(plan, (0.01, ()), {})
         return self
 
     def result(self) -> StepResult:

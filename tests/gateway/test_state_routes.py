@@ -285,7 +285,7 @@ async def test_a_stream_without_changes_shows_signs_of_life() -> None:
     [
         ("text", {}),
         ("image-text", {"facts": LaneFacts(encoder="whole")}),
-        ("seq2seq", {"facts": LaneFacts(encoder="whole"), "source": SourceSpec((1,), 1, False)}),
+        ("seq2seq", {"facts": LaneFacts(encoder="whole"), "source": SourceSpec((1,))}),
         ("embedding", {"tasks": ("embed",)}),
         ("ranking", {"tasks": ("score",)}),
     ],

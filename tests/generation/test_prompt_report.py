@@ -25,7 +25,7 @@ from tests.kernels.own_kernels import HAS_OWN
 from tools.harness.tiny_models import make_tiny_model
 
 SHORT = Sampling(temperature=0, max_tokens=3, ignore_eos=True)
-SOURCE = SourceSpec((0,), 6, True)
+SOURCE = SourceSpec((0,), 4)
 ON_SLOTS = {"layer_types": ["conv", "full_attention", "conv"]}
 
 

@@ -122,7 +122,7 @@ class Engine:
         self, plan: StepPlan, seconds: float = 0.01, errors: dict[int, str] | None = None
     ) -> None:
         self.now += seconds
-        encode_seconds = 1e-9 if plan.encoded else 0.0
+        encode_seconds = (1e-9,) * len(plan.encoded)
         drawn = tuple(self._draw(c, errors or {}) for c in plan.chunks)
         result = StepResult(drawn, seconds, encode_seconds)
         self.trace = self.scheduler.commit(plan, result, self.now)

@@ -205,7 +205,7 @@ def test_a_chunk_is_at_most_twice_the_largest_measured():
 
 def test_overhead_outside_the_runner_takes_from_the_room():
     budget = make_budget(stall_s=0.1)
-    budget.learn_step(decoding(4, 128), StepTimes(0.03, 0.0, 0.04), is_awaited=True, cause="")
+    budget.learn_step(decoding(4, 128), StepTimes(0.03, (), 0.04), is_awaited=True, cause="")
     room = budget.open(decoding(4, 128), is_awaited=True)
     assert room.seconds == pytest.approx(0.06838 - 0.01, abs=1e-5)
 
@@ -219,7 +219,7 @@ def test_a_cold_engine_starts_small_and_doubles():
         chunks.append(room.largest_chunk(0, 5000, is_first=True))
         shape = StepShape()
         shape.add(0, chunks[-1], is_prompt=True, forward_per_chunk=False)
-        budget.learn_step(shape, StepTimes(0.1, 0.0, 0.1), is_awaited=False, cause="")
+        budget.learn_step(shape, StepTimes(0.1, (), 0.1), is_awaited=False, cause="")
     assert chunks == [64, 128, 256, 512, 512]
 
 
@@ -228,7 +228,7 @@ def test_a_cold_engine_does_not_grow_past_half_the_target():
     budget = TimeBudget(limits)
     shape = StepShape()
     shape.add(0, 64, is_prompt=True, forward_per_chunk=False)
-    budget.learn_step(shape, StepTimes(0.5, 0.0, 0.5), is_awaited=False, cause="")
+    budget.learn_step(shape, StepTimes(0.5, (), 0.5), is_awaited=False, cause="")
     assert budget.open(StepShape(), is_awaited=False).tokens == 64
 
 
@@ -242,9 +242,7 @@ def test_a_cold_engine_on_a_slow_machine_halves_and_is_soon_measured():
         shape = decoding(4, 128)
         shape.add(0, length, is_prompt=True, forward_per_chunk=False)
         seconds.append(0.03 + 0.01 * length)
-        budget.learn_step(
-            shape, StepTimes(seconds[-1], 0.0, seconds[-1]), is_awaited=True, cause=""
-        )
+        budget.learn_step(shape, StepTimes(seconds[-1], (), seconds[-1]), is_awaited=True, cause="")
     assert seconds[0] > 0.5 and sum(one > 0.1 for one in seconds) <= 4
     assert budget.model.is_measured and max(seconds[8:]) <= 0.1
 
@@ -267,9 +265,9 @@ def test_a_step_that_will_miss_the_target_is_counted_by_cause(number, cause, exp
 
 def test_a_miss_that_nobody_expected_is_the_models():
     budget = make_budget(stall_s=0.1)
-    budget.learn_step(decoding(4, 128), StepTimes(0.2, 0.0, 0.2), is_awaited=True, cause="")
-    budget.learn_step(decoding(4, 128), StepTimes(0.2, 0.0, 0.2), is_awaited=True, cause="decode")
-    budget.learn_step(decoding(4, 128), StepTimes(0.2, 0.0, 0.2), is_awaited=False, cause="")
+    budget.learn_step(decoding(4, 128), StepTimes(0.2, (), 0.2), is_awaited=True, cause="")
+    budget.learn_step(decoding(4, 128), StepTimes(0.2, (), 0.2), is_awaited=True, cause="decode")
+    budget.learn_step(decoding(4, 128), StepTimes(0.2, (), 0.2), is_awaited=False, cause="")
     assert budget.missed == {"model": 1}
 
 
@@ -279,7 +277,7 @@ def test_the_rate_of_prompts_is_that_of_late_steps():
     for new in (100, 300):
         shape = StepShape()
         shape.add(0, new, is_prompt=True, forward_per_chunk=False)
-        budget.learn_step(shape, StepTimes(0.4, 0.0, 0.5), is_awaited=False, cause="")
+        budget.learn_step(shape, StepTimes(0.4, (), 0.5), is_awaited=False, cause="")
     assert budget.prompt_tokens_per_s == pytest.approx(400)
 
 
@@ -320,11 +318,9 @@ def test_prompts_starve_while_an_explicit_target_leaves_them_a_small_share():
     for share, expected in ((0.25, 3.0), (2.0, 0.0)):
         budget = TimeBudget(make_limits(max_stall_s=0.1, prompt_share=share))
         for _ in range(3):
-            budget.learn_step(
-                StepShape(1, 100, 9, 900, 5), StepTimes(1.0, 0.0, 1.0), True, "decode"
-            )
+            budget.learn_step(StepShape(1, 100, 9, 900, 5), StepTimes(1.0, (), 1.0), True, "decode")
         assert budget.starved_s == expected
-        budget.learn_step(StepShape(1, 100, 9, 900, 5), StepTimes(0.05, 0.0, 0.05), True, "")
+        budget.learn_step(StepShape(1, 100, 9, 900, 5), StepTimes(0.05, (), 0.05), True, "")
         assert budget.starved_s == 0.0
 
 

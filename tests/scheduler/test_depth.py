@@ -58,7 +58,7 @@ def test_the_first_chunk_behind_a_long_context_is_no_leap(seed):
 
     def step(shape: StepShape, is_awaited: bool, cause: str = "") -> float:
         seconds = DENSE.seconds(shape, shape.num_prompt_tokens > 0) * rng.lognormvariate(0, 0.05)
-        budget.learn_step(shape, StepTimes(seconds, 0.0, seconds), is_awaited, cause)
+        budget.learn_step(shape, StepTimes(seconds, (), seconds), is_awaited, cause)
         return seconds
 
     for _ in range(4):

@@ -41,7 +41,7 @@ def seconds_to_first_token(model: CostModel, seed: int, target_s: float) -> list
 
     def step(shape: StepShape, is_awaited: bool, cause: str = "") -> float:
         seconds = machine.seconds(shape)
-        budget.learn_step(shape, StepTimes(seconds, 0.0, seconds), is_awaited, cause)
+        budget.learn_step(shape, StepTimes(seconds, (), seconds), is_awaited, cause)
         return seconds
 
     for _ in range(4):

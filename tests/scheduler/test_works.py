@@ -1,6 +1,6 @@
 """Work that is due before tokens: pieces, spans, and encoders that have a step to themselves."""
 
-from headrace_common.plan import EncoderInput, PromptInputs
+from headrace_common.plan import LAYER, EncoderInput, PromptInputs
 from headrace_engine.scheduler.budget import StepTimes, TimeBudget
 from headrace_engine.scheduler.cost import StepShape
 from tests.scheduler.builders import (
@@ -42,10 +42,12 @@ def test_pieces_start_small_and_double_while_nothing_is_measured():
 
 def test_pieces_of_a_known_encoder_fit_the_room():
     scheduler = make_scheduler(max_step_s=0.5)
+    work = EncoderInput(0, 1, 100, 12)
     for num_units in (1, 2, 4, 8) * 4:
-        scheduler.observe_encoding(100, num_units, 0.1 * num_units)
+        (piece,) = work.pieces(0, num_units)
+        scheduler.observe_encoding(work, piece, 0.1 * num_units)
     engine = Engine(scheduler)
-    engine.add(make_submit(1, 1, max_tokens=1, **with_works(EncoderInput(0, 1, 100, 12))))
+    engine.add(make_submit(1, 1, max_tokens=1, **with_works(work)))
     for _ in range(8):
         scheduler.observe([(0, 64)], 0.01)
         scheduler.observe([(0, 8)], 0.01)
@@ -160,7 +162,7 @@ def test_swapped_images_share_no_prefix():
 def test_what_was_at_hand_says_nothing_of_the_cost_of_encoding():
     budget = TimeBudget(make_limits())
     shape = StepShape()
-    shape.encode(100, 4)
+    shape.encode(LAYER, 400, 100)
     for _ in range(50):
-        budget.learn_step(shape, StepTimes(0.0, 0.0, 0.01), False, "")
-    assert not budget.encoding.is_measured
+        budget.learn_step(shape, StepTimes(0.0, (0.0,), 0.01), False, "")
+    assert not budget.encoders[LAYER].is_measured

@@ -45,6 +45,7 @@ from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfi
 from headrace_common.errors import ConfigError, HeadraceError, ModelError
 from headrace_common.loading import READING
 from headrace_common.messages import Ready
+from headrace_common.plan import UNIT_ROWS
 from headrace_common.request import Chat
 from headrace_common.without_engine import WITHOUT_ENGINE, has_engine
 
@@ -362,8 +363,10 @@ def _ingestion(folder: Path, ready: Ready) -> Finding:
         detail = f"each in one piece, with bidirectional attention; long texts tokenized {text}"
         return Finding("prompts", "ok", detail)
     if ready.source is not None:
-        num = ready.source.num_units
-        pieces = f"in up to {num} pieces" if ready.source.can_be_cut else "in one step"
+        pieces = "in one step"
+        if ready.source.can_be_cut:
+            tokens = f", {UNIT_ROWS} tokens or more at a time" if ready.source.num_cross else ""
+            pieces = f"layer by layer{tokens}"
         detail = f"source encoded {pieces}, long texts tokenized {text}; memory: {memory}"
         return Finding("prompts", "ok", detail)
     detail = f"in chunks, {mask}, long texts tokenized {text}{_images(ready)}; memory: {memory}"

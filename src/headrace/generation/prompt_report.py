@@ -48,7 +48,7 @@ def plan_of(ready: Ready, prompt: PromptIds) -> Plan:
     if ready.is_whole or boundary == "whole":
         why = "This model computes each prompt in one step."
     elif boundary == "encoder-piece":
-        units = ready.source.num_units if ready.source else 1
+        units = ready.source.encoding(num_tokens).num_units if ready.source else 1
         why = f"The source is encoded in 1 to {units} pieces."
     else:
         chunks = "fit in one chunk" if number == 1 else f"need at least {number} chunks"

@@ -117,16 +117,14 @@ class Runner:
             if begin.inputs.works:
                 self._inputs[begin.sequence_id] = begin.inputs
                 self._encoding.begin(begin.sequence_id, begin.inputs)
-        encode_s = load_s = 0.0
+        encode_s, load_s = [], 0.0
         rows = torch.empty(0)
         try:
             if plan.restores:
                 self.lane.copy((), plan.restores)
             if plan.loads:
                 load_s = self._load(plan.loads)
-            for encoded in plan.encoded:
-                if self._encode(encoded):
-                    encode_s += time.perf_counter() - started
+            encode_s = [self._encode(encoded) for encoded in plan.encoded]
             if plan.chunks:
                 rows = self._compute(plan.chunks)
             if plan.block_copies or plan.slot_copies:
@@ -134,7 +132,7 @@ class Runner:
         except RuntimeError as error:
             _raise_if_memory_is_short(error)
             raise
-        return PendingStep(self, plan, rows, started, encode_s, load_s)
+        return PendingStep(self, plan, rows, started, tuple(encode_s), load_s)
 
     def _load(self, loads: Sequence[Load]) -> float:
         """Copy cached prefixes into their blocks; return the seconds that the copy took."""
@@ -151,9 +149,15 @@ class Runner:
         # Only encoding lanes have sequences with encoder inputs.
         return cast(EncodingLane, self.lane)
 
-    def _encode(self, chunk: EncodeChunk) -> bool:
+    def _encode(self, chunk: EncodeChunk) -> float:
+        """Run units of an encoder; return the seconds, or 0 if the result was already cached."""
+        started = time.perf_counter()
         work = self._inputs[chunk.sequence_id].works[chunk.work]
-        return self._encoding.encode(chunk, work)
+        if not self._encoding.encode(chunk, work):
+            return 0.0
+        if self.lane.device.type == "cuda":
+            torch.cuda.synchronize(self.lane.device)
+        return time.perf_counter() - started
 
     def _compute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Run the chunks' tokens through the model; return the rows that the chunks ask for."""
@@ -257,7 +261,7 @@ class PendingStep:
         plan: StepPlan,
         rows: Tensor,
         started: float,
-        encode_s: float,
+        encode_s: tuple[float, ...],
         load_s: float,
     ) -> None:
         self._runner, self._plan, self._rows = runner, plan, rows

@@ -12,6 +12,7 @@ from headrace_common.plan import (
     Chunk,
     EncodeChunk,
     EncoderInput,
+    EncoderPiece,
     PromptInputs,
     StepPlan,
 )
@@ -80,11 +81,12 @@ def _trial(runner: Runner, layout: MemoryLayout, lengths: tuple[int, ...]) -> It
         runner.launch(StepPlan(ended=(_ID,))).result()
 
 
-def timed_encoding(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, int, float]]:
-    """Run and time parts of the encoder, if prompts are sources for an encoder.
+def timed_encoding(
+    runner: Runner, layout: MemoryLayout
+) -> Iterator[tuple[EncoderInput, EncoderPiece, float]]:
+    """Run and time pieces of the encoder, if prompts are sources for an encoder.
 
-    Yields the number of source tokens, the number of encoder units, and the seconds. Times of the
-    first source are not yielded, because that source only warms up the kernels.
+    Times of the first source are not yielded, because that source only warms up the kernels.
     """
     end = time.monotonic() + _MAX_TIMING_S
     for is_warm, size in enumerate((_SOURCE, *_SOURCES)):
@@ -93,13 +95,13 @@ def timed_encoding(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, 
             start_ids = array("i", [0])
             begin = Begin(_ID, start_ids, 1, 0, Sampling(), works)
             runner.launch(StepPlan(begun=(begin,))).result()
-            half = work.num_units // 2
-            for start, stop in ((0, half), (half, work.num_units)):
-                if start < stop and time.monotonic() < end:
-                    chunk = EncodeChunk(_ID, number, start, stop, SlotId(0))
-                    seconds = runner.launch(StepPlan(encoded=(chunk,))).result().encode_seconds
-                    if is_warm:
-                        yield size, stop - start, seconds
+            for piece in work.pieces(0, work.num_units):
+                if time.monotonic() > end:
+                    break
+                chunk = EncodeChunk(_ID, number, piece.start, piece.end, SlotId(0))
+                result = runner.launch(StepPlan(encoded=(chunk,))).result()
+                if is_warm:
+                    yield work, piece, sum(result.encode_seconds)
             runner.launch(StepPlan(ended=(_ID,))).result()
 
 
@@ -107,6 +109,4 @@ def _encoder_inputs(runner: Runner, size: int) -> PromptInputs:
     spec = runner.lane.traits.source
     if spec is None:
         return PromptInputs()
-    data = array("i", [0] * size).tobytes()
-    work = EncoderInput(0, 1 << 40, size, spec.num_units, not spec.can_be_cut, True, data)
-    return PromptInputs((work,))
+    return PromptInputs((spec.encoding(size, array("i", [0] * size).tobytes()),))

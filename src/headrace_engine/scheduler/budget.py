@@ -3,7 +3,8 @@
 The planner chooses the sequences.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 from statistics import median
@@ -13,7 +14,7 @@ import msgspec
 
 from headrace_common.config.settings import SchedulerConfig
 from headrace_common.layout import MemoryLayout
-from headrace_common.plan import Elsewhere, EncoderInput, SourceSpec
+from headrace_common.plan import Elsewhere, EncoderInput, EncoderPiece, SourceSpec
 from headrace_engine.scheduler.cost import Coefficients, CostModel, StepShape
 from headrace_engine.scheduler.row_times import RowTimes
 
@@ -105,7 +106,8 @@ class StepTimes(NamedTuple):
 
     # Seconds in the runner, without encoding and loading.
     computing: float
-    encoding: float
+    # Seconds of each piece in `StepShape.encoded`.
+    encoding: tuple[float, ...]
     # Seconds of the whole step, including the engine's own overhead.
     elapsed: float
     loading: float = 0.0
@@ -164,20 +166,37 @@ class Room:
         """Return whether a chunk of this length fits into the remaining tokens and seconds."""
         return self._fitting_chunk(context, length) >= length
 
-    def largest_piece(self, size: int, wanted: int, is_first: bool) -> int:
-        """Return how many of the `wanted` encoder units of this size fit; 0 if no unit fits.
+    def largest_pieces(
+        self, work: EncoderInput, start: int, is_first: bool
+    ) -> Iterator[EncoderPiece]:
+        """Yield pieces of an encoding that fit, from unit `start`; none if no unit fits.
 
         If one unit takes longer than the room of a step, several steps save their room for the
         unit.
         """
-        seconds = self.target if self.seconds is None else self.seconds
-        if seconds is None:
-            return wanted
-        units = self._budget.units_within(seconds, size)
-        if units or not is_first:
-            return min(units, wanted)
+        left = self.target if self.seconds is None else self.seconds
+        for piece in work.pieces(start, work.num_units):
+            wanted = piece.end - piece.start
+            num_units = wanted
+            if left is not None:
+                num_units = self._budget.units_within(left, work, piece)
+                if not num_units and is_first and piece.start == start:
+                    num_units = self._unit_from_savings(left, work, piece)
+                if not num_units:
+                    return
+                piece = piece._replace(end=piece.start + min(num_units, wanted))
+                seconds = self._budget.seconds_of_piece(work, piece)
+                left -= seconds
+                self.spend_seconds(seconds)
+            yield piece
+            if num_units < wanted:
+                return
+
+    def _unit_from_savings(self, seconds: float, work: EncoderInput, piece: EncoderPiece) -> int:
+        """Add this step's room to the saved seconds; return 1 once they pay for a unit, else 0."""
+        unit = piece._replace(end=piece.start + 1)
         self._budget.saved_s += seconds
-        if self.is_awaited and self._budget.saved_s < self._budget.seconds_of_units(size, 1):
+        if self.is_awaited and self._budget.saved_s < self._budget.seconds_of_piece(work, unit):
             return 0
         self._budget.saved_s = 0.0
         self.cause = "token"
@@ -254,7 +273,9 @@ class TimeBudget:
 
     def __init__(self, limits: Limits) -> None:
         self.model = CostModel()
-        self.encoding = CostModel()
+        # A cost model for each kind of encoder unit. One timed piece is enough to predict the next
+        # piece, because the next piece has at most twice the work of any timed piece.
+        self.encoders = defaultdict[int, CostModel](lambda: CostModel(1, 1))
         # The times of decode steps by number of rows; None if no guesses are allowed.
         self.rows = RowTimes() if limits.max_guess else None
         # How many steps missed the stall target, by cause.
@@ -277,7 +298,6 @@ class TimeBudget:
         self._limits = limits
         self._max_tokens = limits.max_step_tokens
         self._cold_tokens = COLD_TOKENS
-        self._cold_units = 1
         self._overheads: deque[float] = deque(maxlen=NUM_OVERHEADS)
         self._prompt_steps: deque[tuple[int, float]] = deque(maxlen=NUM_OVERHEADS)
 
@@ -327,34 +347,53 @@ class TimeBudget:
 
         Until enough encodings were timed, the prediction is a rough guess.
         """
-        if not self.encoding.is_measured:
+        pieces = list(work.pieces(0, work.num_units))
+        if not all(self.encoders[piece.stage.kind].is_measured for piece in pieces):
             return work.size / UNMEASURED_TOKENS_PER_S
-        return self.seconds_of_units(work.size, work.num_units)
+        return sum(self.seconds_of_piece(work, piece) for piece in pieces)
 
-    def seconds_of_units(self, size: int, num_units: int) -> float:
-        """Return the seconds that encoder units add to a step, including an error margin."""
+    def seconds_of_piece(self, work: EncoderInput, piece: EncoderPiece) -> float:
+        """Return the seconds that a piece adds to a step, including an error margin."""
         shape = StepShape()
-        shape.encode(size, num_units)
-        return self.encoding.margin(True) * self.encoding.predict(shape.encoding)
+        shape.encode(piece.stage.kind, piece.num_rows, work.size)
+        return self._encoding_seconds(shape, with_margin=True)
 
-    def units_within(self, room: float, size: int) -> int:
-        """Return how many encoder units of this size fit into `room` seconds."""
-        if not self.encoding.is_measured:
-            return self._cold_units
-        first, second = self.seconds_of_units(size, 1), self.seconds_of_units(size, 2)
+    def units_within(self, room: float, work: EncoderInput, piece: EncoderPiece) -> int:
+        """Return how many units of the piece's stage fit into `room` seconds.
+
+        The first piece of a kind is one unit. No piece has more than twice the work of any timed
+        piece of its kind. Short sources say little about long sources, so the work of a row grows
+        with the source.
+        """
+        model = self.encoders[piece.stage.kind]
+        most = max(1, 2 * model.most_pairs // max(1, piece.stage.num_rows * work.size))
+        if not model.is_measured:
+            return 1
+        first, second = (
+            self.seconds_of_piece(work, piece._replace(end=piece.start + num)) for num in (1, 2)
+        )
         if room < first:
             return 0
         each = second - first
-        return 1 + int((room - first) / each + 1e-9) if each > 0 else 1 << 30
+        return min(most, 1 + int((room - first) / each + 1e-9)) if each > 0 else most
+
+    def _encoding_seconds(self, shape: StepShape, with_margin: bool = False) -> float:
+        """Return the predicted seconds of the step's encoder pieces; 0 for unmeasured kinds."""
+        seconds = 0.0
+        for kind, piece in shape.encoded:
+            model = self.encoders[kind]
+            seconds += model.predict(piece) * (model.margin(True) if with_margin else 1.0)
+        return seconds
 
     def predict(self, shape: StepShape) -> float:
         """Return the predicted seconds of a step in the runner; 0 if too few steps were timed."""
         computing = self.model.predict(shape) if self.model.is_measured else 0.0
-        if not shape.num_encoded:
+        if not shape.encoded:
             return computing
-        if not self.encoding.is_measured or (shape.num_new and not computing):
+        is_measured = all(self.encoders[kind].is_measured for kind, _ in shape.encoded)
+        if not is_measured or (shape.num_new and not computing):
             return 0.0
-        return computing + self.encoding.predict(shape.encoding)
+        return computing + self._encoding_seconds(shape)
 
     def open(
         self,
@@ -433,7 +472,7 @@ class TimeBudget:
         token always counts as a miss.
         """
         if cause not in WITHOUT_STREAMS:
-            computing = self.model.predict(shape) if shape.num_encoded else predicted
+            computing = self.model.predict(shape) if shape.encoded else predicted
             if self.is_in_time(shape, computing):
                 return ""
         cause = cause or "decode"
@@ -450,14 +489,13 @@ class TimeBudget:
             return True
         margin = self.model.margin(shape.num_prompt_tokens > 0)
         seconds = margin * computing + self.overhead
-        if shape.num_encoded and self.encoding.is_measured:
-            seconds += self.encoding.margin(True) * self.encoding.predict(shape.encoding)
+        seconds += self._encoding_seconds(shape, with_margin=True)
         return seconds <= target * (1 + 1e-9)
 
     def learn_step(self, shape: StepShape, times: StepTimes, is_awaited: bool, cause: str) -> None:
         """Learn from a finished step; `cause` says why a miss of the target was expected."""
         computing, encoding, elapsed, loading = times
-        self._overheads.append(max(0.0, elapsed - computing - encoding - loading))
+        self._overheads.append(max(0.0, elapsed - computing - sum(encoding) - loading))
         target = self._target(is_awaited)
         is_late = is_awaited and target is not None and elapsed > target
         if is_late and not cause and not self._is_excused:
@@ -467,8 +505,7 @@ class TimeBudget:
             self._prompt_steps.append((shape.num_prompt_tokens, elapsed))
             is_starved = cause in ("decode", "token") and self._limits.prompt_share < 1
             self.starved_s = self.starved_s + elapsed if is_starved else 0.0
-        if shape.num_encoded and encoding:
-            self.learn_encoding(shape, encoding, is_awaited)
+        self.learn_encoding(shape, encoding)
         if shape.num_new:
             self.learn(shape, computing, is_awaited)
 
@@ -487,15 +524,7 @@ class TimeBudget:
                 self._cold_tokens = min(self._cold_tokens, half)
         self.model.observe(shape, seconds)
 
-    def learn_encoding(self, shape: StepShape, seconds: float, is_awaited: bool = False) -> None:
-        """Learn from the seconds that encoding took.
-
-        Until enough encodings were timed, the number of encoder units per step is limited. A
-        short encoding doubles the limit, and a long encoding halves the limit.
-        """
-        target = self._target(is_awaited)
-        if target is None or seconds < target / 2:
-            self._cold_units = min(2 * self._cold_units, 1 << 20)
-        elif seconds > target:
-            self._cold_units = max(1, self._cold_units // 2)
-        self.encoding.observe(shape.encoding, seconds)
+    def learn_encoding(self, shape: StepShape, seconds: Sequence[float]) -> None:
+        """Learn from the seconds that each encoder piece took."""
+        for (kind, piece), piece_s in zip(shape.encoded, seconds, strict=True):
+            self.encoders[kind].observe(piece, piece_s)

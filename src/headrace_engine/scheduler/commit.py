@@ -192,7 +192,7 @@ class InFlight:
         self.num_steps += 1
         if not result.is_timed:
             return None
-        computing = result.seconds - result.encode_seconds - result.load_seconds
+        computing = result.seconds - sum(result.encode_seconds) - result.load_seconds
         times = StepTimes(computing, result.encode_seconds, elapsed, result.load_seconds)
         self._budget.learn_step(step.shape, times, step.is_awaited, step.cause)
         if self._budget.rows is not None and step.only_decodes:

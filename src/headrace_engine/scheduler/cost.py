@@ -44,18 +44,17 @@ class StepShape:
     num_pairs: int = 0  # Σ 2·L·x + x²
     # The part of num_new that belongs to prompt chunks.
     num_prompt_tokens: int = 0
-    # The sum of the sizes of encoded units. A separate cost model predicts the encoder's time.
-    num_encoded: int = 0
-    num_encoded_pairs: int = 0  # Σ size²
+    # The encoder's part of the step. Separate cost models predict the time of these pieces.
+    encoded: tuple[tuple[int, "StepShape"], ...] = ()
 
-    def encode(self, size: int, num_units: int) -> None:
-        self.num_encoded += size * num_units
-        self.num_encoded_pairs += size * size * num_units
+    def encode(self, kind: int, num_rows: int, size: int) -> None:
+        """Count units of one kind, which compute `num_rows` of the encoder's `size` tokens."""
+        pair = kind, StepShape(1, size, num_rows, num_rows * size, num_rows)
+        self.encoded = *self.encoded, pair
 
     @property
-    def encoding(self) -> "StepShape":
-        """Return the encoder's part of the shape, for the encoder's separate cost model."""
-        return StepShape(1, 0, self.num_encoded, self.num_encoded_pairs, self.num_encoded)
+    def num_encoded(self) -> int:
+        return sum(shape.num_new for _, shape in self.encoded)
 
     def add(self, context: int, new: int, is_prompt: bool, forward_per_chunk: bool) -> None:
         if forward_per_chunk or not self.num_forwards:
@@ -191,7 +190,9 @@ class CostModel:
     pace, or all much faster, the pace is set to the median of these steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int = MEASURED_STEPS, num_sizes: int = MEASURED_SIZES) -> None:
+        """Create a model that counts as measured after so many steps of so many sizes."""
+        self._num_steps, self._num_sizes = num_steps, num_sizes
         # Whether enough steps were timed to trust the coefficients.
         self.is_measured = False
         self._fitted = Coefficients()
@@ -257,8 +258,8 @@ class CostModel:
             self.largest_measured = max(self.largest_measured, shape.num_prompt_tokens)
             self.most_pairs = max(self.most_pairs, shape.num_pairs)
             self.is_measured = (
-                self._num_prompt_steps >= MEASURED_STEPS
-                and len(self._prompt_sizes) >= MEASURED_SIZES
+                self._num_prompt_steps >= self._num_steps
+                and len(self._prompt_sizes) >= self._num_sizes
             )
         pace = self._pace(with_prompt)
         predicted = pace * self._fitted.seconds(shape, with_prompt)

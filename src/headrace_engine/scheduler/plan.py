@@ -454,17 +454,17 @@ class Planner:
                 step.refuse_starts()
             return True
         if work.is_whole:
-            num_units = work.num_units
+            pieces = list(work.pieces(due.start, work.num_units))
             room.set_cause(WHOLE if step.is_awaited else "")
         else:
-            num_units = room.largest_piece(work.size, work.num_units - due.start, is_first)
-        if not num_units:
+            pieces = list(room.largest_pieces(work, due.start, is_first))
+        if not pieces:
             return False
         if match is not None:
             step.begin(sequence, self._table.start(sequence, match))
         self._table.report_starts([sequence])
-        room.spend_seconds(self._budget.seconds_of_units(work.size, num_units))
-        step.add_encode_chunk(sequence, due.number, due.start, num_units)
+        for piece in pieces:
+            step.add_encode_chunk(sequence, due.number, piece)
         return not step.is_exclusive
 
     def _length(

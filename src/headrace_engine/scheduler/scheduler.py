@@ -20,7 +20,7 @@ from headrace_common.messages import (
     StepTrace,
     Submit,
 )
-from headrace_common.plan import Elsewhere, StepPlan, StepResult
+from headrace_common.plan import Elsewhere, EncoderInput, EncoderPiece, StepPlan, StepResult
 from headrace_common.prefix import DiskNews, ReadSegment
 from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.memory.memory import Memory
@@ -166,14 +166,11 @@ class Scheduler:
             shape.add(context, new, new > 1, self._budget.forwards > 0)
         self._budget.learn(shape, seconds)
 
-    def observe_encoding(self, size: int, num_units: int, seconds: float) -> None:
-        """Learn from an encoding that was timed before the first request.
-
-        `seconds` is the time of all units together.
-        """
+    def observe_encoding(self, work: EncoderInput, piece: EncoderPiece, seconds: float) -> None:
+        """Learn from a piece of an encoding that was timed before the first request."""
         shape = StepShape()
-        shape.encode(size, num_units)
-        self._budget.learn_encoding(shape, seconds)
+        shape.encode(piece.stage.kind, piece.num_rows, work.size)
+        self._budget.learn_encoding(shape, (seconds,))
 
     def count_missed(self, cause: str) -> None:
         """Count a stall that the engine causes before the next step."""

@@ -20,7 +20,6 @@ from headrace_engine.memory.prefix import NameChain
 from headrace_engine.scheduler.guess import Guess, Guesser
 
 NO_INPUTS = PromptInputs()
-EVERY_TOKEN = 1 << 40
 # Seconds by which one level of priority delays a prompt.
 PRIORITY_LEVEL_S = 10.0
 # Seconds that a client is charged for each start, in addition to the prompt's own seconds.
@@ -41,16 +40,7 @@ def due_time(arrival: float, patience: float, alone: float, priority: int) -> fl
 
 def source_inputs(token_ids: "array[int]", spec: SourceSpec) -> PromptInputs:
     """Return the source tokens as an encoder input, for an encoder-decoder model."""
-    work = EncoderInput(
-        start=0,
-        end=EVERY_TOKEN,
-        size=len(token_ids),
-        num_units=spec.num_units,
-        is_whole=not spec.can_be_cut,
-        is_source=True,
-        data=token_ids.tobytes(),
-    )
-    return PromptInputs((work,))
+    return PromptInputs((spec.encoding(len(token_ids), token_ids.tobytes()),))
 
 
 class DueEncoding(NamedTuple):

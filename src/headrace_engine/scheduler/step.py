@@ -11,6 +11,7 @@ from headrace_common.plan import (
     BlockCopy,
     Chunk,
     EncodeChunk,
+    EncoderPiece,
     Load,
     LoadedSegment,
     SlotCopy,
@@ -184,12 +185,12 @@ class PlannedStep:
         self._add(sequence, length, [sequence, *siblings])
         self.shape.add(context, length, True, self.forward_per_chunk)
 
-    def add_encode_chunk(self, sequence: Sequence, number: int, start: int, num_units: int) -> None:
-        """Encode `num_units` units of the sequence's input `number`, starting with unit `start`."""
+    def add_encode_chunk(self, sequence: Sequence, number: int, piece: EncoderPiece) -> None:
+        """Encode a piece of the sequence's input `number`."""
         work, slot_id = sequence.inputs.works[number], sequence.held.slot_id
-        sequence.encode(num_units)
-        self.encoded.append(EncodeChunk(sequence.id, number, start, start + num_units, slot_id))
-        self.shape.encode(work.size, num_units)
+        sequence.encode(piece.end - piece.start)
+        self.encoded.append(EncodeChunk(sequence.id, number, piece.start, piece.end, slot_id))
+        self.shape.encode(piece.stage.kind, piece.num_rows, work.size)
         self.is_exclusive = work.is_whole
 
     def load(self, sequence: Sequence, end: int, segments: list[LoadedSegment]) -> None:
@@ -238,7 +239,8 @@ class PlannedStep:
         worked_on = [chunk.sequence_id for chunk in self.chunks]
         if self.loads or self.encoded:
             first = [load.sequence_id for load in self.loads]
-            worked_on = first + [chunk.sequence_id for chunk in self.encoded] + worked_on
+            encoded = dict.fromkeys(chunk.sequence_id for chunk in self.encoded)
+            worked_on = [*first, *encoded, *worked_on]
         self.plan = StepPlan(
             begun=tuple(self._begun),
             chunks=tuple(self.chunks),

@@ -1,12 +1,13 @@
 """Runs encoder-decoder models of transformers: encodes a source once, then decodes from a slot.
 
-In families like T5 and BART, the encoder runs layer by layer, so that a source can be encoded
-over several steps. An encoder runs whole if it cannot run layer by layer with the same result.
+In families like T5 and BART, a step can encode some rows of one layer, so that a source can be
+encoded over many short steps. An encoder runs layer by layer, or whole, if a test finds that
+smaller pieces have another result.
 """
 
 import copy as copies
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +22,24 @@ from headrace_common.ids import SlotId
 from headrace_common.layout import MemoryLayout
 from headrace_common.messages import LaneFacts
 from headrace_common.plan import (
+    ATTEND,
+    EMBED,
+    LAYER,
+    PROJECT,
+    UNIT_ROWS,
     BlockCopy,
     Chunk,
     EncodeChunk,
     EncoderInput,
+    EncoderPiece,
     SlotCopy,
     SourceSpec,
+)
+from headrace_engine.runner.lanes.encoder_rows import (
+    CrossLayer,
+    EncoderRows,
+    EncoderState,
+    record_linears,
 )
 from headrace_engine.runner.lanes.foreign import (
     TOLERANCE,
@@ -44,51 +57,39 @@ _PROBE = 48
 _NORMS = ("final_layer_norm", "layer_norm")
 
 
-@dataclass(slots=True)
-class _EncoderState:
-    """The state of an encoder between two layers."""
-
-    hidden: Tensor  # [1, tokens, hidden]
-    # The positional arguments of a layer after the hidden states.
-    arguments: list[Any]
-    keywords: dict[str, Any]
-
-
 class _Encoder:
-    """An encoder of transformers that can run layer by layer."""
+    """An encoder of transformers that can run layer by layer, and perhaps some rows at a time."""
 
     def __init__(self, encoder: nn.Module) -> None:
         self._encoder = encoder
         lists = [child for child in encoder.children() if isinstance(child, nn.ModuleList)]
         self.layers = lists[0] if len(lists) == 1 else nn.ModuleList()
+        found = (getattr(encoder, name, None) for name in _NORMS)
+        self._norm: nn.Module | None = next((norm for norm in found if norm is not None), None)
+        self.rows = EncoderRows(encoder, self.layers, self._norm)
 
     def whole(self, ids: Tensor) -> Tensor:
         """Return [1, tokens, hidden] from the encoder's own forward."""
         hidden: Tensor = self._encoder(input_ids=ids, return_dict=True).last_hidden_state
         return hidden
 
-    def begin(self, ids: Tensor) -> _EncoderState:
+    def begin(self, ids: Tensor) -> EncoderState:
         """Compute everything before the first layer with the encoder's own forward."""
         (hidden, *arguments), keywords = capture_first_call(self.layers[0], lambda: self.whole(ids))
-        return _EncoderState(hidden, arguments, keywords)
+        return EncoderState(hidden, arguments, keywords)
 
-    def advance(self, state: _EncoderState, start: int, end: int) -> None:
-        """Run the layers [start, end)."""
-        for layer in self.layers[start:end]:
-            output = layer(state.hidden, *state.arguments, **state.keywords)
+    def advance(self, state: EncoderState, start: int, end: int) -> None:
+        """Run the layers [start, end); the last layer includes the norm after it."""
+        for number in range(start, end):
+            output = self.layers[number](state.hidden, *state.arguments, **state.keywords)
             if isinstance(output, tuple):
                 output, *further = output
                 if len(state.arguments) > 1 and further:
                     # T5's first layer computes the position bias that the other layers use.
                     state.arguments[1] = further[0]
             state.hidden = output
-
-    def end(self, state: _EncoderState) -> Tensor:
-        for name in _NORMS:
-            if (norm := getattr(self._encoder, name, None)) is not None:
-                normed: Tensor = norm(state.hidden)
-                return normed
-        return state.hidden
+        if self._norm is not None and end == len(self.layers):
+            state.hidden = self._norm(state.hidden)
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class _Slot:
     """The state of the encoder while it runs, and later the caches of the answer."""
 
     num_source: int
-    state: _EncoderState | None = None
+    state: EncoderState | None = None
     cache: Any = field(default=None)
 
 
@@ -115,10 +116,12 @@ class Seq2SeqSource(SlotLane):
         self._slots: dict[SlotId, _Slot] = {}
         self.num_parameters, self.weight_bytes = Weights.of(model)
         self._start_ids = _start_ids(model)
-        can_be_cut = self._can_run_by_layer()
-        num_units = len(self._encoder.layers) + 1 if can_be_cut else 1
-        self._source = SourceSpec(self._start_ids, num_units, can_be_cut)
-        encoder = "pieces" if can_be_cut else "whole"
+        num_layers = len(self._encoder.layers) if self._can_run(self._by_layer) else 0
+        self._cross: tuple[CrossLayer, ...] = ()
+        if num_layers and self._can_run(self._by_rows):
+            self._cross = self._cross_layers()
+        self._source = SourceSpec(self._start_ids, num_layers, len(self._cross))
+        encoder = "pieces" if num_layers else "whole"
         facts = LaneFacts("slot", "bidirectional", encoder=encoder)
         self.traits = self.traits.with_changes(source=self._source, facts=facts)
 
@@ -126,22 +129,43 @@ class Seq2SeqSource(SlotLane):
         self._slots.clear()
 
     def encode(self, chunk: EncodeChunk, work: EncoderInput) -> bool:
-        """Run some layers of the encoder; the last unit computes the cross-attention cache."""
-        source = array("i", work.data)
+        """Run some units of the encoder; the last units compute the cross-attention cache."""
         if chunk.start == 0:
-            self._slots[chunk.slot_id] = _Slot(len(source))
-        slot, num_layers = self._slots[chunk.slot_id], self._source.num_units - 1
+            self._slots[chunk.slot_id] = _Slot(work.size)
+        slot = self._slots[chunk.slot_id]
         if not self._source.can_be_cut:
-            hidden = self._encoder.whole(self._ids(source))
-        else:
-            slot.state = slot.state or self._encoder.begin(self._ids(source))
-            self._encoder.advance(slot.state, chunk.start, min(chunk.end, num_layers))
-            if chunk.end <= num_layers:
-                return True
-            hidden = self._encoder.end(slot.state)
-        slot.state = None
-        slot.cache = self._cross_attention(hidden)
+            hidden = self._encoder.whole(self._ids(array("i", work.data)))
+            slot.cache = self._cross_attention(hidden)
+            return True
+        for piece in work.pieces(chunk.start, chunk.end):
+            self._run_piece(slot, work, piece)
+        if chunk.end == work.num_units:
+            slot.state = None
         return True
+
+    def _run_piece(self, slot: _Slot, work: EncoderInput, piece: EncoderPiece) -> None:
+        kind, start, end = piece.stage.kind, piece.start - piece.first, piece.end - piece.first
+        if kind == EMBED:
+            slot.state = self._encoder.begin(self._ids(array("i", work.data)))
+            slot.cache = self._new_cache(DynamicCache())
+            return
+        state = slot.state
+        assert state is not None, "an encoding starts with its first unit"
+        rows = start * piece.stage.num_rows, min(end * piece.stage.num_rows, work.size)
+        if kind == LAYER:
+            self._encoder.advance(state, start, end)
+        elif kind == PROJECT:
+            self._encoder.rows.project(state, (piece.number - 1) // 2, *rows)
+        elif kind == ATTEND:
+            self._encoder.rows.attend(state, (piece.number - 1) // 2, *rows)
+        elif not self._cross:
+            slot.cache = self._cross_attention(state.hidden)
+        else:
+            number = piece.number - 1 - 2 * self._source.num_layers
+            if (found := self._cross[number].project(state, *rows)) is not None:
+                cross = slot.cache.cross_attention_cache
+                cross.update(*found, number)
+                slot.cache = self._new_cache(cross)
 
     def _cross_attention(self, hidden: Tensor) -> Any:
         """Return a cache that has the keys and values of the source for cross-attention.
@@ -197,21 +221,45 @@ class Seq2SeqSource(SlotLane):
         return array("i", (number % known for number in range(_PROBE)))
 
     @torch.inference_mode()
-    def _can_run_by_layer(self) -> bool:
-        """Return whether the encoder gives the same result when it runs layer by layer."""
+    def _can_run(self, by_pieces: Callable[[Tensor], Tensor]) -> bool:
+        """Return whether the encoder gives the same result when it runs by pieces."""
         if not self._encoder.layers:
             return False
         ids = self._ids(self._probe())
         expected = self._encoder.whole(ids)
         try:
-            state = self._encoder.begin(ids)
-            for number in range(len(self._encoder.layers)):
-                self._encoder.advance(state, number, number + 1)
-            got = self._encoder.end(state)
-        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            got = by_pieces(ids)
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, AssertionError):
             return False
         error = (got - expected).abs().max()
         return bool(error <= TOLERANCE[self.dtype] * expected.abs().max())
+
+    def _by_layer(self, ids: Tensor) -> Tensor:
+        state = self._encoder.begin(ids)
+        for number in range(len(self._encoder.layers)):
+            self._encoder.advance(state, number, number + 1)
+        return state.hidden
+
+    def _by_rows(self, ids: Tensor) -> Tensor:
+        rows = self._encoder.rows
+        rows.spare_projections(self._encoder.begin(ids))
+        state = self._encoder.begin(ids)
+        for number in range(len(self._encoder.layers)):
+            for run in (rows.project, rows.attend):
+                for start in range(0, ids.shape[1], UNIT_ROWS):
+                    run(state, number, start, min(start + UNIT_ROWS, ids.shape[1]))
+        return state.hidden
+
+    @torch.inference_mode()
+    def _cross_layers(self) -> tuple[CrossLayer, ...]:
+        """Return the decoder's projections of the source; () if they cannot be found."""
+        hidden = self._encoder.whole(self._ids(self._probe()))
+        with record_linears(self._model) as calls:
+            cache = self._cross_attention(hidden).cross_attention_cache
+        try:
+            return tuple(CrossLayer.find(calls, it.keys, it.values) for it in cache.layers)
+        except LookupError:
+            return ()
 
     @torch.inference_mode()
     def _measure(self) -> int:
