@@ -1,6 +1,14 @@
 """Work that is due before tokens: pieces, spans, and encoders that have a step to themselves."""
 
-from headrace_common.plan import LAYER, EncoderInput, PromptInputs
+from headrace_common.plan import (
+    ATTEND,
+    CROSS,
+    LAYER,
+    PROJECT,
+    EncoderInput,
+    PromptInputs,
+    SourceSpec,
+)
 from headrace_engine.scheduler.budget import StepTimes, TimeBudget
 from headrace_engine.scheduler.cost import StepShape
 from tests.scheduler.builders import (
@@ -166,3 +174,65 @@ def test_what_was_at_hand_says_nothing_of_the_cost_of_encoding():
     for _ in range(50):
         budget.learn_step(shape, StepTimes(0.0, (0.0,), 0.01), False, "")
     assert not budget.encoders[LAYER].is_measured
+
+
+T5 = SourceSpec((0,), num_layers=12, num_cross=12)
+# Seconds of a row, and of a pair of rows.
+T5_COSTS = {PROJECT: (20e-6, 0.0), ATTEND: (60e-6, 20e-9), CROSS: (15e-6, 0.0)}
+
+
+def steps_of(budget: TimeBudget, size: int) -> list[tuple[float, list[tuple[int, int]]]]:
+    """Encode a source beside four streams: seconds, and each piece's kind and rows, by step."""
+    work, start, steps = T5.encoding(size), 0, []
+    decoding = StepShape(1, 400, 4, 804, 0)
+    while start < work.num_units:
+        shape = StepShape(1, 400, 4, 804, 0)
+        room = budget.open(decoding, is_awaited=True)
+        seconds, pieces = [], []
+        for piece in room.largest_pieces(work, start, is_first=True):
+            kind, rows = piece.stage.kind, piece.num_rows
+            row_s, pair_s = T5_COSTS.get(kind, (1e-6, 0.0))
+            shape.encode(kind, rows, size)
+            seconds.append(1e-4 + rows * (row_s + pair_s * size))
+            pieces.append((kind, rows))
+            start = piece.end
+        total = 0.04 + sum(seconds)
+        budget.learn_step(shape, StepTimes(0.04, tuple(seconds), total), True, room.cause)
+        steps.append((total, pieces))
+    return steps
+
+
+def t5_budget() -> TimeBudget:
+    budget = TimeBudget(make_limits(max_stall_s=0.2, prompt_share=1.4))
+    for new in (8, 64, 256) * 4:
+        budget.learn(StepShape(1, 0, new, new * new, new), 0.04 + 1e-4 * new)
+    return budget
+
+
+def test_a_long_source_starts_with_one_unit_of_each_kind_and_doubles():
+    budget = t5_budget()
+    steps_of(budget, 40)
+    longest: dict[int, int] = {}
+    for _, pieces in steps_of(budget, 4096):
+        for kind, rows in pieces:
+            assert rows <= max(16, 2 * longest.get(kind, 0)) or kind not in T5_COSTS
+            longest[kind] = max(rows, longest.get(kind, 0))
+    assert longest[ATTEND] > 512
+
+
+def test_no_step_of_a_long_source_exceeds_the_stall_target_of_streams():
+    budget = t5_budget()
+    for size in (4096, 4096, 1000, 16, 4096):
+        steps = steps_of(budget, size)
+        assert max(seconds for seconds, _ in steps) <= 1.02 * 0.2
+    # The steps use most of the target, and the kinds of units share a step.
+    assert sum(seconds for seconds, _ in steps) / len(steps) > 0.15
+    assert any(len(pieces) > 1 for _, pieces in steps)
+    assert budget.missed.keys() <= {"model"} and budget.missed["model"] <= 1
+
+
+def test_a_short_source_takes_one_step():
+    budget = t5_budget()
+    for _ in range(3):
+        steps = steps_of(budget, 40)
+    assert len(steps) == 1

@@ -116,7 +116,12 @@ class SlotLane(ABC):
         per_position = self._measure()
         num_slots = max(1, min(max_num_seqs, free_bytes // (per_position * max_positions)))
         longest = min(max_positions, free_bytes // num_slots // per_position)
-        return MemoryLayout(block_size=block_size, num_slots=num_slots, max_positions=longest)
+        return MemoryLayout(
+            block_size=block_size,
+            num_slots=num_slots,
+            max_positions=longest,
+            forward_per_chunk=True,
+        )
 
     def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:  # noqa: B027
         """Do nothing, because each call of `encode` receives all inputs."""
