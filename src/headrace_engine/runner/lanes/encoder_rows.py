@@ -36,6 +36,10 @@ class EncoderState:
     # The outputs of the current decoder layer's projections, each [1, tokens, heads·head size].
     crossing: list[Tensor] = field(default_factory=list)
 
+    def set_hidden(self, hidden: Tensor) -> None:
+        """Replace the hidden states by the output of a whole layer."""
+        self.hidden = hidden
+
 
 class _Projected(Exception):
     """Raised to leave a layer once its queries, keys and values are stored."""

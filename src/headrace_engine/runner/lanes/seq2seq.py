@@ -87,9 +87,9 @@ class _Encoder:
                 if len(state.arguments) > 1 and further:
                     # T5's first layer computes the position bias that the other layers use.
                     state.arguments[1] = further[0]
-            state.hidden = output
+            state.set_hidden(output)
         if self._norm is not None and end == len(self.layers):
-            state.hidden = self._norm(state.hidden)
+            state.set_hidden(self._norm(state.hidden))
 
 
 @dataclass(slots=True)
