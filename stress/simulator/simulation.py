@@ -199,7 +199,7 @@ class Simulation:
         if self._rng.random() < faults.death and self.num_steps < LAST_DEATH:
             self._die(plan)
             return True
-        self._now += sum(seconds)
+        self._now += seconds[0] + sum(seconds[1])
         if self._rng.random() < faults.out_of_memory:
             self._note_alone(plan)
             engine.scheduler.out_of_memory(plan, "out of memory", self._now)
