@@ -157,6 +157,16 @@ CLAUDE_WITH_DISCOVERY = AGENTS[0]._replace(
 CODEX_WITH_CATALOG = AGENTS[1]._replace(name="Codex with catalog", settings=_catalog_settings)
 
 
+def environment_of(home: Path) -> dict[str, str]:
+    """Return an environment in which a program reaches nothing but 127.0.0.1."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "NO_PROXY": "127.0.0.1",
+        **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), NOBODY),
+    }
+
+
 class Desk:
     """A home and a folder for each agent, where its conversations stay from turn to turn."""
 
@@ -168,13 +178,7 @@ class Desk:
         home = self._folder / agent.name.replace(" ", "-").lower()
         work = home / "work"
         work.mkdir(parents=True, exist_ok=True)
-        environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "NO_PROXY": "127.0.0.1",
-            **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), NOBODY),
-            **agent.settings(self._url, home),
-        }
+        environment = environment_of(home) | agent.settings(self._url, home)
         program, *words = agent.words(question, goes_on)
         ended = subprocess.run(
             [str(BUILD / "node_modules" / ".bin" / program), *words],

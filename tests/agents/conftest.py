@@ -38,12 +38,15 @@ class Site:
 
     def __init__(self, seconds: float) -> None:
         self.wire = Cutter()
+        self.environment: dict[str, str] = {}
         self._seconds = seconds
         self.server: ServerProcess
 
     def start(self, *flags: str) -> None:
         given = (str(long_mini()), "--served-model-name", MODEL, "--threads", "1", *flags)
-        self.server = ServerProcess(*given, prefix=slow(self._seconds)).wait_until_ready()
+        prefix = slow(self._seconds)
+        server = ServerProcess(*given, prefix=prefix, environment=self.environment)
+        self.server = server.wait_until_ready()
         self.wire.target = int(self.server.url.rpartition(":")[2])
 
     @property

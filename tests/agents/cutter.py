@@ -1,6 +1,7 @@
 """A wire to a server that may be moved, and whose connections can be cut."""
 
 import contextlib
+import re
 import selectors
 import socket
 import threading
@@ -16,6 +17,7 @@ class Cutter:
         self.target = 0
         self.num_cut = 0
         self._to_cut = 0
+        self._after = re.compile(b"")
         self._gathering: threading.Barrier | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._accept, daemon=True).start()
@@ -24,9 +26,9 @@ class Cutter:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
-    def cut_next(self, number: int) -> None:
-        """Cuts this many connections, each as its answer begins."""
-        self.num_cut, self._to_cut = 0, number
+    def cut_next(self, number: int, after: bytes = b"data: ") -> None:
+        """Cut this many connections, each once its answer contains what the pattern matches."""
+        self.num_cut, self._to_cut, self._after = 0, number, re.compile(after)
 
     def gather(self, number: int) -> None:
         """Holds the next large requests back until this many are there: all come at once."""
@@ -63,7 +65,7 @@ class Cutter:
                 self._gathering.wait()
                 self._gathering = None
             there.sendall(data)
-            if here is server and self._to_cut and b"data: " in data:
+            if here is server and self._to_cut and self._after.search(data):
                 self._to_cut -= 1
                 self.num_cut += 1
                 return False

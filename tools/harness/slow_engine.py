@@ -37,6 +37,7 @@ def _serve() -> None:
 def _compute() -> None:
     from headrace_engine import process
     from headrace_engine.runner.runner import Runner
+    from tools.harness import scripted_engine
 
     per_token_s = float(os.environ[_VARIABLE]) / 1000
     launch: Any = Runner.launch
@@ -46,6 +47,8 @@ def _compute() -> None:
         return launch(runner, plan)
 
     Runner.launch = launch_late  # type: ignore[method-assign]
+    if scripted_engine.VARIABLE in os.environ:
+        scripted_engine.install()
     process.main()
 
 

@@ -1,0 +1,120 @@
+"""Coding agents repair a file, with a model that answers by script, over kills and a cut."""
+
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.agents import script
+from tests.agents.agents import AGENTS, BUILD, CODEX_WITH_CATALOG, MODEL, ROOT, environment_of
+from tests.agents.conftest import Site, long_mini
+from tests.agents.terminal import run_in_terminal
+from tools.harness.scripted_engine import KILL_ENGINE, KILL_SERVER, scripted
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("AGENTS_TASKS"), reason="takes minutes: make test-agents-tasks"
+)
+
+RECORDS = ROOT / "build" / "terminals"
+WITHIN_S = 400.0
+# The first piece of the last answer, in the events of each API.
+LAST_ANSWER = rb'"(text|delta|content)": ?"D'
+
+
+class TerminalAgent(NamedTuple):
+    """How an agent is started with a task, and told where its server is."""
+
+    name: str
+    command: Callable[[str], list[str]]
+    settings: Callable[[str, Path], dict[str, str]]
+
+
+def _aider_settings(url: str, home: Path) -> dict[str, str]:
+    off = dict.fromkeys(("AIDER_CHECK_UPDATE", "AIDER_ANALYTICS"), "false")
+    return off | {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "unused"}
+
+
+AIDER = str(ROOT / "build" / "aider-venv" / "bin" / "aider")
+BIN = str(BUILD / "node_modules" / ".bin") + "/"
+CLAUDE = ("--model", MODEL, "--permission-mode", "acceptEdits")
+CODEX = ("exec", "-s", "danger-full-access", "-m", MODEL)
+OPEN_AIDER = ("--model", f"openai/{MODEL}", "--yes-always", script.FILE, "--message")
+TERMINAL_AGENTS = (
+    TerminalAgent(
+        "claude-code", lambda task: [BIN + "claude", "-p", task, *CLAUDE], AGENTS[0].settings
+    ),
+    TerminalAgent("codex", lambda task: [BIN + "codex", *CODEX, task], CODEX_WITH_CATALOG.settings),
+    TerminalAgent(
+        "opencode", lambda task: [BIN + "opencode", "run", "--pure", task], AGENTS[2].settings
+    ),
+    TerminalAgent("aider", lambda task: [AIDER, *OPEN_AIDER, task], _aider_settings),
+)
+
+
+def _git(folder: Path, *words: str) -> str:
+    author = ("-c", "user.name=test", "-c", "user.email=test@example.com")
+    command = ["git", *author, *words]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def repository(folder: Path) -> Path:
+    """A repository with one file, whose function has a mistake."""
+    folder.mkdir(parents=True)
+    (folder / script.FILE).write_text(script.BEFORE)
+    _git(folder, "init", "-q")
+    _git(folder, "add", ".")
+    _git(folder, "commit", "-q", "-m", "Add a function")
+    return folder
+
+
+@pytest.fixture
+def quick_site() -> Iterator[Site]:
+    made = Site(0.05)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("agent", TERMINAL_AGENTS, ids=lambda agent: agent.name)
+def test_an_agent_repairs_a_file_over_kills_and_a_cut(
+    agent: TerminalAgent, agents: None, quick_site: Site, tmp_path: Path
+) -> None:
+    site = quick_site
+    faults, home = tmp_path / "faults", tmp_path / "home"
+    faults.mkdir()
+    home.mkdir()
+    work = repository(tmp_path / "work")
+    site.environment = scripted(script.__name__, long_mini(), faults)
+    site.environment["XDG_STATE_HOME"] = str(tmp_path / "state")
+    site.start()
+    (faults / KILL_SERVER).write_text("1500")
+    (faults / KILL_ENGINE).write_text(script.RIGHT)
+    site.wire.cut_next(1, LAST_ANSWER)
+    first = site.server
+
+    def start_again() -> None:
+        first.process.wait()
+        if not (faults / KILL_SERVER).exists():
+            site.start()
+
+    watcher = threading.Thread(target=start_again, daemon=True)
+    watcher.start()
+    task = f"The function add in {work / script.FILE} returns the difference. Repair it."
+    environment = environment_of(home) | agent.settings(site.wire.url, home)
+    record = RECORDS / agent.name
+    try:
+        code = run_in_terminal(agent.command(task), work, environment, record, WITHIN_S)
+    finally:
+        print(*first.lines, "----", *site.server.lines, sep="\n")
+    said = record.read_text(errors="replace")
+    assert code == 0, said[-3000:]
+    assert (work / script.FILE).read_text() == script.AFTER, said[-3000:]
+    assert script.LAST_WORDS in said
+    assert not list(faults.iterdir()) and site.wire.num_cut == 1
+    rows = [line for line in first.lines + site.server.lines if " outcome=" in line]
+    assert any(" recoveries=1 " in row for row in rows)
+    assert not [row for row in rows if not re.search(" outcome=(finished|client_gone) ", row)]
