@@ -1,7 +1,7 @@
 """Installs this checkout and its pinned packages into .venv: `python3 tools/install.py [.[EXTRA]]`.
 
 Reports what pip does: on a terminal in one line that changes, elsewhere in one line per stage and
-for every 30 seconds.
+another line every 30 seconds.
 This file uses the standard library alone, because nothing may be installed yet.
 """
 
@@ -22,7 +22,7 @@ VENV = ROOT / ".venv"
 PIP = [str(VENV / "bin" / "python"), "-m", "pip"]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _POLL_S = 0.2
-# Off a terminal, progress is shown again after this many seconds.
+# If stderr is not a terminal, progress is shown again after this many seconds.
 _AGAIN_S = 30.0
 # The name of a package that pip needs, or the name and the size of a package's file.
 _FOUND = re.compile(
@@ -69,7 +69,7 @@ class Screen:
         self._start = self._shown_at = time.monotonic()
 
     def show(self, stage: str, description: str) -> None:
-        """Show progress, off a terminal only for a new stage or after `_AGAIN_S` seconds."""
+        """Show progress; without a terminal, only each new stage and every `_AGAIN_S` seconds."""
         now = time.monotonic()
         line = f"headrace: {description} ({now - self._start:.0f} s)"
         if self._moves:

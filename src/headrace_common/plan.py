@@ -240,7 +240,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Everything that the runner does in one step.
 
     The runner processes `ended`, `begun`, `restores`, `loads`, `encoded`, `chunks`, and then the
-    copies, in this order. All items of `encoded` belong to one encoding, each to another stage.
+    copies, in this order. All items of `encoded` belong to one encoding, each to a different stage.
 
     `ended` contains finished, cancelled and preempted sequences. The runner may free the tensors of
     these sequences before the step. A preempted sequence may begin again in the same step.

@@ -151,7 +151,7 @@ class ContinueResponse(Job[CheckedBody], frozen=True, tag=True):
 
 
 class FitResponse(Job[CheckedBody], frozen=True, tag=True):
-    """Tokenize the chat of a response; drop old items of a chat of more than `room` tokens.
+    """Tokenize the chat of a response; drop its oldest items if it exceeds `room` tokens.
 
     The packed bytes are the request's CheckedBody. The result has the tokens in `ahead`, which
     are valid for this model and the limit `longest`.
@@ -166,8 +166,8 @@ class FitResponse(Job[CheckedBody], frozen=True, tag=True):
 class SummarizeResponse(Job[CheckedBody], frozen=True, tag=True):
     """Turn the request of a response into a request for a summary of its conversation.
 
-    The packed bytes are the request's CheckedBody. The result has no stubs if a summary would
-    replace no item, unless `is_asked`.
+    The packed bytes are the request's CheckedBody. If a summary would replace no item, the result
+    has no stubs unless `is_asked`.
     """
 
     max_tokens: int

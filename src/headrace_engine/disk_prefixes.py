@@ -98,7 +98,7 @@ def _default(described: About) -> PrefixFolder | None:
         why = f"{root} {why}"
     except (OSError, RuntimeError) as error:
         why = str(error)
-    logger.info("Cached prefixes are not stored: %s. --prefix-cache-dir names a folder.", why)
+    logger.info("Cached prefixes are not stored: %s. Set --prefix-cache-dir to a folder.", why)
     return None
 
 
@@ -109,7 +109,7 @@ def _named(root: Path, described: About) -> PrefixFolder:
     except OSError as error:
         raise ModelError(
             f"--prefix-cache-dir: the folder {root} cannot be used ({error.strerror}). Give "
-            "another folder, or none."
+            "another folder, or the word none."
         ) from None
     return folder
 

@@ -58,7 +58,7 @@ class HistoryBuilder:
         self._texts.clear()
 
     def keep(self, items: list[Json]) -> None:
-        """Only require the texts made so far that these items contain."""
+        """Stop requiring those of the earlier texts that these items do not contain."""
         sent = json.dumps(items)
         self._texts = {word: form for word, form in self._texts.items() if form in sent}
 
@@ -283,7 +283,7 @@ _SUMMARY = "Summary of the conversation so far:\n"
 
 
 def _item_summary(b: HistoryBuilder) -> list[Json]:
-    """Return a summary that replaces no items: of another client, or one that cannot be read."""
+    """Return a summary that replaces no items: it is another client's, or unreadable."""
     text = f"Another language model began this task. Its summary: {b.text()}"
     return [
         b.one(
@@ -296,7 +296,7 @@ def _item_summary(b: HistoryBuilder) -> list[Json]:
 
 
 def _compacted(b: HistoryBuilder, items: list[Json]) -> list[Json]:
-    """Return the items with a summary behind them, which replaces most of them.
+    """Return the items, followed by a summary that replaces most of them.
 
     The model still sees instructions and the user's messages.
     """

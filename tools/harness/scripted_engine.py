@@ -1,4 +1,4 @@
-"""Lets a script choose the tokens of a real engine, and kills the engine or the server on time.
+"""Lets a script choose the tokens of a real engine, and kills the engine or server when told to.
 
 `tools.harness.slow_engine` calls `install` if the variable SCRIPTED_ENGINE contains the settings
 that `scripted` returns. Template, tokenizer, forward pass, grammar, parser and log are real; only
@@ -52,7 +52,7 @@ class _Script:
         return answer[len(drawn)] if len(drawn) < len(answer) else None
 
     def read(self, chunk: Any, sequence: SequenceState | None) -> None:
-        """Take note of a chunk that is about to be computed."""
+        """Kill the server before it computes this chunk, if a fault says so."""
         if sequence is not None and 0 < chunk.start < sequence.num_prompt - 1:
             is_long = lambda least: sequence.num_prompt > int(least)  # noqa: E731
             self._kill(KILL_SERVER, os.getppid(), is_long)
@@ -73,7 +73,7 @@ class _Script:
 
 
 def install() -> None:
-    """Replace the draws of this engine process."""
+    """Replace the choice of tokens in this engine process."""
     from headrace_engine.runner import runner
     from headrace_engine.runner.sampling import sampler
 

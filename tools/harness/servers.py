@@ -40,7 +40,7 @@ class ServerProcess:
         self._ready = threading.Event()
         state = tempfile.mkdtemp(prefix="headrace-test-")
         inherited = dict(os.environ)
-        # A server shares the user's cache folder only without the folder of cached prefixes.
+        # In the user's own cache folder, a server under test stores no prefixes.
         if "XDG_CACHE_HOME" in (environment or {}):
             inherited.pop("HEADRACE_PREFIX_CACHE_DIR", None)
         else:

@@ -23,8 +23,8 @@ from headrace.cli.private_server import ServerEnded, end_on_hangup, private_serv
 from headrace.cli.server_options import key_or_first, server_options
 from headrace_common.errors import ConfigError, HeadraceError
 
-# Some agents replace references such as {file:PATH} and $NAME in their configuration, so a
-# server's names of models must not contain any.
+# Some agents replace references such as {file:PATH} and $NAME in their configuration, so only
+# names of models without such references are accepted.
 _NAME = re.compile(r"\w[\w .:/@+=,()-]*")
 _KINDS = (None, "text", "image-text", "seq2seq")  # None if the model is not loaded
 _WITHOUT_TOOLS = re.compile(r"headrace-mini|smollm2", re.IGNORECASE)
@@ -51,7 +51,7 @@ class _Listing(msgspec.Struct):
 
 
 class _LaunchCommand(click.Command):
-    """A verb whose words after `--` belong to the agent."""
+    """A command that passes its arguments after `--` on to the agent."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
@@ -80,7 +80,7 @@ def launch(
     api_key: str | None,
     prints: bool,
 ) -> None:
-    """Start a coding agent that uses MODEL; without CLIENT, list the agents.
+    """Start a coding agent that uses MODEL; if you name no agent, list the agents.
 
     A running server that has MODEL is used. Otherwise a server for MODEL starts, and ends with the
     agent. Without MODEL, the agent gets the running server's model, or else the model that
@@ -132,7 +132,7 @@ def _list_clients() -> None:
 
 
 def _running(url: str | None, key: str, name: str | None) -> Model | None:
-    """Return a model of the running server; None if there is no server, or not with this model.
+    """Return a model of the running server; None without a server that has the model.
 
     Raises an error if `url` names a server that does not answer or does not have the model.
     """
@@ -149,14 +149,14 @@ def _running(url: str | None, key: str, name: str | None) -> Model | None:
 
 
 def choose(body: bytes, address: str, name: str | None) -> Model:
-    """Choose the model with this name from a server's list, or else the first that can chat.
+    """Choose the named model from a server's list, or without a name a model that can chat.
 
-    Models in memory are preferred. Raises HeadraceError if there is none.
+    Models in memory take precedence. Raises HeadraceError if there is none.
     """
     try:
         listing = msgspec.json.decode(body, type=_Listing)
     except msgspec.MsgspecError:
-        raise HeadraceError(f"{address} sent a list of models that is not Headrace's.") from None
+        raise HeadraceError(f"{address} sent no list of models in Headrace's format.") from None
     known = [it for it in listing.data if it.kind in _KINDS and _NAME.fullmatch(it.id)]
     fitting = [it for it in known if name in (None, it.id)]
     if not fitting:
@@ -210,8 +210,8 @@ def _private_folder() -> Iterator[Path]:
         folder = tempfile.TemporaryDirectory(dir=_folder())
     except OSError as error:
         raise ConfigError(
-            f"{_folder()} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a folder "
-            "that can."
+            f"Cannot write to {_folder()} ({error.strerror}); set XDG_CACHE_HOME to a writable "
+            "folder."
         ) from None
     with folder as path:
         yield Path(path)
@@ -243,7 +243,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def as_script(program: str, setup: Setup, arguments: Sequence[str], has_key: bool) -> str:
-    """Return lines for a shell that write the files and start the agent, without the key."""
+    """Return a shell script, without the key, that writes the files and starts the agent."""
     key = '"${HEADRACE_API_KEY:?set it to your key}"' if has_key else _NO_KEY
     lines = [f"export {KEY}={key}"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in setup.variables.items()]

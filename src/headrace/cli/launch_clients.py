@@ -1,8 +1,8 @@
 """Describes the coding agents that `headrace launch` starts, and how each finds the server.
 
 Nothing is written into an agent's own configuration. The settings are flags, environment variables
-or a file in a separate folder, so an agent keeps its sessions and logins. Each agent asks for the
-prompt's progress in its own requests, so the server needs no rule for it.
+or a file in a separate folder, so an agent keeps its sessions and logins. Each agent except Codex
+asks for the prompt's progress in its own requests, so the server needs no rule for the agent.
 """
 
 import json
@@ -12,13 +12,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 KEY = "KEY_FOR_HEADRACE"
-"""The variable with the API key. No key is in a flag, which other users can see, or in a file.
+"""The environment variable with the API key. A flag would show the key to other users.
 
-With the name HEADRACE_API_KEY, a server that the agent starts would require the key.
+If its name were HEADRACE_API_KEY, a server that the agent starts would require the key.
 """
 
 _PROGRESS = {"return_progress": "reasoning"}
-# The share of the context that an answer may take, and the maximum in tokens.
+# An answer may take a quarter of the context, and at most _MAX_ANSWER tokens.
 _ANSWER_SHARE = 4
 _MAX_ANSWER = 32_000
 
@@ -80,7 +80,7 @@ def _claude(model: Model, folder: Path) -> Setup:
 
 
 def _codex(model: Model, folder: Path) -> Setup:
-    """The catalog has the context's length and short instructions.
+    """Codex gets a catalog with the context length and short instructions.
 
     Codex would store a catalog that it reads from the server among the user's own files.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH = 16
 _EVERY_S = 0.25
-# Off a terminal, a stage that takes longer is shown again after this many seconds.
+# If stderr is not a terminal, a running stage is shown again after this many seconds.
 _AGAIN_S = 30.0
 
 

@@ -28,8 +28,8 @@ def streams_folder(state_dir: str | None, port: int) -> Path | None:
 def with_prefix_cache(model: ModelConfig, config: ServerConfig) -> ModelConfig:
     """Return the settings for the model's engine, with the default folder of cached prefixes.
 
-    A server that stores no streams stores no prefixes. In a cluster, an engine runs on some other
-    machine, whose disk is not the server's to fill.
+    A server that stores no streams stores no prefixes by default. In a cluster, engines run on
+    other machines, whose disks the server should not fill.
     """
     if (
         model.prefix_cache.prefix_cache_dir

@@ -90,7 +90,7 @@ class ByteRoutes:
         return await self._listed(request, names)
 
     async def find(self, request: Request) -> ASGIApp:
-        """List the streams of the conversations in the query `conversation_id`."""
+        """List the streams of the conversations in the query parameter `conversation_id`."""
         names = request.query_params.getlist("conversation_id")
         if not any(names):
             return _refuse(400, "Name a conversation: /v1/streams?conversation_id=ID")

@@ -18,7 +18,7 @@ ACCEPTED = "gzip, zstd, identity"
 # Maximum number of bytes to read or produce at a time.
 _STEP = 64 << 10
 _GZIP = 16 + zlib.MAX_WBITS
-# RFC 9659 forbids larger windows for this coding. The decoder allocates the window.
+# The decoder allocates the window, which RFC 9659 limits to 8 MiB.
 _WINDOW_LOG = 23
 # An empty frame of 9 bytes costs a new decoder, so the number of frames is limited.
 _MAX_FRAMES = 100
@@ -119,7 +119,7 @@ class _Zstd:
             except zstd.ZstdError as error:
                 raise self._refused(error) from None
             yield piece
-            # The decoder keeps what it has not yet decoded of a frame.
+            # The decoder keeps the part of a frame that it has not decoded yet.
             is_whole = self._decoder.eof
             data = self._decoder.unused_data if is_whole else b""
             is_all_out = not data if is_whole else self._decoder.needs_input
@@ -132,7 +132,7 @@ class _Zstd:
         self._decoder = _frame_decoder()
 
     def _refused(self, error: zstd.ZstdError) -> RequestError:
-        """Return the error for the client. Only the library's text shows that a window is large."""
+        """Return the error for the client. Only the library's message names a window's size."""
         if "too much memory" in str(error):
             why = "needs a window of more than 8 MiB; compress the body with a level of at most 19"
             return _malformed(self.NAME, why)

@@ -32,7 +32,7 @@ def download_wait(
 ) -> DownloadWait | None:
     """Return a description of the data during the wait; None if the answer is not a stream.
 
-    Unless `is_loading`, the client waits until its conversation is compacted.
+    If not `is_loading`, the client waits for the compaction of its conversation.
     """
     if not checked.fields.get("stream"):
         return None

@@ -85,10 +85,10 @@ class GenerationRoutes:
     def _wait(
         self, route: Route, checked: CheckedBody, names: Names, id: StreamId
     ) -> DownloadWait | None:
-        """Describe the data that the client receives while the stream cannot be opened.
+        """Describe the data that the client receives until the stream can be opened.
 
-        The model may have to be downloaded, or the conversation may have to be compacted. Returns
-        None if neither is necessary.
+        First, the model may have to be downloaded, or the conversation may have to be compacted.
+        Returns None if neither is necessary.
         """
         host = self._generation.fleet.hosts.find(checked.fields.get("model", ""))
         if host is None or names.conversation is not None:

@@ -41,7 +41,7 @@ def _entry(view: ModelView) -> dict[str, Any]:
         "type": _type_of(view),
         "publisher": owner if slash and owner and "/" not in name else "",
         "arch": family_of(text) if text else None,
-        # LM Studio calls models in safetensors "mlx". Zed cannot read a list with a third value.
+        # LM Studio calls models in safetensors "mlx". Zed can only read these two values.
         "compatibility_type": "gguf" if text and text.spec.is_gguf else "mlx",
         "quantization": (precision_of(text) or None) if text else None,
         "state": "loaded" if is_loaded else "loading" if view.state == "loading" else "not-loaded",

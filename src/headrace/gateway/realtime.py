@@ -107,7 +107,7 @@ class RealtimeSockets:
 
 
 async def accept(socket: WebSocket) -> None:
-    """Accept a socket; raise ClientLeft if the client has left."""
+    """Accept a socket, with OpenAI's subprotocol if the client offers it."""
     offered = socket.scope.get("subprotocols", ())
     await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in offered else None)
 

@@ -1,7 +1,7 @@
 """Serves `/v1/responses` as a WebSocket: many responses, one after another, on one connection.
 
-A response on a socket behaves like the streamed answer of a POST: each event is one message, and
-its reader has left when the socket closes.
+A response on a socket behaves like the streamed answer of a POST. Each event is one message. A
+client that closes the socket has left, like one that closes the connection of a POST.
 """
 
 import asyncio
@@ -85,14 +85,14 @@ class ResponseSockets:
 
 
 class _WaitingMessage(NamedTuple):
-    """A message whose response has not begun; its bytes count as held until `held` is closed."""
+    """A message that waits. Its bytes count towards the memory limit until `held` is closed."""
 
     message: Message
     held: contextlib.ExitStack
 
 
 class _OpenedResponse(NamedTuple):
-    """The stream of a response, and whether the stream is to be deleted with the socket."""
+    """The stream of a response, and whether it is deleted when the socket closes."""
 
     stream: Found
     is_unstored: bool
@@ -117,8 +117,8 @@ class ResponseSocket:
         try:
             async with asyncio.TaskGroup() as tasks:
                 answering = tasks.create_task(self._answer_all())
-                # The socket is read all the time, because only a socket that reads notices that
-                # the client has left.
+                # The socket is read at all times, because only a pending read reveals that the
+                # client has left.
                 while (message := await self._socket.receive())["type"] == "websocket.receive":
                     await self._take(message)
                 self._queue.put_nowait(None)
@@ -134,12 +134,12 @@ class ResponseSocket:
             await self._forget(0)
 
     async def _take(self, message: Message) -> None:
-        """Let a message wait for its turn, unless too many messages or bytes wait."""
+        """Add a message to the queue, or refuse it if too many messages or bytes are waiting."""
         with contextlib.ExitStack() as held:
             try:
                 if self._queue.qsize() >= MAX_WAITING:
                     text = (
-                        f"{MAX_WAITING} messages of this socket wait already, which is the limit. "
+                        f"{MAX_WAITING} messages already wait on this socket, which is the limit. "
                         "Wait until a response has ended, or open another socket."
                     )
                     raise RequestError("server_overloaded", text, retry_after_s=1)
@@ -157,7 +157,7 @@ class ResponseSocket:
                     return
                 begin_notes()
                 work = self._open(waiting.message, held)
-                # The message may be large, and is no longer needed once its body was read.
+                # The message may be large, and is no longer needed once its body has been read.
                 del waiting
                 linger_s = self._sockets.config.linger_s
                 opening = asyncio.create_task(unless_left(self._receive, work, linger_s))
@@ -178,7 +178,7 @@ class ResponseSocket:
             if not opening.done():
                 await self._send(_KEEPALIVE)
         stream, is_unstored = opening.result()
-        # A comment would not be a message, and the server's pings replace comments.
+        # A comment cannot be sent as a message. The WebSocket's own pings replace comments.
         pace = pace_of(stream.record, self._sockets.config)._replace(ping_s=math.inf)
         view = MessageLines(stream.record)
         await LiveAnswer(stream, view, pace)(SCOPE, self._receive, self._send_lines)

@@ -134,7 +134,7 @@ ROUTES: tuple[Operation, ...] = (
     Operation("get", "/health/live", ANY, lambda on: on.states.live,
         "Report whether the process runs", ("status",)),
     *(Operation(method, "/ping", ANY, lambda on: on.states.health,
-        "Report whether the server accepts requests, as SageMaker asks", ("status",),
+        "Report to SageMaker whether the server accepts requests", ("status",),
         errors=(503,)) for method in ("get", "post")),
     Operation("get", "/version", ANY, lambda on: on.states.version,
         "Show the version, as vLLM does", ("version",)),

@@ -262,7 +262,7 @@ def names_of(
 ) -> Names:
     """Return the names of a request. Raise RequestError `invalid_value` for an invalid name.
 
-    As in llama.cpp, an empty conversation is none.
+    As in llama.cpp, an empty conversation id counts as no id.
     """
     fields = checked.fields
     conversation = conversation or None

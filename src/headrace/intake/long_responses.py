@@ -30,9 +30,9 @@ from headrace_common.worker_jobs import (
     SummarizeResponse,
 )
 
-# The share of the context that is left for the answer if the request sets no limit.
+# An eighth of the context is left for the answer if the request sets no limit.
 _ANSWER_SHARE = 8
-# A summary may have this number of tokens, and at most this share of the context.
+# A summary may have this number of tokens, but at most a quarter of the context.
 _SUMMARY_TOKENS, _SUMMARY_SHARE = 4096, 4
 _UNCHANGED = "The conversation was not compacted and is unchanged"
 
@@ -67,8 +67,8 @@ class LongResponses:
     ) -> Summary | None:
         """Have the model summarize the conversation of a request.
 
-        Return None if the summary would replace no item, unless `is_asked`. Raise RequestError if
-        there is no summary; nothing has changed then.
+        If the summary would replace no item, return None unless `is_asked`. If the summary fails,
+        raise RequestError and change nothing.
         """
         limit = host.model.max_model_len
         num_tokens = min(_SUMMARY_TOKENS, limit // _SUMMARY_SHARE or _SUMMARY_TOKENS)
@@ -93,9 +93,9 @@ class LongResponses:
     async def _compact(
         self, checked: CheckedBody, host: ModelHost, owner: str, threshold: int
     ) -> CheckedBody:
-        """Replace the items by a summary if the prompt has at least `threshold` tokens.
+        """Replace the items by a summary if the prompt has `threshold` tokens or does not fit.
 
-        0 stands for three quarters of the context.
+        The threshold 0 stands for three quarters of the context.
         """
         model = host.model
         threshold = threshold or model.max_model_len * 3 // 4
@@ -120,7 +120,7 @@ class LongResponses:
     async def _fit(
         self, checked: CheckedBody, model: ServedModel, num_answer: int | None
     ) -> CheckedBody:
-        """Return the request without the oldest items if it leaves no room for the answer.
+        """Return the request without its oldest items if the prompt leaves no room for an answer.
 
         `num_answer` is the room in tokens; None stands for a share of the context.
         """

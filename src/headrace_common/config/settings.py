@@ -102,7 +102,7 @@ class PrefixCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Maximum size of the prefix folder in bytes; the least recently used "
             "prefixes are deleted. Default: 20 GiB, but for auto a tenth of the free "
-            "disk space, at most 10 GiB, and nothing below 512 MiB"
+            "disk space, at most 10 GiB, and nothing if less than 5 GiB are free"
         ),
     ] = None
     prefix_cache_disk_days: Annotated[
@@ -458,20 +458,20 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     keep_streams_hours: Annotated[
         float,
-        Meta(gt=0, le=876000, description="Hours after their end that durable streams are kept"),
+        Meta(gt=0, le=876000, description="Hours that durable streams are kept after their end"),
     ] = 24.0
     max_kept_streams: Annotated[
         Count,
         Meta(
-            description="Largest number of durable streams; if it is exceeded, the ended streams "
-            "that were least recently read are deleted"
+            description="Largest number of durable streams; beyond it, the ended streams that were "
+            "read least recently are deleted"
         ),
     ] = 10_000
     max_kept_stream_bytes: Annotated[
         Count,
         Meta(
-            description="Largest size of all durable streams in bytes, with the same deletion "
-            "as --max-kept-streams"
+            description="Largest size of all durable streams in bytes; beyond it, streams are "
+            "deleted as for --max-kept-streams"
         ),
     ] = 1 << 30
     load_timeout_s: Annotated[

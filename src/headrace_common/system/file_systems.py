@@ -1,4 +1,4 @@
-"""Finds out on which kind of file system a file is."""
+"""Finds the type of the file system that contains a file."""
 
 from pathlib import Path
 

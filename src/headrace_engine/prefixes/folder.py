@@ -39,7 +39,7 @@ _counter = itertools.count()
 
 
 SizeLimit = Callable[[int, int], int]
-"""Returns a folder's largest size in bytes from the disk's free bytes and the folder's bytes."""
+"""Returns the bytes that a folder may take, from the disk's free bytes and the folder's bytes."""
 
 
 class StoredSegment(NamedTuple):

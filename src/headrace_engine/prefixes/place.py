@@ -28,8 +28,8 @@ def default_folder() -> Path:
 def objection(root: Path) -> str:
     """Return why `root` is a bad default folder, or "".
 
-    In memory, prefixes would take memory from the models. On a server in the network, free space
-    says nothing about the user's quota.
+    In memory, prefixes would take memory from the models. On a network file system, the free
+    space does not show the user's quota.
     """
     kind = kind_of(nearest_existing(root))
     if kind in IN_MEMORY:

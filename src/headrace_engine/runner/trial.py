@@ -86,7 +86,8 @@ def timed_encoding(
 ) -> Iterator[tuple[EncoderInput, EncoderPiece, float]]:
     """Run and time pieces of the encoder, if prompts are sources for an encoder.
 
-    Times of the first source are not yielded, because that source only warms up the kernels.
+    Yields the encoding, the piece and the piece's seconds. Times of the first source are not
+    yielded, because that source only warms up the kernels.
     """
     end = time.monotonic() + _MAX_TIMING_S
     for is_warm, size in enumerate((_SOURCE, *_SOURCES)):

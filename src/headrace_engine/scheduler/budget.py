@@ -53,7 +53,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     # The stall target: how many seconds a step may take if a stream waits for the step. None
     # means no target.
     max_stall_s: float | None = None
-    # Whether the user did not choose the stall target. The target may then rise.
+    # Whether the stall target is the default, which may rise.
     is_default: bool = False
     # How many seconds a step may take if no stream waits for the step. None means no limit.
     max_step_s: float | None = None
@@ -274,7 +274,8 @@ class TimeBudget:
     def __init__(self, limits: Limits) -> None:
         self.model = CostModel()
         # A cost model for each kind of encoder unit. One timed piece is enough to predict the next
-        # piece, because the next piece has at most twice the work of any timed piece.
+        # piece, because a piece of several units has at most twice the work of the largest timed
+        # piece.
         self.encoders = defaultdict[int, CostModel](lambda: CostModel(1, 1))
         # The times of decode steps by number of rows; None if no guesses are allowed.
         self.rows = RowTimes() if limits.max_guess else None
@@ -361,9 +362,9 @@ class TimeBudget:
     def units_within(self, room: float, work: EncoderInput, piece: EncoderPiece) -> int:
         """Return how many units of the piece's stage fit into `room` seconds.
 
-        The first piece of a kind is one unit. No piece has more than twice the work of any timed
-        piece of its kind. Short sources say little about long sources, so the work of a row grows
-        with the source.
+        The first piece of a kind is one unit. Several units have at most twice the work of the
+        largest timed piece of their kind. Short sources say little about long sources, so a row
+        counts as work in proportion to the length of its source.
         """
         model = self.encoders[piece.stage.kind]
         most = max(1, 2 * model.most_pairs // max(1, piece.stage.num_rows * work.size))
@@ -436,7 +437,7 @@ class TimeBudget:
         return room
 
     def _choose_target(self, coefficients: Coefficients, context: int) -> None:
-        """Raise the default stall target if shorter steps would read prompts much too slowly.
+        """Raise the default stall target if shorter steps would read prompts much more slowly.
 
         Each step first computes its decode chunks and reads the prompt's context again. So the
         shorter a step, the smaller is the part of its time in which prompts advance.

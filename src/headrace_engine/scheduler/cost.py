@@ -191,7 +191,7 @@ class CostModel:
     """
 
     def __init__(self, num_steps: int = MEASURED_STEPS, num_sizes: int = MEASURED_SIZES) -> None:
-        """Create a model that counts as measured after so many steps of so many sizes."""
+        """Create a model that is measured after `num_steps` prompt steps of `num_sizes` sizes."""
         self._num_steps, self._num_sizes = num_steps, num_sizes
         # Whether enough steps were timed to trust the coefficients.
         self.is_measured = False

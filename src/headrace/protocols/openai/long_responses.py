@@ -81,7 +81,7 @@ def _conversation(kept: StoredBody) -> list[Item]:
 
 
 def fit(job: FitResponse, checked: CheckedBody, models: WorkerModels) -> CheckedBody:
-    """Return the request with the tokens of its chat, without old items if they do not fit.
+    """Tokenize the chat of a request, and drop its oldest items if the chat does not fit.
 
     The stored items stay complete; the response object names the items that the model did not
     see. If even the shortest conversation does not fit, the request is returned unchanged, and
@@ -89,7 +89,7 @@ def fit(job: FitResponse, checked: CheckedBody, models: WorkerModels) -> Checked
     """
     text = models.asked(checked.fields)
     if text is None:
-        # The model is refused later.
+        # An unknown model is refused later.
         return checked
     kept, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
     items = _conversation(kept)
@@ -125,7 +125,7 @@ def summarize(job: SummarizeResponse, checked: CheckedBody) -> CheckedBody:
     """Return the request for a summary: the same prompt, so that its prefix is cached, and a
     final message that asks for the summary.
 
-    The result has no stubs if a summary would replace no item, unless the client asked for it.
+    If a summary would replace no item, the result has no stubs unless the client asked for one.
     """
     items, (chat,) = _conversation(open_kept(checked.kept)), _decode_prompts(checked.packed)
     seen = set(visible(items))
@@ -143,7 +143,7 @@ def summarize(job: SummarizeResponse, checked: CheckedBody) -> CheckedBody:
 
 
 def put_summary(summary: str, checked: CheckedBody) -> CheckedBody:
-    """Return the request with a prompt in which the summary has replaced the items."""
+    """Return the request with a prompt in which the summary replaces the items."""
     kept, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
     items = _decode_items(kept.items)
     kept = msgspec.structs.replace(kept, summary=summary)
@@ -190,7 +190,7 @@ def compaction(job: WriteCompaction, kept: bytes) -> bytes:
 
 
 def _first_fitting(points: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the smallest position that fits, or None. A later position drops more items."""
+    """Return the smallest cut that fits, or None. A larger cut drops more items."""
     if fits(0):
         return 0
     if len(points) < 2 or not fits(points[-1]):

@@ -39,8 +39,8 @@ def visible(items: Sequence[Item]) -> list[int]:
     """Return the positions of the items that the model sees, in the order in which it sees them.
 
     The last readable summary replaces the items before it, except instructions and the user's
-    newest messages. A message of the user that the assistant answered after the summary, or has
-    not answered yet, follows the summary.
+    newest messages. If a user message directly before the summary has its answer after the
+    summary, or no answer yet, the model sees this message after the summary.
     """
     summaries = (i for i, it in enumerate(items) if it["type"] == COMPACTION and summary_of(it))
     last = max(summaries, default=-1)
@@ -71,10 +71,10 @@ def _is_from_assistant(item: Item) -> bool:
 
 
 def cut_points(items: Sequence[Item]) -> list[int]:
-    """Return the positions before which all items can be dropped, in rising order.
+    """Return the positions before which all items can be dropped, in ascending order.
 
-    No position separates a call from its output. Some clients use an id for several calls; an
-    output then belongs to the last call before it.
+    No position separates a call from its output. Some clients use one id for several calls; an
+    output then belongs to the nearest call before it.
     """
     outputs: dict[str, int] = {}
     ends = list(range(-1, len(items) - 1))

@@ -120,7 +120,7 @@ _ELSEWHERE = {
     "prompt": "send its content as input",
 }
 _MAX_SKIPPED = 16
-# Fields that the response repeats if they are texts; they have no other effect.
+# Fields that the response repeats if they are strings, and that have no other effect.
 _LABELS = ("prompt_cache_key", "safety_identifier")
 _NO_FUNCTION: Mapping[str, None] = dict.fromkeys(("description", "parameters", "strict"))
 
@@ -371,7 +371,7 @@ def _repeated(fields: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as it was sent; clients expect all fields of a function."""
+    """Return a tool as sent; a function has all fields, because clients expect them."""
     return {**_NO_FUNCTION, **tool} if tool["type"] == "function" else tool
 
 

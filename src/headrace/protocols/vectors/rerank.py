@@ -51,7 +51,7 @@ TABLE: Mapping[str, Kind] = {
 }
 
 TextPairs = tuple[tuple[str, ...], tuple[str, ...]]
-"""The first texts and the second texts. One first text belongs to all second texts."""
+"""The first texts and the second texts. A single first text is paired with every second text."""
 
 pairs_of = msgspec.msgpack.Decoder(TextPairs).decode
 
@@ -59,7 +59,7 @@ pairs_of = msgspec.msgpack.Decoder(TextPairs).decode
 def read(body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that a body sets, after every check that needs no model.
 
-    `pairs` are the query and the documents.
+    The field `pairs` has the query and the documents.
     """
     fields = read_known(TABLE, REQUIRED, body)
     fields["pairs"] = ((fields.pop("query"),), fields.pop("documents"))

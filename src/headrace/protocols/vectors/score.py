@@ -41,8 +41,8 @@ TABLE: Mapping[str, Kind] = {"text_1": Texts(), _SECOND: Texts(), "model": _TEXT
 def read(body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that a body sets, after every check that needs no model.
 
-    `pairs` are the first texts and the second texts. One first text belongs to all second texts.
-    `is_list` tells whether the body has an array of second texts.
+    The field `pairs` has the first and the second texts; a single first text is paired with every
+    second text. `is_list` says whether the body has an array of second texts.
     """
     fields = read_known(TABLE, REQUIRED, body)
     second = fields.pop(_SECOND)

@@ -89,7 +89,7 @@ class _Pass:
             after = module.compute_bias(1, num_tokens)
             self.state.bias = torch.cat([before, after[..., 1:]], dim=-1)
         assert self.state.bias is not None, "the first layer has no position bias"
-        # Window number w has the biases of row number tokens - 1 - w.
+        # Window w has the biases of row (tokens - 1 - w).
         windows = self.state.bias[:, :, 0].unfold(-1, num_tokens, 1)
         return windows[:, :, num_tokens - self.end : num_tokens - self.start].flip(-2)
 
@@ -136,7 +136,7 @@ class EncoderRows:
         state.hidden[:, start:end] = rows
 
     def spare_projections(self, state: EncoderState) -> None:
-        """Let later second passes skip the projections, whose results are stored already."""
+        """Install hooks so that second passes skip the projections, which are already stored."""
         for number, layer in enumerate(self._layers):
             with record_linears(layer) as calls:
                 self.project(state, number, 0, 1)
@@ -200,7 +200,7 @@ class CrossLayer:
     def find(
         cls, calls: Sequence[tuple[nn.Linear, Tensor, Tensor]], keys: Tensor, values: Tensor
     ) -> "CrossLayer":
-        """Find the projections among recorded calls by their outputs; LookupError if none fits."""
+        """Find the projections among recorded calls by their outputs; raise LookupError if none."""
         found = []
         for wanted in (keys, values):
             flat = wanted.transpose(1, 2).flatten(2)

@@ -1,8 +1,8 @@
 """Runs encoder-decoder models of transformers: encodes a source once, then decodes from a slot.
 
 In families like T5 and BART, a step can encode some rows of one layer, so that a source can be
-encoded over many short steps. An encoder runs layer by layer, or whole, if a test finds that
-smaller pieces have another result.
+encoded over many short steps. An encoder runs layer by layer, or whole, if a test at the
+start finds that smaller pieces change the result.
 """
 
 import copy as copies
@@ -222,7 +222,7 @@ class Seq2SeqSource(SlotLane):
 
     @torch.inference_mode()
     def _can_run(self, by_pieces: Callable[[Tensor], Tensor]) -> bool:
-        """Return whether the encoder gives the same result when it runs by pieces."""
+        """Return whether the encoder gives the same result when it runs in pieces."""
         if not self._encoder.layers:
             return False
         ids = self._ids(self._probe())
