@@ -107,9 +107,15 @@ class RealtimeSockets:
 
 
 async def accept(socket: WebSocket) -> None:
-    """Accept a socket, with OpenAI's subprotocol if the client offers it."""
+    """Accept a socket, with OpenAI's subprotocol if the client offers it.
+
+    Raise ClientLeft if the client has left.
+    """
     offered = socket.scope.get("subprotocols", ())
-    await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in offered else None)
+    try:
+        await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in offered else None)
+    except (RuntimeError, OSError, WebSocketDisconnect):
+        raise ClientLeft from None
 
 
 def with_key(socket: WebSocket) -> Headers:
