@@ -97,7 +97,7 @@ def test_groups_stay_as_they_are_in_bfloat16_and_compute_as_plain_or_better(
 def test_experts_that_do_not_fit_memory_lie_in_a_mapped_file_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_file, "_kind", lambda path: "ext4")  # also where it is memory
+    monkeypatch.setattr(mapped_file, "kind_of", lambda path: "ext4")  # also where it is memory
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 16}
     folder = make(tmp_path, dtype=torch.bfloat16, **sizes)
     whole, needed = (

@@ -173,8 +173,8 @@ def test_tools_of_other_types_are_named_as_ignored(url: str) -> None:
     assert answer.headers["x-headrace-ignored"] == "tools[0]"
 
 
-def test_a_websocket_handshake_is_a_plain_405(server: ServerProcess) -> None:
-    head = "GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+def test_a_websocket_handshake_elsewhere_is_a_plain_405(server: ServerProcess) -> None:
+    head = "GET /v1/messages HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
     head += "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     head += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), 10) as connection:
