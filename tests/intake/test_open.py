@@ -53,7 +53,14 @@ async def test_options_of_the_caller_replace_those_of_the_body(folder: Path) -> 
         assert opened.stream.record.request.response_options == options
 
 
-@pytest.mark.parametrize("bad", ["", "é", "a\nb", "x" * 513])
+@pytest.mark.parametrize("bad", ["é", "a\nb", "x" * 513])
 def test_a_name_that_no_header_could_have_is_refused(bad: str) -> None:
     with pytest.raises(RequestError, match="takes 1 to 512 printable ASCII characters"):
         names_of("", CheckedBody({}, (), b""), conversation=bad)
+
+
+def test_an_empty_conversation_is_none_but_an_empty_key_is_refused() -> None:
+    checked = CheckedBody({}, (), b"")
+    assert names_of("", checked, conversation="").conversation is None
+    with pytest.raises(RequestError, match="takes 1 to 255 printable ASCII characters"):
+        names_of("", checked, key="")
