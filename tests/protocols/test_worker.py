@@ -54,7 +54,7 @@ def chat(has_image: bool = False, **fields: Any) -> tuple[ReadBody, dict[str, An
         (ReadBody("/v1/completions", KNOWN), {"prompt": "a", "max_tokens": 0}, 128, EncodePrompts),
         (ReadBody("/v1/completions", KNOWN), {"prompt": [5, 999]}, 127, EncodePrompts),
         (ReadInputs(KNOWN), {"input": ["one", "two"], "model": "org/other"}, 128, EncodePrompts),
-        (ReadPairs(KNOWN), {"query": "q", "documents": ["d", "e"]}, 128, EncodePairs),
+        (ReadPairs("/v1/rerank", KNOWN), {"query": "q", "documents": ["d", "e"]}, 128, EncodePairs),
     ],
 )
 def test_the_tokens_that_come_ahead_are_those_that_would_be_asked_for(
