@@ -201,6 +201,17 @@ def test_a_client_that_leaves_ends_a_plain_response(server: ServerProcess) -> No
     eventually(lambda: running(server) == 0, within_s=30)
 
 
+def test_a_client_that_leaves_early_leaves_no_response_that_is_not_stored(
+    server: ServerProcess,
+) -> None:
+    with open_socket(server) as socket:
+        socket.send(**LONG, store=False)
+        id = socket.until("response.created")["response"]["id"]
+        socket.until("response.output_text.delta")
+    url = f"{server.url}/v1/responses/{id}"
+    eventually(lambda: httpx.get(url).status_code == 404, within_s=30)
+
+
 def test_the_openai_package_connects(server: ServerProcess) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="unused")
     with client.responses.connect() as connection:

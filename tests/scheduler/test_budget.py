@@ -351,3 +351,12 @@ def test_a_lane_pays_for_a_forward_per_chunk_if_it_says_so_whatever_its_memory()
 def test_the_longest_sequence_is_bounded_by_model_user_and_memory(layout, expected):
     limits = Limits(max_num_seqs=1, max_step_tokens=1, max_model_len=500)
     assert limits.max_total(layout) == expected
+
+
+def test_the_default_target_does_not_rise_while_another_engine_has_streams():
+    budget = make_budget(stall_s=0.01, is_default=True)
+    budget.open(decoding(4, 128), is_awaited=True)
+    assert budget.stall_s > 0.01
+    budget.elsewhere = Elsewhere(decode_s=0.02, is_awaited=True)
+    budget.open(decoding(4, 128), is_awaited=True)
+    assert budget.stall_s == 0.01

@@ -143,7 +143,7 @@ class ResponseSocket:
                         "Wait until a response has ended, or open another socket."
                     )
                     raise RequestError("server_overloaded", text, retry_after_s=1)
-                sent = message.get("text") or message.get("bytes") or ""
+                sent = message.get("bytes") or (message.get("text") or "").encode()
                 held.enter_context(self._sockets.bodies.hold(len(sent)))
             except RequestError as refused:
                 await self._refuse(refused)
@@ -178,12 +178,14 @@ class ResponseSocket:
             if not opening.done():
                 await self._send(_KEEPALIVE)
         stream, is_unstored = opening.result()
+        if is_unstored:
+            # Recorded at once, so that the response is also deleted if the client leaves early.
+            self._unstored.append(stream.record.id)
         # A comment cannot be sent as a message. The WebSocket's own pings replace comments.
         pace = pace_of(stream.record, self._sockets.config)._replace(ping_s=math.inf)
         view = MessageLines(stream.record)
         await LiveAnswer(stream, view, pace)(SCOPE, self._receive, self._send_lines)
         if is_unstored and not self._left.is_set():
-            self._unstored.append(stream.record.id)
             await self._forget(_NUM_CONTINUABLE)
 
     async def _open(self, message: Message, held: contextlib.ExitStack) -> _OpenedResponse:

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 IN_MEMORY = ("tmpfs", "ramfs")
-ON_NETWORK = ("nfs", "nfs4", "cifs", "smb3")
+ON_NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "afs", "beegfs"),
+    *("fuse.sshfs", "fuse.gcsfuse"),
+)
 
 
 def nearest_existing(path: Path) -> Path:

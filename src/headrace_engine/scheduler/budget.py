@@ -416,6 +416,9 @@ class TimeBudget:
         self.decode_s = self._decode_seconds(coefficients, decoding) if is_measured else 0.0
         if is_measured and self._limits.is_default:
             self._choose_target(coefficients, context)
+            if elsewhere.is_awaited:
+                # A stream of another engine may have a target that its user has set.
+                self.stall_s = self._limits.max_stall_s
         target = self._target(is_awaited or elsewhere.is_awaited)
         target = None if target is None else part * target
         if target is None:
