@@ -153,7 +153,7 @@ def test_names_that_an_agent_would_expand_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("body", [b"[]", b'{"data": 1}', b'{"data": [{"id": 1}]}', b"<html>"])
 def test_a_list_of_another_program_is_an_error(body: bytes) -> None:
-    with pytest.raises(HeadraceError, match="not Headrace's"):
+    with pytest.raises(HeadraceError, match="no list of models in Headrace's format"):
         choose(body, "u", None)
 
 
