@@ -1,4 +1,4 @@
-"""The pages that say what checks the promises name tests and suites that exist."""
+"""The pages that say what is tested name tests and suites that exist."""
 
 import re
 import tomllib
@@ -7,13 +7,27 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def exists(named: str) -> bool:
+    path, _, test = named.partition("::")
+    file = ROOT / path
+    return file.exists() and (not test or f"def {test}(" in file.read_text())
+
+
 def test_each_test_and_target_that_the_pages_name_exists() -> None:
     concepts = ROOT / "docs" / "concepts"
-    said = (concepts / "promises.md").read_text() + (concepts / "compare.md").read_text()
-    paths = set(re.findall(r"`(tests/[\w/.]+)`", said))
-    assert len(paths) >= 3
-    assert not [path for path in paths if not (ROOT / path).exists()]
+    said = "".join((concepts / f"{n}.md").read_text() for n in ("promises", "compare", "origins"))
+    named = set(re.findall(r"`(tests/[^`]+)`", said))
+    assert len(named) >= 30
+    assert not [test for test in named if not exists(test)]
     suites = tomllib.loads((ROOT / "tools" / "suites.toml").read_text())["suites"]
     targets = set(re.findall(r"`make ([\w-]+)`", said))
     assert len(targets) >= 3
     assert not targets - suites.keys()
+
+
+def test_each_decision_is_taken_changed_or_left_and_has_a_test() -> None:
+    page = (ROOT / "docs" / "concepts" / "origins.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "| there |" not in line]
+    decision = r"\| .+ \| \*\*(Taken|Changed|Left)\*\*.* \| `tests/[\w/]+\.py::test_\w+` \|"
+    assert len(rows) >= 30
+    assert not [row for row in rows if not re.fullmatch(decision, row)]
