@@ -94,6 +94,20 @@ def test_an_image_model_is_not_taken_for_a_text_model() -> None:
     assert "processes more than text" in text
 
 
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [
+        ("SwitchTransformersForConditionalGeneration", "switch_transformers"),
+        ("NllbMoeForConditionalGeneration", "nllb-moe"),
+    ],
+)
+def test_an_encoder_decoder_whose_experts_skip_tokens_is_refused(
+    architecture: str, model_type: str
+) -> None:
+    config = CONFIG_MAPPING[model_type]().to_dict()
+    assert "may skip tokens beyond a capacity" in refusal(spec(architecture, **config))
+
+
 def test_the_refusal_of_a_folder_does_not_show_its_path() -> None:
     assert "/models" not in refusal(spec("FrobnicateForCausalLM", "frobnicate"))
 
