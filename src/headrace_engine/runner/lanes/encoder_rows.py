@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from headrace_common.errors import ModelError
+
 _NAME = "headrace_encoder_rows"
 
 
@@ -121,12 +123,15 @@ class EncoderRows:
         self._config, self._layers, self._norm = encoder.config, layers, norm
 
     def project(self, state: EncoderState, number: int, start: int, end: int) -> None:
-        """Store the queries, keys and values of rows [start, end) for layer `number`."""
+        """Store the queries, keys and values of rows [start, end) for layer `number`.
+
+        Raises ModelError if the layer computes its attention without transformers' functions.
+        """
         try:
             self._call(state, number, start, end, is_first=True)
         except _Projected:
             return
-        raise NotImplementedError("the layer does not call transformers' attention functions")
+        raise ModelError("A layer of the encoder does not call transformers' attention functions.")
 
     def attend(self, state: EncoderState, number: int, start: int, end: int) -> None:
         """Compute the output of layer `number` for rows [start, end), in place."""

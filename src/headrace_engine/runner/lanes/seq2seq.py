@@ -8,7 +8,7 @@ start finds that smaller pieces change the result.
 import copy as copies
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from headrace_engine.runner.lanes.encoder_rows import (
     record_linears,
 )
 from headrace_engine.runner.lanes.foreign import (
+    FOREIGN_ERRORS,
     TOLERANCE,
     Signature,
     SlotLane,
@@ -98,7 +99,7 @@ class _Slot:
 
     num_source: int
     state: EncoderState | None = None
-    cache: Any = field(default=None)
+    cache: Any = None
 
 
 class Seq2SeqSource(SlotLane):
@@ -229,7 +230,7 @@ class Seq2SeqSource(SlotLane):
         expected = self._encoder.whole(ids)
         try:
             got = by_pieces(ids)
-        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, AssertionError):
+        except (*FOREIGN_ERRORS, AssertionError, ModelError, RuntimeError):
             return False
         error = (got - expected).abs().max()
         return bool(error <= TOLERANCE[self.dtype] * expected.abs().max())
