@@ -100,6 +100,22 @@ def test_what_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
     again.keeper.close()
 
 
+def test_a_sweep_forgets_which_segments_were_touched_long_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Kept(tmp_path)
+    first.compute(4 * BLOCK)
+    eventually(lambda: first.stored() == {(0, 2), (2, 4)})
+    first.keeper.close()
+    again = Kept(tmp_path)
+    again.compute(6 * BLOCK)
+    eventually(lambda: len(again.keeper._writer._touched) == 2)
+    monkeypatch.setattr(keepers, "_TOUCHED_EVERY_S", 0.0)
+    monkeypatch.setattr(keepers, "_SWEPT_EVERY_S", 0.0)
+    eventually(lambda: not again.keeper._writer._touched)
+    again.keeper.close()
+
+
 def test_blocks_that_others_take_during_the_copy_are_not_kept(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     copied = threading.Event()

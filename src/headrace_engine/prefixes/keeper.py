@@ -178,6 +178,7 @@ class SegmentWriter:
         self._warnings = warnings
         self._offers: queue.SimpleQueue[list[Offer] | None] = queue.SimpleQueue()
         self._assembly = Assembly(site.disk, site.has_states, self._touch)
+        # When each segment was last touched. A sweep removes entries that have expired.
         self._touched: dict[bytes, float] = {}
         self._listed_at, self._changed_at = time.monotonic(), 0.0
         self._swept_at, self._unswept_bytes = 0.0, 0
@@ -280,6 +281,9 @@ class SegmentWriter:
             is_due = self._unswept_bytes > _SWEPT_SHARE * self._max_bytes
             if is_due or now - self._swept_at > _SWEPT_EVERY_S:
                 self._swept_at, self._unswept_bytes = now, 0
+                self._touched = {
+                    name: at for name, at in self._touched.items() if now - at < _TOUCHED_EVERY_S
+                }
                 sweep(self._site.root, self._limit, limits.prefix_cache_disk_days)
             if now - self._listed_at > _LISTED_EVERY_S:
                 self._listed_at = now
