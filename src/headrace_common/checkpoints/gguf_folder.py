@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 import struct
 import tempfile
@@ -31,6 +30,7 @@ from headrace_common.checkpoints.gguf_header import (
 from headrace_common.checkpoints.gguf_tokenizer import build_tokenizer
 from headrace_common.checkpoints.spec import Defaults
 from headrace_common.errors import ModelError
+from headrace_common.system.file_systems import cache_folder
 from headrace_common.version import __version__
 
 _FAMILIES = {
@@ -100,9 +100,7 @@ _SAMPLING: dict[str, tuple[str, float]] = {
     "min_p": ("min_p", 0.05),
     "repetition_penalty": ("penalty_repeat", 1.0),
 }
-"""The name of each sampling setting in `general.sampling` of newer files, and llama.cpp's
-default.
-"""
+"""Each sampling setting's name in `general.sampling` of newer files, and llama.cpp's default."""
 _RECOMMENDED = {
     # The file of smollm2. Temperature and top_p are those of the model card. The penalty ends
     # loops: benchmarks/loops.py measures how many answers repeat themselves.
@@ -297,9 +295,7 @@ def _objection(header: GgufHeader) -> str | None:
 
 
 def _bare(header: GgufHeader, reason: str) -> dict[str, Any]:
-    """Return a config without hyperparameters. llama.cpp reads the hyperparameters from the
-    file.
-    """
+    """Return a config without hyperparameters, which llama.cpp reads from the file."""
     config: dict[str, Any] = {
         "architectures": [header.architecture],
         "vocab_size": len(header.fields["tokenizer.ggml.tokens"]),
@@ -468,5 +464,4 @@ def _tokenizer_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "headrace" / "gguf"
+    return cache_folder("gguf")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from headrace_common.checkpoints.hub import OnProgress
 from headrace_common.errors import ModelError
+from headrace_common.system.file_systems import cache_folder
 
 _CHECK_INTERVAL_S = 0.25
 
@@ -134,9 +135,8 @@ def _reason(said: str) -> str:
 
 def packaged_folder(name: str) -> Path:
     """Return the folder for files extracted from a package."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     found = PACKAGED[name]
-    return Path(base) / "headrace" / "packages" / f"{found.package}-{found.version}"
+    return cache_folder("packages") / f"{found.package}-{found.version}"
 
 
 def _place(name: str) -> Path:

@@ -4,7 +4,6 @@ Older tokenizer files are converted once. The result is stored in the user's cac
 """
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from headrace_common.checkpoints.small_file import read_small
 from headrace_common.errors import ModelError
+from headrace_common.system.file_systems import cache_folder
 
 VOCABULARIES = (
     "vocab.txt",
@@ -92,5 +92,4 @@ def _digest(folder: Path) -> str:
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "headrace" / "tokenizers"
+    return cache_folder("tokenizers")

@@ -1,5 +1,6 @@
-"""Finds the type of the file system that contains a file."""
+"""Finds the user's cache, and the type of the file system that contains a file."""
 
+import os
 from pathlib import Path
 
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -7,6 +8,12 @@ ON_NETWORK = (
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "afs", "beegfs"),
     *("fuse.sshfs", "fuse.gcsfuse"),
 )
+
+
+def cache_folder(name: str) -> Path:
+    """Return the folder `name` in the user's cache. Raises RuntimeError without a home folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "headrace" / name
 
 
 def nearest_existing(path: Path) -> Path:

@@ -1,9 +1,14 @@
 """Chooses the default folder of cached prefixes, and how much of the disk that folder may take."""
 
-import os
 from pathlib import Path
 
-from headrace_common.system.file_systems import IN_MEMORY, ON_NETWORK, kind_of, nearest_existing
+from headrace_common.system.file_systems import (
+    IN_MEMORY,
+    ON_NETWORK,
+    cache_folder,
+    kind_of,
+    nearest_existing,
+)
 
 AUTO, NONE = "auto", "none"
 # By default, prefixes take at most this fraction of the space that the disk would have without
@@ -21,8 +26,7 @@ _NAMED_BYTES = 20 << 30
 
 def default_folder() -> Path:
     """Return the default folder. Raise RuntimeError if the user has no home folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "headrace" / "prefixes"
+    return cache_folder("prefixes")
 
 
 def objection(root: Path) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace_common.errors import ModelError
-from headrace_common.system.file_systems import IN_MEMORY, kind_of, nearest_existing
+from headrace_common.system.file_systems import IN_MEMORY, cache_folder, kind_of, nearest_existing
 
 # The alignment of tensors in bytes: the size of a cache line.
 _ALIGNED = 64
@@ -29,7 +29,7 @@ def aligned_bytes(layer_bytes: int) -> int:
 
 
 def folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "mapped"
+    return cache_folder("mapped")
 
 
 def objection(size: int) -> str | None:
