@@ -22,8 +22,9 @@ class ConfigError(HeadraceError):
 
 
 class RequestFailed(HeadraceError):
-    """A request was refused, or the answer was cut off. `param` names the wrong field, or is
-    None.
+    """A request was refused, or the answer was cut off.
+
+    `param` names the wrong field, or is None.
     """
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:

@@ -244,8 +244,9 @@ def compile_beside(compiler: GrammarCompiler, grammar: str) -> Grammar:
 
 
 def _size(tokenizer: dict[str, Any]) -> int:
-    """Return the largest token id plus 1. A vocabulary is a map of tokens to ids, or a list of
-    tokens.
+    """Return the largest token id plus 1.
+
+    A vocabulary is a map of tokens to ids, or a list of tokens.
     """
     vocabulary = tokenizer["model"]["vocab"]
     ids = vocabulary.values() if isinstance(vocabulary, dict) else (len(vocabulary) - 1,)

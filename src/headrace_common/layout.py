@@ -23,8 +23,9 @@ class MemoryLayout(msgspec.Struct, frozen=True):
 
     @property
     def num_positions(self) -> int:
-        """The number of token positions in memory, for all sequences; 0 if tokens need no
-        memory.
+        """The number of token positions in memory, for all sequences.
+
+        It is 0 if tokens need no memory.
         """
         return self.num_blocks * self.block_size or self.num_slots * self.max_positions
 

@@ -128,8 +128,9 @@ class LaneFacts(msgspec.Struct, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Describes the loaded model, its lane and its limits. The engine sends this message after a
-    load.
+    """Describes the loaded model, its lane and its limits.
+
+    The engine sends this message after a load.
     """
 
     lane: str
@@ -166,8 +167,9 @@ class Ready(Message, frozen=True):
 
 
 class LoadFailed(Message, frozen=True):
-    """The model cannot be served, for this reason. The engine sends this message instead of
-    Ready.
+    """The model cannot be served, for this reason.
+
+    The engine sends this message instead of Ready.
     """
 
     code: str

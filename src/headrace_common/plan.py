@@ -110,7 +110,10 @@ class SourceSpec(msgspec.Struct, frozen=True):
         return self.num_layers > 0
 
     def encoding(self, size: int, data: bytes = b"") -> EncoderInput:
-        """Return the encoding of a source with `size` tokens, which takes place before token 0."""
+        """Describe the encoder's work for a source of `size` tokens.
+
+        All of it must be done before the first token of the answer is computed.
+        """
         stages = self._stages(size)
         return EncoderInput(
             start=0,

@@ -95,8 +95,9 @@ Clients cannot ask for this priority.
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A generation request with n choices for each prompt. Choices are numbered prompt by
-    prompt.
+    """A generation request with n choices for each prompt.
+
+    Choices are numbered prompt by prompt.
     """
 
     route: Route

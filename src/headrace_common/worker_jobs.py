@@ -207,8 +207,9 @@ class EncodePrompts(Job[Encoded], frozen=True, tag=True):
 
 
 class EncodePairs(Job[Encoded], frozen=True, tag=True):
-    """Tokenize a packed query with each document. Stops after a pair of more than `longest`
-    tokens.
+    """Tokenize a packed query with each document.
+
+    Stops after a pair of more than `longest` tokens.
     """
 
     longest: int
@@ -280,9 +281,7 @@ class ReadModelName(Job[str], frozen=True, tag=True):
 
 
 ModelsNamedIn = Literal["body", "lines", "requests"]
-"""The form of a body: one request, batch lines with a request each, or an object with
-`requests`.
-"""
+"""A body is one request, batch lines with a request each, or an object with `requests`."""
 
 
 class NameModels(Job[tuple[str, ...]], frozen=True, tag=True):

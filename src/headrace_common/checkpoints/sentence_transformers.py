@@ -123,9 +123,7 @@ def transformer_folder(root: Path) -> Path | None:
 
 
 def read_sentences(spec: ModelSpec) -> SentenceSpec:
-    """Read the files. Raises ModelError `model_corrupt` for an existing file that cannot be
-    read.
-    """
+    """Read the files. Raises ModelError `model_corrupt` if a file exists but cannot be read."""
     above = spec.folder.parent
     return _Files(spec, above if transformer_folder(above) == spec.folder else spec.folder).read()
 

@@ -60,8 +60,9 @@ async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 async def is_done_within(task: "asyncio.Future[Any]", seconds: float) -> bool:
-    """Wait up to `seconds`, and return whether the task is done. The task continues in either
-    case.
+    """Wait up to `seconds`, and return whether the task is done.
+
+    The task continues in either case.
     """
     with contextlib.suppress(TimeoutError):
         async with within(seconds):
