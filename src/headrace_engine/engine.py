@@ -245,13 +245,11 @@ class Engine:
 
         A stall that a slow gateway causes is counted once, no matter how long the stall lasts.
         """
-        was_held, self._waited_for_gateway = (
-            self._waited_for_gateway,
-            self._outbox.num_unsent() > MAX_UNSENT,
-        )
-        if self._waited_for_gateway and not was_held and self._scheduler.has_work:
+        must_wait = self._outbox.num_unsent() > MAX_UNSENT
+        if must_wait and not self._waited_for_gateway and self._scheduler.has_work:
             self._scheduler.count_missed("gateway")
-        return self._waited_for_gateway
+        self._waited_for_gateway = must_wait
+        return must_wait
 
     def _receive(self, inbox: Inbox) -> bool:
         """Handle every waiting message; False after a Shutdown message."""

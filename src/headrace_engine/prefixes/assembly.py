@@ -114,10 +114,8 @@ class Assembly:
                 # Name the joined blocks by the new offer. The head may come from another sequence,
                 # whose tokens can differ after the head.
                 segment.first, segment.since = head.first, head.since
-                segment.block_ids, segment.take_counts = (
-                    head.block_ids + block_ids,
-                    head.take_counts + take_counts,
-                )
+                segment.block_ids = head.block_ids + block_ids
+                segment.take_counts = head.take_counts + take_counts
         if end % self._disk.blocks_per_segment == 0 and not self._has_states:
             self._complete.append(self._kept(segment, segment.end, None))
             return
@@ -139,11 +137,8 @@ class Assembly:
     def _kept(self, segment: GrowingSegment, end: int, state: SavedState | None) -> SegmentToSave:
         num_blocks = end - segment.first
         described = self._disk.segment(segment.token_ids, segment.chain, segment.first, end)
-        block_ids, take_counts = (
-            segment.block_ids[:num_blocks],
-            tuple(segment.take_counts[:num_blocks]),
-        )
-        return SegmentToSave(described, block_ids, take_counts, state)
+        take_counts = tuple(segment.take_counts[:num_blocks])
+        return SegmentToSave(described, segment.block_ids[:num_blocks], take_counts, state)
 
     def take(self, now: float, delay_s: float = DELAY_S) -> list[SegmentToSave]:
         """Return the complete segments, and the segments that have waited for `delay_s`."""

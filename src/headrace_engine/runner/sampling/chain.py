@@ -95,11 +95,8 @@ def _min_p(remaining: Candidates, sequence: SequenceState) -> Candidates:
         return remaining
     # Logarithms are compared, because probabilities of the unlikeliest tokens can round to 0.
     kept = np.flatnonzero(remaining.logits >= remaining.logits.max() + np.log(s.min_p))
-    return (
-        remaining.at(kept)
-        if len(kept) >= max(1, s.min_keep)
-        else remaining.likeliest(max(1, s.min_keep))
-    )
+    fewest = max(1, s.min_keep)
+    return remaining.at(kept) if len(kept) >= fewest else remaining.likeliest(fewest)
 
 
 def _typical(remaining: Candidates, sequence: SequenceState) -> Candidates:
