@@ -9,7 +9,7 @@ import pytest
 from instructor import Mode
 from pydantic import BaseModel
 
-WriterRequest = Callable[..., Any]
+Ask = Callable[..., Any]
 PERSON = "Answer as JSON with the keys name and age: Anna is 34 years old."
 
 
@@ -25,7 +25,7 @@ class Person(BaseModel):
 
 
 @pytest.fixture
-def ask(url: str) -> WriterRequest:
+def ask(url: str) -> Ask:
     client = openai.OpenAI(base_url=url, api_key="unused", max_retries=0)
 
     def ask(mode: Mode, wanted: type[BaseModel], question: str, verb: str = "create") -> Any:
@@ -42,27 +42,25 @@ def ask(url: str) -> WriterRequest:
 
 
 @pytest.mark.parametrize("mode", [Mode.TOOLS, Mode.TOOLS_STRICT])
-def test_an_object_is_made_of_a_call(ask: WriterRequest, mode: Mode) -> None:
+def test_an_object_is_made_of_a_call(ask: Ask, mode: Mode) -> None:
     made = ask(mode, get_weather, "What is the weather in Paris?")
     assert isinstance(made, get_weather)
     assert made.city == "Paris"
 
 
-def test_an_object_grows_in_a_stream(ask: WriterRequest) -> None:
+def test_an_object_grows_in_a_stream(ask: Ask) -> None:
     *grown, last = ask(Mode.TOOLS, get_weather, "What is the weather in Rome?", "create_partial")
     assert last.city == "Rome"
     assert grown
 
 
 @pytest.mark.usefixtures("busy")
-def test_heartbeats_disturb_no_object(ask: WriterRequest) -> None:
+def test_heartbeats_disturb_no_object(ask: Ask) -> None:
     *_, last = ask(Mode.TOOLS, get_weather, "What is the weather in Rome?", "create_partial")
     assert last.city == "Rome"
 
 
 @pytest.mark.usefixtures("grammars")
 @pytest.mark.parametrize("mode", [Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA])
-def test_an_object_is_made_of_what_the_model_was_not_trained_on(
-    ask: WriterRequest, mode: Mode
-) -> None:
+def test_an_object_is_made_of_what_the_model_was_not_trained_on(ask: Ask, mode: Mode) -> None:
     assert isinstance(ask(mode, Person, PERSON), Person)

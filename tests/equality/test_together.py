@@ -24,11 +24,11 @@ PROMPTS = [f"{number}: " + "water over the wheel " * (number % 7) for number in 
 GREEDY = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = Sampling(temperature=1.2, top_p=0.95, max_tokens=24, ignore_eos=True, seed=7)
 
-WriterRequest = Callable[[str, Sampling], Awaitable[tuple[int, ...]]]
+Ask = Callable[[str, Sampling], Awaitable[tuple[int, ...]]]
 
 
 @asynccontextmanager
-async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generation, WriterRequest]]:
+async def asking(folder: Path, **scheduler: int) -> AsyncIterator[tuple[Generation, Ask]]:
     config = ModelConfig(
         model=str(folder),
         served_model_name=("tiny",),
