@@ -209,13 +209,13 @@ class LoadedSegment(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """Copies the cached numbers of tokens [start, end) from disk into a sequence's memory.
 
-    If the lane keeps states in slots, each item of `runs` also has the state after its last block.
+    If the lane keeps states in slots, each segment also has the state after its last block.
     """
 
     sequence_id: SequenceId
     start: int
     end: int
-    runs: tuple[LoadedSegment, ...]
+    segments: tuple[LoadedSegment, ...]
     slot_id: SlotId = NO_SLOT
 
 

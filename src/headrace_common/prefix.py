@@ -25,7 +25,7 @@ class ReadSegment(msgspec.Struct, frozen=True):
     """A request to read one segment from disk."""
 
     number: int
-    run: PrefixSegment
+    segment: PrefixSegment
     num_bytes: int
 
 
@@ -42,11 +42,9 @@ class SegmentRead(msgspec.Struct, frozen=True):
 
 
 class SegmentsOnDisk(msgspec.Struct, frozen=True):
-    """Blocks that were added to the folder on disk. With `is_all`, these are all blocks in the
-    folder.
-    """
+    """The segments that were added to the folder on disk, or with `is_all`, all in the folder."""
 
-    runs: tuple[tuple[bytes, int, int], ...]  # name, first block and end of each segment
+    segments: tuple[tuple[bytes, int, int], ...]  # name, first block and end of each segment
     is_all: bool = False
     num_bytes: int = 0  # bytes written for these segments
 

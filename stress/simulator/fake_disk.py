@@ -77,7 +77,7 @@ class FakeDisk:
         seconds = self._faults.read_s * self._rng.uniform(0.5, 2)
         if self._rng.random() < self._faults.slow_read:
             seconds *= 100
-        run, numbers = self._files.get(wish.run.name, (None, None))
+        run, numbers = self._files.get(wish.segment.name, (None, None))
         is_lost = self._rng.random() < self._faults.lost_read
         answer = SegmentRead(wish.number, numbers, seconds)  # type: ignore[arg-type]
         if is_lost or not self.is_wanted(run, wish):
@@ -86,7 +86,7 @@ class FakeDisk:
 
     def is_wanted(self, run: PrefixSegment | None, wish: ReadSegment) -> bool:
         """Return whether a file contains what was requested, without trusting the file's name."""
-        return run == wish.run
+        return run == wish.segment
 
     def news(self, now: float) -> list[DiskNews]:
         """Return the reads that ended, and the segments that were written, since the last call."""

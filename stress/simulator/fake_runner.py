@@ -84,7 +84,7 @@ class FakeRunner:
             self._blocks[block_copy.target] = (tokens[:], salt)
         for copy in plan.slot_copies:
             self._copy_slot(copy.source, copy.target)
-        load_s = LOAD_S * sum(len(load.runs) for load in plan.loads)
+        load_s = LOAD_S * sum(len(load.segments) for load in plan.loads)
         computing_s, encode_s = seconds
         total_s = computing_s + sum(encode_s) + load_s
         return StepResult(tuple(results), total_s, encode_s, load_s)
@@ -98,11 +98,11 @@ class FakeRunner:
         return FakeNumbers(blocks, state)
 
     def _load(self, load: Load) -> None:
-        for run in load.runs:
-            numbers = cast(FakeNumbers, run.numbers)
-            assert len(numbers.blocks) == run.num_blocks
-            loaded = numbers.blocks[run.skip :]
-            for block_id, (tokens, salt) in zip(run.block_ids, loaded, strict=True):
+        for segment in load.segments:
+            numbers = cast(FakeNumbers, segment.numbers)
+            assert len(numbers.blocks) == segment.num_blocks
+            loaded = numbers.blocks[segment.skip :]
+            for block_id, (tokens, salt) in zip(segment.block_ids, loaded, strict=True):
                 self._blocks[block_id] = tokens[:], salt
             if numbers.state is not None:
                 state, salt = numbers.state

@@ -212,7 +212,7 @@ class Invariants:
             return
         written: set[int] = set()
         for load in plan.loads:
-            for block_id in (i for run in load.runs for i in run.block_ids):
+            for block_id in (i for segment in load.segments for i in segment.block_ids):
                 assert block_id not in pool.index and pool._num_holders[block_id] == 1
                 assert block_id not in written
                 written.add(block_id)

@@ -75,14 +75,14 @@ class Kept:
         return [n for n in self.news if isinstance(n, SegmentRead) and n.number == number]
 
 
-def test_full_blocks_become_runs_and_come_back(tmp_path: Path) -> None:
+def test_full_blocks_become_segments_and_come_back(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     lease, ids, chain = kept.compute(5 * BLOCK + 1)
     eventually(lambda: kept.stored() == {(0, 2), (2, 4), (4, 5)})
     answer = kept.read(kept.disk.segment(ids, chain, 2, 4))
     assert answer.numbers is not None
     assert bytes(answer.numbers) == b"".join(bytes([i]) * BLOCK_BYTES for i in lease.block_ids[2:4])
-    told = [run for news in kept.news if isinstance(news, SegmentsOnDisk) for run in news.runs]
+    told = [one for news in kept.news if isinstance(news, SegmentsOnDisk) for one in news.segments]
     assert {(first, end) for _, first, end in told} == {(0, 2), (2, 4), (4, 5)}
     kept.keeper.close()
 
@@ -222,7 +222,7 @@ def test_what_others_wrote_and_removed_is_heard_of(
     (run,) = one.folder.stored()
 
     def known() -> list[tuple[StoredSegment, ...]]:
-        return [n.runs for n in other.news if isinstance(n, SegmentsOnDisk) and n.is_all]
+        return [n.segments for n in other.news if isinstance(n, SegmentsOnDisk) and n.is_all]
 
     eventually(lambda: known()[-1:] == [(run,)])
     for path in one.folder.path.glob("*-*-*"):

@@ -46,11 +46,11 @@ def misses(engine: OnDisk) -> dict[str, int]:
 def test_a_prompt_on_disk_is_loaded_and_only_its_end_computed() -> None:
     engine = OnDisk(1).add(make_submit(1, 210))
     engine.answer(wishes := engine.asked())
-    assert [(wish.run.first, wish.run.end) for wish in wishes] == [(0, 4), (4, 8), (8, 12)]
+    assert [(wish.segment.first, wish.segment.end) for wish in wishes] == [(0, 4), (4, 8), (8, 12)]
     plan = engine.step()
     assert plan is not None and not plan.chunks
     (load,) = plan.loads
-    assert (load.start, load.end, len(load.runs)) == (0, 192, 3)
+    assert (load.start, load.end, len(load.segments)) == (0, 192, 3)
     assert lengths(engine.step()) == [18]
     assert engine.progress[1] == [192, 210], "it starts with what was loaded"
     assert engine.scheduler.status().disk["tokens"] == 192
@@ -59,7 +59,7 @@ def test_a_prompt_on_disk_is_loaded_and_only_its_end_computed() -> None:
 def test_at_least_one_token_is_computed() -> None:
     engine = OnDisk(1, tokens=128).add(make_submit(1, 128))
     (only,) = engine.asked()
-    assert only.run.end == 4
+    assert only.segment.end == 4
 
 
 def test_others_go_on_while_a_prompt_is_read() -> None:
@@ -142,7 +142,7 @@ def test_only_a_few_prompts_are_read_at_once_and_the_others_wait_their_turn() ->
     numbers = range(1, MAX_RESTORES + 3)
     engine = OnDisk(*numbers).add(*(make_submit(n, 210, arrival=0.0) for n in numbers))
     wishes = engine.asked()
-    assert len({wish.run.name for wish in wishes}) == 3 * MAX_RESTORES
+    assert len({wish.segment.name for wish in wishes}) == 3 * MAX_RESTORES
     engine.answer(wishes)
     plan = engine.step()
     assert plan is not None and len(plan.loads) == MAX_RESTORES and not plan.chunks
@@ -186,9 +186,9 @@ def test_a_run_may_begin_before_what_memory_has() -> None:
     engine.answer([wish])
     plan = engine.step()
     assert plan is not None
-    (run,) = plan.loads[0].runs
+    (segment,) = plan.loads[0].segments
     assert (plan.loads[0].start, plan.loads[0].end) == (208, 256)
-    assert (run.num_blocks, run.skip, len(run.block_ids)) == (4, 1, 3)
+    assert (segment.num_blocks, segment.skip, len(segment.block_ids)) == (4, 1, 3)
 
 
 def test_nobody_takes_a_preempted_place_while_the_rest_is_read() -> None:

@@ -133,13 +133,13 @@ class SegmentReader:
             began = time.perf_counter()
             numbers, miss = self._read(request)
             if miss:
-                self._disk.forget(request.run.name)
+                self._disk.forget(request.segment.name)
             send_news(SegmentRead(request.number, numbers, time.perf_counter() - began, miss))
 
     def _read(self, request: ReadSegment) -> tuple[memoryview | None, str]:
         try:
-            numbers = self._folder.read(request.run, request.num_bytes)
-            self._folder.touch(request.run)
+            numbers = self._folder.read(request.segment, request.num_bytes)
+            self._folder.touch(request.segment)
         except FileNotFoundError:
             return None, "gone"
         except Unusable as error:
@@ -151,7 +151,7 @@ class SegmentReader:
             )
             if error.reason != "foreign":
                 with contextlib.suppress(OSError):
-                    self._folder.remove(request.run)
+                    self._folder.remove(request.segment)
             return None, error.reason
         except (OSError, MemoryError) as error:
             self._warnings.log_once(

@@ -140,8 +140,8 @@ class Runner:
         assert self.numbers is not None, "only lanes with `storage` can load cached prefixes"
         for load in loads:
             slot_id = None if load.slot_id == NO_SLOT else load.slot_id
-            for run in load.runs:
-                self.numbers.put(run.numbers, run.num_blocks, run.skip, run.block_ids, slot_id)
+            for part in load.segments:
+                self.numbers.put(part.numbers, part.num_blocks, part.skip, part.block_ids, slot_id)
         return time.perf_counter() - started
 
     @property

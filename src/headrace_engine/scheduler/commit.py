@@ -69,7 +69,7 @@ class InFlight:
         if plan.loads:
             for load in plan.loads:
                 self._commit_load(load)
-            num_bytes = sum(len(segment.numbers) for load in plan.loads for segment in load.runs)
+            num_bytes = sum(len(part.numbers) for load in plan.loads for part in load.segments)
             if num_bytes:
                 self._restores.copied(num_bytes, result.load_seconds, now)
         for encoded in plan.encoded:

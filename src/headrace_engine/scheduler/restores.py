@@ -143,8 +143,8 @@ class Restores:
             self._answered(self._reads.pop(news.number), news, now)
             return
         if news.is_all:
-            self.disk.set_segments(news.runs)
-        for name, first, end in news.runs:
+            self.disk.set_segments(news.segments)
+        for name, first, end in news.segments:
             self.disk.add(name, first, end)
         self.hits["written_bytes"] += news.num_bytes
 
