@@ -1,8 +1,8 @@
-"""Compare tokenization in windows with a single call: `fuzz_tokenizers.py N [SEED]`.
+"""Compare tokenization in parts with a single call: `fuzz_tokenizers.py N [SEED]`.
 
 The texts are divided among all kinds of tokenizers that the tests train. Each text is tokenized
-in windows of 200 and of 400 characters. Prints each text for which the results differ, and
-exits with 1 if there is such a text.
+in windows of 200 and of 400 characters, and in pieces that end at special tokens. Prints each text
+for which the results differ, and exits with 1 if there is such a text.
 """
 
 import sys
@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from headrace.text.encoder import Encoder
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tokenizer_probes import hard_texts
 from headrace.text.windowed_encoding import Sizes, WindowedText
@@ -35,11 +36,19 @@ def main(num_texts: int, seed: int) -> int:
 
 def agrees(tokenizer: Tokenizer, text: str) -> bool:
     expected = tokenizer.encode(text, add_special_tokens=True)
-    return all(in_windows(tokenizer, text, sizes) == expected for sizes in SIZES)
+    windows_agree = all(in_windows(tokenizer, text, sizes) == expected for sizes in SIZES)
+    return windows_agree and in_pieces(tokenizer, text) == tokenizer.encode(text, False)
 
 
 def in_windows(tokenizer: Tokenizer, text: str, sizes: Sizes):
     encoding = WindowedText(tokenizer, text, sizes, tokenizer.outer_ids)
+    while encoding.advance():
+        pass
+    return encoding.token_ids
+
+
+def in_pieces(tokenizer: Tokenizer, text: str):
+    encoding = Encoder(tokenizer, Sizes(piece=1)).begin(text, False)
     while encoding.advance():
         pass
     return encoding.token_ids

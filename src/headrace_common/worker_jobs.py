@@ -92,11 +92,14 @@ class Refusal(msgspec.Struct, frozen=True):
         return error.noting(**self.noted)
 
 
-class Job(msgspec.Struct, Generic[R], frozen=True, tag=True):
+class Job(msgspec.Struct, Generic[R], frozen=True, tag=True, kw_only=True):
     """The base of all jobs, generic in the result type.
 
     If `dialect` is set, the dialect (an API's format) with this route executes the job.
     """
+
+    # The API key whose client the job serves; the pool sets it. Empty if the server has no keys.
+    owner: str = ""
 
     # Whether the worker for images executes the job. Without such a worker, any worker does.
     is_for_images: ClassVar[bool] = False
@@ -199,11 +202,16 @@ ShortenResponse = FitResponse | SummarizeResponse | PutSummary | WriteCompaction
 
 
 class EncodePrompts(Job[Encoded], frozen=True, tag=True):
-    """Tokenize packed prompts. Stops after a prompt of more than `longest` tokens."""
+    """Tokenize packed prompts. Stops after a prompt of more than `longest` tokens.
+
+    Only jobs with the same owner and `cache_salt` share the ids of earlier chats; with None, the
+    ids are not remembered.
+    """
 
     longest: int
     model: str | None = None
     to_embed: bool = False  # whether texts are cut at the model's limit for embeddings
+    cache_salt: str | None = None
 
 
 class EncodePairs(Job[Encoded], frozen=True, tag=True):

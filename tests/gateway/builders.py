@@ -105,6 +105,7 @@ class Letters:
     bos_token, eos_token = "<s>", "</s>"
     special_tokens: ClassVar[dict[str, str]] = {"bos_token": bos_token, "eos_token": eos_token}
     infill_marks: InfillMarks | None = None
+    cut_marks: ClassVar[frozenset[str]] = frozenset()
 
     def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
         return array("i", [1] * add_special_tokens + list(text.encode()))

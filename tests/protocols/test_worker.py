@@ -1,6 +1,7 @@
 """Bodies in a worker: tokenized as they are read if that will be asked; refused no earlier."""
 
 import json
+from array import array
 from typing import Any
 
 import msgspec
@@ -128,3 +129,39 @@ def test_calls_at_the_end_of_a_conversation_are_not_continued() -> None:
     body = CHAT | {"messages": [*CHAT["messages"], last]}
     checked = jobs.do(ReadBody("/v1/chat/completions"), json.dumps(body).encode())
     assert isinstance(checked, CheckedBody) and "continue_final_message" not in checked.fields
+
+
+LONG = [{"role": "user", "content": "fox " * 400}, {"role": "assistant", "content": "x " * 900}]
+
+
+@pytest.mark.parametrize(
+    ("owner", "fields", "is_known"),
+    [
+        ("ann", {}, True),
+        ("bob", {}, False),
+        ("ann", {"cache_salt": "x"}, False),
+        ("ann", {"cache_prompt": False}, False),
+    ],
+)
+def test_the_tokens_of_a_long_chat_are_remembered_for_its_key_and_cache_salt(
+    owner: str, fields: dict[str, Any], is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ServedModel(ModelConfig())
+    jobs, encode, texts = Jobs(model), model.tokenizer.encode, list[str]()
+
+    def counted(text: str, add_special_tokens: bool) -> "array[int]":
+        texts.append(text)
+        return encode(text, add_special_tokens)
+
+    def asked(owner: str, fields: dict[str, Any]) -> Encoded:
+        job, body = chat(messages=LONG, **fields)
+        body_bytes = json.dumps(body).encode()
+        known = {model.names[0]: KnownModel(3, 1 << 16)}
+        checked = jobs.do(msgspec.structs.replace(job, owner=owner, known=known), body_bytes)
+        assert isinstance(checked, CheckedBody) and checked.ahead is not None
+        return checked.ahead.encoded
+
+    first = asked("ann", {})
+    monkeypatch.setattr(model.tokenizer, "encode", counted)
+    assert asked(owner, fields) == first
+    assert (not texts) is is_known

@@ -16,12 +16,13 @@ import msgspec
 import pytest
 
 from headrace.workers import process
-from headrace.workers.pool import WorkerPool
+from headrace.workers.job_queue import OWNER
+from headrace.workers.pool import JobRunner, ThreadJobRunner, WorkerPool
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
 from headrace_common.request import Chat, Text
 from headrace_common.system import framing
-from headrace_common.worker_jobs import EncodePrompts, ReadBody, encode_job
+from headrace_common.worker_jobs import AnyJob, Detokenize, EncodePrompts, ReadBody, encode_job
 from tools.harness import processes
 from tools.harness.eventually import settle
 
@@ -214,6 +215,27 @@ def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> Non
         body = msgspec.msgpack.encode((Text("on and on " * 10_000),))
         framing.send(ours, encode_job(EncodePrompts(10)), body)
     assert worker.communicate(timeout=60)[1] == b"" and worker.returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_worker_gets_the_key_whose_client_a_job_serves(kind: str) -> None:
+    class Naming:
+        def do(self, job: AnyJob, body: bytes) -> bytes:
+            return job.owner.encode()
+
+    async def run() -> list[bytes]:
+        runner: JobRunner = ThreadJobRunner(Naming())
+        if kind == "processes":
+            runner = WorkerPool("tests.workers.naming_worker", b"")
+        running, found = asyncio.create_task(runner.run()), []
+        for owner in ("ann", "bob"):
+            OWNER.set(owner)
+            found.append(await runner.do(Detokenize()))
+        running.cancel()
+        await asyncio.wait([running])
+        return found
+
+    assert asyncio.run(run()) == [b"ann", b"bob"]
 
 
 def test_a_refused_body_is_not_kept(config: ModelConfig) -> None:

@@ -57,7 +57,8 @@ async def admit(
     if any(chat.num_images or chat.images for chat in chats):
         admitted = await prepare_images(work, packed, model.names[0])
     else:
-        job = EncodePrompts(longest, model.names[0])
+        salt = request.cache_salt if request.cache_prompt else None
+        job = EncodePrompts(longest, model.names[0], cache_salt=salt)
         encoded = await encode(work, model, job, packed, ahead)
         admitted = Admitted(encoded.prompts, encoded.tokenization, changes=encoded.changes)
     for number, token_ids in enumerate(admitted.prompts):

@@ -10,7 +10,7 @@ from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import dialect_of
-from headrace.protocols.fields.common import max_tokens
+from headrace.protocols.fields.common import cache_salt, max_tokens
 from headrace.protocols.openai.response_events import ResponseBuilder
 from headrace.protocols.openai.responses import ROUTE
 from headrace.protocols.requests import to_request
@@ -101,7 +101,8 @@ class LongResponses:
         threshold = threshold or model.max_model_len * 3 // 4
         longest = longest_prompt(model, model.max_model_len, max_tokens(checked.fields))
         if checked.ahead is None:
-            job = EncodePrompts(longest, model.names[0])
+            salt = cache_salt(checked.fields)
+            job = EncodePrompts(longest, model.names[0], cache_salt=salt)
             encoded = await self._generation.work.do(job, [checked.packed])
             ahead = EncodedAhead(model.number, longest, encoded)
             if not _has_images(checked):

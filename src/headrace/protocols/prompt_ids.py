@@ -1,4 +1,4 @@
-"""Turns prompts into token ids: renders chats, and tokenizes long texts in windows."""
+"""Turns prompts into token ids: renders chats, and tokenizes long texts in parts."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ import msgspec
 
 from headrace.protocols.worker_model import Bound
 from headrace.text.broken_tokens import break_tokens
+from headrace.text.known_pieces import Salt
 from headrace.text.rendering import Rendered
 from headrace.text.rendering import render as rendered
 from headrace.text.text_model import TextModel
@@ -30,11 +31,16 @@ class PromptIds(NamedTuple):
 
 
 def ids_of(
-    model: TextModel, prompt: Prompt, rendering: Bound, longest: int | None = None
+    model: TextModel,
+    prompt: Prompt,
+    rendering: Bound,
+    longest: int | None = None,
+    salt: Salt | None = None,
 ) -> PromptIds:
     """Tokenize a prompt. Stop early once more than `longest` tokens are found.
 
-    `rendering` bounds the time of a chat template.
+    `rendering` bounds the time of a chat template. With a salt, the ids of a chat's pieces are
+    remembered for later chats with this salt.
     """
     match prompt:
         case Ids(token_ids):
@@ -45,7 +51,7 @@ def ids_of(
             return PromptIds(*_gap_ids(model, prompt, longest))
         case Chat():
             text, changes = render(model, prompt, rendering)
-            return PromptIds(*_text_ids(model, text, False, longest), changes)
+            return PromptIds(*_text_ids(model, text, False, longest, salt), changes)
 
 
 def render(model: TextModel, chat: Chat, rendering: Bound) -> Rendered:
@@ -65,18 +71,22 @@ def render(model: TextModel, chat: Chat, rendering: Bound) -> Rendered:
 
 
 def _text_ids(
-    model: TextModel, text: str, adds_special_tokens: bool, longest: int | None
+    model: TextModel,
+    text: str,
+    adds_special_tokens: bool,
+    longest: int | None,
+    salt: Salt | None = None,
 ) -> tuple["array[int]", str]:
-    """Return the token ids of a text, and "streamed" if the text has several windows.
+    """Return the token ids of a text, and "streamed" if the text was encoded in several parts.
 
-    For a text with one window, return "one-shot" instead. Stop early once more than `longest` ids
+    For a text with one part, return "one-shot" instead. Stop early once more than `longest` ids
     are found.
     """
-    encoding = model.encoder.begin(text, adds_special_tokens, longest)
-    num_windows = 1
+    encoding = model.encoder.begin(text, adds_special_tokens, longest, salt)
+    num_parts = 1
     while encoding.advance():
-        num_windows += 1
-    return encoding.token_ids, "streamed" if num_windows > 1 else "one-shot"
+        num_parts += 1
+    return encoding.token_ids, "streamed" if num_parts > 1 else "one-shot"
 
 
 def _gap_ids(model: TextModel, gap: Infill, longest: int | None) -> tuple["array[int]", str]:

@@ -24,7 +24,7 @@ from headrace.protocols import batch_lines, body_names
 from headrace.protocols.body_names import MODEL
 from headrace.protocols.dialect import DIALECTS, dialect_of, encode
 from headrace.protocols.fields import structure
-from headrace.protocols.fields.common import TokenIds, ignored, max_tokens, read_known
+from headrace.protocols.fields.common import TokenIds, cache_salt, ignored, max_tokens, read_known
 from headrace.protocols.fields.kinds import Flag, Kind, String, missing, read_fields
 from headrace.protocols.fields.messages import (
     TEXT_ONLY,
@@ -222,7 +222,8 @@ class Jobs:
                 encoded = self._encode_pairs(worker_jobs.EncodePairs(longest, name), checked.packed)
             else:
                 to_embed = isinstance(job, worker_jobs.ReadInputs)
-                encoding = worker_jobs.EncodePrompts(longest, name, to_embed)
+                salt = cache_salt(checked.fields)
+                encoding = worker_jobs.EncodePrompts(longest, name, to_embed, salt, owner=job.owner)
                 encoded = self._encode_prompts(encoding, checked.packed)
         except (RequestError, MemoryError):
             return checked
@@ -233,8 +234,10 @@ class Jobs:
         text = self._texts.get(job.model)
         found, ways, changes = list[bytes](), list[str](), list[str]()
         limit = text.model.sentences.max_tokens if job.to_embed else None
+        salt = None if job.cache_salt is None else (job.owner, job.cache_salt)
         for prompt in prompts_of(packed):
-            token_ids, way, own = ids_of(text.model, prompt, self._texts.rendering, job.longest)
+            rendering = self._texts.rendering
+            token_ids, way, own = ids_of(text.model, prompt, rendering, job.longest, salt)
             if limit is not None and isinstance(prompt, Text):
                 token_ids = text.model.tokenizer.cut(token_ids, limit, prompt.add_special_tokens)
             text.check_placeholders(token_ids)

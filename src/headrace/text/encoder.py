@@ -1,12 +1,13 @@
-"""Encodes prompts of any length, either in one call or in windows.
+"""Encodes prompts of any length: in one call, in pieces, or in windows.
 
-Windows are used only if windows and a single call give the same tokens.
+Pieces and windows are used only if they give the same tokens as a single call.
 """
 
 from array import array
 from functools import cached_property
 from itertools import islice
 
+from headrace.text.known_pieces import Encoding, KnownIds, Salt, TextInPieces, cuts
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tokenizer_probes import hard_texts
 from headrace.text.windowed_encoding import NO_OUTER, Sizes, WindowedText
@@ -42,6 +43,7 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, sizes: Sizes = _SIZES) -> None:
         self._tokenizer = tokenizer
         self._sizes = sizes
+        self._known = KnownIds()
 
     @cached_property
     def can_stream(self) -> bool:
@@ -54,12 +56,25 @@ class Encoder:
         return all(_windows_agree(tokenizer, text[:MAX_PROBE], _PROBE_SIZES) for text in probes)
 
     def begin(
-        self, text: str, add_special_tokens: bool, limit: int | None = None
-    ) -> WholeText | WindowedText:
+        self,
+        text: str,
+        add_special_tokens: bool,
+        limit: int | None = None,
+        salt: Salt | None = None,
+    ) -> Encoding:
         """Start an encoding.
 
-        The caller must call `advance` until False is returned, and then read `token_ids`.
+        The caller must call `advance` until False is returned, and then read `token_ids`. With a
+        salt, the ids of a text's pieces are remembered for later texts with this salt.
         """
+        if add_special_tokens:
+            return self._begin(text, limit, True)
+        places = list(cuts(text, self._tokenizer.cut_marks, self._sizes.piece))
+        if not places:
+            return self._begin(text, limit)
+        return TextInPieces(text, places, self._begin, limit, self._known, salt)
+
+    def _begin(self, text: str, limit: int | None, add_special_tokens: bool = False) -> Encoding:
         if len(text) <= self._sizes.window or not self.can_stream:
             return WholeText(self._tokenizer, text, add_special_tokens, limit)
         outer = self._tokenizer.outer_ids if add_special_tokens else NO_OUTER

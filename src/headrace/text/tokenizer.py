@@ -12,6 +12,7 @@ import msgspec
 import tokenizers
 
 from headrace.text.infill import infill_marks
+from headrace.text.known_pieces import AddedToken, cut_marks
 from headrace.text.token_bytes import token_bytes_for
 from headrace_common.checkpoints.small_file import read_small
 from headrace_common.checkpoints.tokenizer_file import MAX_FILE, tokenizer_file
@@ -28,16 +29,11 @@ _MARK_INSIDE = re.compile(f"[^{_MARK}]{_MARK}")
 _MAX_SPELLED = 128 << 20  # bytes of all tokens, with each token spelled twice
 
 
-class _Added(msgspec.Struct):
-    id: int
-    content: str
-
-
 class _Sections(msgspec.Struct):
     """The sections of a tokenizer.json that this module uses."""
 
     decoder: dict[str, Any] | None = None
-    added_tokens: list[_Added] | None = None
+    added_tokens: list[AddedToken] | None = None
 
 
 class Tokenizer:
@@ -51,7 +47,8 @@ class Tokenizer:
         self, data: bytes, config: dict[str, Any] | None = None, lowers_case: bool = False
     ) -> None:
         sections = msgspec.json.decode(data, type=_Sections)
-        _check_tokens({one.content: one.id for one in sections.added_tokens or ()})
+        listed = sections.added_tokens or []
+        _check_tokens({one.content: one.id for one in listed})
         self._inner = tokenizers.Tokenizer.from_buffer(data)
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -72,6 +69,8 @@ class Tokenizer:
         special = (it.content for it in added.values() if it.special or it.content in named)
         self.special_texts = tuple(text for text in special if len(text) > 1)
         self._anchor = self._inner.token_to_id("a")
+        # A text can be cut in front of these tokens without a change of its ids.
+        self.cut_marks = cut_marks(listed)
         self.infill_marks = infill_marks(self.token_id)
 
     @classmethod

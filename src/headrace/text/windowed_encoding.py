@@ -31,6 +31,8 @@ class Sizes(msgspec.Struct, frozen=True):
     overlap: int = 4 << 10
     # The minimum number of consecutive tokens that are equal in both windows around a cut.
     min_run: int = 6
+    # The minimum size of a piece. Pieces are cut at special tokens and need no overlap.
+    piece: int = 1 << 10
 
 
 class Window(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from headrace.workers.job_queue import Body, JobQueue, QueuedJob
+from headrace.workers.job_queue import OWNER, Body, JobQueue, QueuedJob
 from headrace.workers.process import Reply, WorkerProcess
 from headrace_common.errors import OVERRAN, RequestError
 from headrace_common.system.panics import STEERING
@@ -107,6 +107,10 @@ def perform(jobs: Performer, head: bytes, body: bytes) -> bytes:
         raise RuntimeError(f"a library failed ({type(panic).__name__})") from None
 
 
+def _packed(job: Job[R]) -> bytes:
+    return encode_job(msgspec.structs.replace(job, owner=OWNER.get()))
+
+
 class ThreadJobRunner:
     """Runs jobs in threads of this process.
 
@@ -118,7 +122,7 @@ class ThreadJobRunner:
         self._threads = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="work")
 
     async def do(self, job: Job[R], body: Body = ()) -> R:
-        asked = (self._jobs, encode_job(job), b"".join(body))
+        asked = (self._jobs, _packed(job), b"".join(body))
         running = asyncio.get_running_loop().run_in_executor(self._threads, perform, *asked)
         return decode_result(job, await running)
 
@@ -155,7 +159,7 @@ class WorkerPool:
         )
 
     async def do(self, job: Job[R], body: Body = ()) -> R:
-        queued = QueuedJob(encode_job(job), body)
+        queued = QueuedJob(_packed(job), body)
         queue = self._image_queue if job.is_for_images and self._images else self._queue
         queue.put(queued)
         try:

@@ -282,6 +282,12 @@ def max_tokens(fields: dict[str, Any]) -> int | None:
     return None if limit == -1 else limit
 
 
+def cache_salt(fields: dict[str, Any]) -> str | None:
+    """Return the salt of what is remembered of the prompt; None if nothing may be remembered."""
+    salt: str = fields.get("cache_salt", "")
+    return salt if fields.get("cache_prompt", True) else None
+
+
 def _refuse_unsupported(table: Mapping[str, Kind], body: dict[str, Any]) -> None:
     """Raise RequestError if a known field asks for something that this server does not support."""
     for name, neutral in UNSUPPORTED.items():

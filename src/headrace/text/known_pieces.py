@@ -1,0 +1,142 @@
+"""Encodes a long text in pieces, and remembers the ids of pieces that were encoded before.
+
+A tokenizer first splits a text at its added tokens, such as <|im_start|>, and works on each part
+alone. So a cut in front of such a token does not change the ids. Chat templates write these tokens
+between messages. An agent sends the same conversation again and again, so most pieces are known.
+"""
+
+import hashlib
+import re
+import threading
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import pairwise
+from typing import Protocol
+
+import msgspec
+
+# The form of special tokens: <|im_start|>, </s>, [INST].
+_MARK = re.compile(r"<[^<>]{1,62}>|\[[^\[\]]{1,62}\]")
+_MAX_IDS = 1 << 19
+# The size of an empty entry, expressed in ids.
+_ENTRY = 64
+
+Salt = tuple[str, str]
+"""The key and the `cache_salt` of a request. Only requests with equal salts share known ids."""
+
+
+class AddedToken(msgspec.Struct):
+    """An added token in tokenizer.json. The defaults are the values that forbid cuts."""
+
+    id: int
+    content: str
+    single_word: bool = True
+    lstrip: bool = True
+    normalized: bool = True
+
+
+class Encoding(Protocol):
+    """A text that is being encoded; complete when `advance` has returned False."""
+
+    token_ids: "array[int]"
+    is_over: bool
+
+    def advance(self) -> bool: ...
+
+
+def cut_marks(added: Collection[AddedToken]) -> frozenset[str]:
+    """Return the tokens in front of which a cut never changes the ids."""
+    # The library finds such a token in every text that contains the token's characters. A cut must
+    # not hide or show any token. A normalized token is not found in the text as it is. If a token
+    # contains the first character in a later place, that token can reach over the cut.
+    # If a token absorbs the spaces in front of itself, the left part loses them. If a token
+    # matches only whole words, the characters next to it count. A first character of < or [ is
+    # neither white space nor part of a word, so the token in front of the cut is found as before.
+    unfit = {character for token in added for character in token.content[1:]}
+    unfit |= {it.content[:1] for it in added if it.lstrip or it.single_word}
+    normalized = {it.content for it in added if it.normalized}
+    contents = {it.content for it in added} - normalized
+    return frozenset(it for it in contents if it[:1] not in unfit and _MARK.fullmatch(it))
+
+
+def cuts(text: str, marks: Collection[str], piece: int) -> Iterator[int]:
+    """Yield the places of cuts, each at least `piece` characters behind the one before.
+
+    Texts with the same beginning have the same cuts there.
+    """
+    start = 0
+    for found in _MARK.finditer(text):
+        if found.start() - start >= piece and found.group() in marks:
+            start = found.start()
+            yield start
+
+
+class KnownIds:
+    """The ids of pieces by their content, without the content; drops the oldest. Thread-safe."""
+
+    def __init__(self, max_ids: int = _MAX_IDS) -> None:
+        self._max_ids = max_ids
+        self._num_ids = 0
+        self._entries: dict[tuple[Salt, bytes], array[int]] = {}
+        self._lock = threading.Lock()
+
+    def get(
+        self, salt: Salt | None, piece: str, encode: "Callable[[str], Encoding]"
+    ) -> "array[int]":
+        """Return the ids of a piece. Without a salt, nothing is looked up or remembered."""
+        if salt is None:
+            return encode(piece).token_ids
+        key = salt, hashlib.sha256(piece.encode()).digest()
+        with self._lock:
+            if (ids := self._entries.pop(key, None)) is not None:
+                self._entries[key] = ids
+                return ids
+        encoding = encode(piece)
+        if not encoding.is_over:
+            self._put(key, encoding.token_ids)
+        return encoding.token_ids
+
+    def _put(self, key: tuple[Salt, bytes], ids: "array[int]") -> None:
+        with self._lock:
+            # Another thread may have encoded the same piece.
+            if key in self._entries:
+                return
+            self._entries[key] = ids
+            self._num_ids += len(ids) + _ENTRY
+            while self._num_ids > self._max_ids:
+                oldest = self._entries.pop(next(iter(self._entries)))
+                self._num_ids -= len(oldest) + _ENTRY
+
+
+class TextInPieces:
+    """Encodes one piece with each `advance`; has the same interface as WindowedText."""
+
+    def __init__(
+        self,
+        text: str,
+        cuts: Iterable[int],
+        begin: "Callable[[str, int | None], Encoding]",
+        limit: int | None,
+        known: KnownIds,
+        salt: Salt | None,
+    ) -> None:
+        self._text = text
+        self._bounds = pairwise((0, *cuts, len(text)))
+        self._begin = begin
+        self._limit = limit
+        self._known, self._salt = known, salt
+        self.token_ids = array("i")
+        self.is_over = False
+
+    def advance(self) -> bool:
+        start, end = next(self._bounds)
+        self.token_ids += self._known.get(self._salt, self._text[start:end], self._encode)
+        self.is_over = self._limit is not None and len(self.token_ids) > self._limit
+        return end < len(self._text) and not self.is_over
+
+    def _encode(self, piece: str) -> "Encoding":
+        left = None if self._limit is None else self._limit - len(self.token_ids)
+        encoding = self._begin(piece, left)
+        while encoding.advance():
+            pass
+        return encoding
