@@ -338,7 +338,7 @@ class FakeQueues:
     def stop(self) -> None:
         self._generation.state = "draining"
 
-    def go_on(self) -> None:
+    def admit_again(self) -> None:
         self._generation.state = "ok"
 
 

@@ -295,10 +295,10 @@ async def test_a_stopped_server_admits_again_unless_it_ends(folder: Path) -> Non
         queues.stop()
         with pytest.raises(RequestError, match="shutting down"):
             queues.of(host)
-        queues.go_on()
+        queues.admit_again()
         assert queues.of(host).num_live == 0
         queues.end()
-        queues.go_on()
+        queues.admit_again()
         with pytest.raises(RequestError, match="shutting down"):
             await generation.open(make_request())
 
@@ -311,7 +311,7 @@ async def test_a_stream_of_an_earlier_server_has_a_place_while_nobody_is_admitte
         await opened(generation, engine)
         queues.stop()
         queues.resume(host).update(1, 1, 5)
-        queues.go_on()
+        queues.admit_again()
         assert queues.of(host).num_waiting == 2
 
 

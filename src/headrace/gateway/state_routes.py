@@ -182,7 +182,7 @@ class ManageRoutes:
 
     async def admit_again(self, request: Request) -> ASGIApp:
         """End a drain, unless the server is shutting down."""
-        self._generation.queues.go_on()
+        self._generation.queues.admit_again()
         return answer({"status": self._generation.state, "streams": len(self._generation.streams)})
 
     def _with_uptime(self, shown: Snapshot) -> Snapshot:

@@ -21,7 +21,7 @@ _AUTO_S = 600.0
 # The rate in prompt tokens per second that is assumed until the engine has measured the real rate.
 _UNMEASURED = 500.0
 _MAX_PROMISES = 1000
-# Clients are told to retry slightly late, because a retry that comes too early is refused again.
+# The retry time is slightly later than the estimate: a retry that comes too early is refused.
 _MARGIN, _LEAST_S = 1.1, 0.1
 # A place is reserved for a refused client from `_EARLY_S` before the promised time until `_LATE_S`
 # after the promised time.
@@ -166,9 +166,8 @@ class Admission:
 
     `eta` estimates when waiting requests will start and how fast prompts are computed.
 
-    A refused client is told when to retry, and the queue remembers this promise. Until shortly
-    after the promised time, a place is reserved for the client. Otherwise new clients could
-    overtake a client that waited as told.
+    A refused client gets a RetryPromise: until shortly after the promised time, a place is reserved
+    for the client. Otherwise, a new client could take the place first.
 
     At most half of the queue is reserved, so that clients that never return cannot block the queue.
     """
@@ -301,10 +300,10 @@ class Queues:
         self._by_host = WeakKeyDictionary[ModelHost, tuple[Admission, Admission]]()
 
     def stop(self) -> None:
-        """Refuse new requests from now on; admitted requests continue."""
+        """Refuse new requests, but let admitted requests continue."""
         self.is_draining = True
 
-    def go_on(self) -> None:
+    def admit_again(self) -> None:
         """Undo `stop`, unless `end` was called."""
         self.is_draining = self.is_ending
 

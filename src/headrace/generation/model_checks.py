@@ -132,7 +132,7 @@ def too_long(limit: int, longest: int, param: str, count: str, num_tokens: int) 
     ).noting(prompt_tokens=num_tokens, limit=longest)
 
 
-def check_can_go_on(
+def check_can_continue(
     fingerprint: str, then: ServedSetup, num_tokens: int, model: ServedModel
 ) -> int | None:
     """Return the model's context length if it has shrunk since the stream started, else None.

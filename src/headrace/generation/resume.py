@@ -67,12 +67,12 @@ class Resumption:
                 unfinished = await self._streams.store.unfinished()
                 break
             await self._streams.store.writable.wait()
-        await self._go_on_with(unfinished)
+        await self._continue(unfinished)
 
     async def adopt(self) -> None:
         """Continue streams of dead servers that use the same store."""
         while True:
-            await self._go_on_with(await self._streams.store.orphans())
+            await self._continue(await self._streams.store.orphans())
 
     def keep(self, host: ModelHost, stored: Stored, cut: RequestError | None) -> None:
         """Keep a durable stream for a later engine, because its engine could not be restarted.
@@ -97,7 +97,7 @@ class Resumption:
         else:
             await self._resume(stored, cut)
 
-    async def _go_on_with(self, left: list[Stored]) -> None:
+    async def _continue(self, left: list[Stored]) -> None:
         # Streams with images take long to prepare, so streams without images go first.
         for stored in sorted(left, key=lambda it: len(it.record.images)):
             self._figures.recovered()

@@ -15,7 +15,7 @@ from headrace.fleet.served_model import ServedModel
 from headrace.generation.admission import QueueTicket
 from headrace.generation.crash_blame import CrashBlame
 from headrace.generation.event_builder import ChoiceProgress, EventBuilder
-from headrace.generation.model_checks import check_can_begin, check_can_go_on
+from headrace.generation.model_checks import check_can_begin, check_can_continue
 from headrace.generation.readers import Audience
 from headrace.generation.request_span import span_of
 from headrace.generation.submission import Submission, salt_of
@@ -99,7 +99,7 @@ class LiveStream:
                 check_can_begin(self.record, model)
                 builder.serving.begin(model)
             else:
-                context = check_can_go_on(*builder.serving.known, builder.num_tokens, model)
+                context = check_can_continue(*builder.serving.known, builder.num_tokens, model)
                 self._smaller_context = context
             self._submission.move_to(engine)
         except RequestError as change:

@@ -125,8 +125,7 @@ class Dialect(PromptReader, Protocol):
         """Return the fields that the body sets, after every check that needs no model.
 
         Two keys of the result are optional: `kept` has bytes to store with the stream, and
-        `skipped`
-        has the paths of values without effect. Raise RequestError if a field is wrong.
+        `skipped` has the paths of values without effect. Raise RequestError if a field is wrong.
         """
 
     def to_request(

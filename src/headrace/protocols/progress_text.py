@@ -21,8 +21,7 @@ class ProgressWords:
     """Writes the progress lines of one stream: none in the first 3 s, then at most one every 10 s.
 
     Writes no lines if the client did not ask for progress text, if a grammar restricts the answer,
-    or if the stream continues an earlier answer. With several prompts or choices, only the first
-    counts.
+    or if the stream continues an earlier answer. Only the first choice gets lines.
     """
 
     def __init__(self, record: Record) -> None:
@@ -46,11 +45,11 @@ def _left(event: Progress) -> str:
     if not num_read:
         return ""
     seconds = (event.total - event.processed) * event.time_ms / num_read / 1000
-    return (
-        f", {seconds / 60:.0f} min left" if seconds > _IN_MINUTES_S else f", {seconds:.0f} s left"
-    )
+    if seconds > _IN_MINUTES_S:
+        return f", {seconds / 60:.0f} min left"
+    return f", {seconds:.0f} s left"
 
 
 def without_progress(reasoning: str) -> str:
-    """Return the reasoning of an earlier answer without its progress lines."""
+    """Remove the progress lines from the reasoning of an earlier answer."""
     return _LINE.sub("", reasoning) if _MARK in reasoning else reasoning

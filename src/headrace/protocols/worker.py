@@ -182,8 +182,7 @@ class Jobs:
 
         Return the paths of what the grammar does not enforce. Also find the tokens of the sequence
         breakers, if the request has sequence breakers. Raise RequestError if a restriction is
-        wrong or
-        cannot be enforced.
+        wrong or cannot be enforced.
         """
         wanted = structure.take(fields, exact)
         text = self._texts.asked(fields)
@@ -207,8 +206,7 @@ class Jobs:
         """Add the prompt's tokens if the model is loaded and the body contains the whole prompt.
 
         If tokenizing fails, return the body without tokens. A later job tokenizes again and
-        reports the
-        error, after the checks that take precedence.
+        reports the error, after the checks that take precedence.
         """
         text = self._texts.asked(checked.fields)
         known = job.known.get(text.names[0]) if text else None
@@ -354,8 +352,8 @@ class Jobs:
 
 def _is_whole(checked: CheckedBody) -> bool:
     """Whether the prompt needs no image, no earlier response and no infill marks."""
-    goes_on = "previous_response_id" in checked.fields
-    return not goes_on and not any(
+    continues = "previous_response_id" in checked.fields
+    return not continues and not any(
         isinstance(prompt, Infill) or (isinstance(prompt, Chat) and prompt.num_images)
         for prompt in checked.stubs
     )
