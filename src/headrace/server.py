@@ -120,8 +120,8 @@ def build_gateway(
         message_batches=MessageBatchRoutes(
             batches, batch_store, intake, auth, bodies, http.api_prefix
         ),
-        sockets=RealtimeSockets(generation, config, auth, bodies, intake),
-        response_sockets=ResponseSockets(generation, config, auth, bodies, intake),
+        sockets=RealtimeSockets(generation, config.streams, auth, bodies, intake),
+        response_sockets=ResponseSockets(generation, config.streams, auth, bodies, intake),
         prefix=http.api_prefix,
     )
     return Server(generation, batches, create_app(endpoints, http, auth, generation.metrics))

@@ -25,7 +25,7 @@ from headrace.intake.intake import Intake, names_of
 from headrace.protocols.dialect import DIALECTS, encode
 from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.store import ById, StoreStalled
-from headrace_common.config.settings import ServerConfig
+from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
 from headrace_common.log_context import begin_notes, log_request
@@ -62,22 +62,14 @@ _Frame = msgspec.defstruct("_Frame", [(name, msgspec.Raw, _ABSENT) for name in _
 _frame_of = msgspec.json.Decoder(_Frame).decode
 
 
-class RealtimeSockets:
+class RealtimeSockets(NamedTuple):
     """Serves all realtime sockets of one server."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        config: ServerConfig,
-        auth: Auth,
-        bodies: Bodies,
-        intake: Intake,
-    ) -> None:
-        self.generation = generation
-        self.config = config.streams
-        self.bodies = bodies
-        self.intake = intake
-        self._auth = auth
+    generation: Generation
+    config: StreamConfig
+    auth: Auth
+    bodies: Bodies
+    intake: Intake
 
     async def serve(self, socket: WebSocket) -> None:
         """Serve one socket.
@@ -91,19 +83,19 @@ class RealtimeSockets:
     async def _serve(self, socket: WebSocket) -> None:
         headers = with_key(socket)
         try:
-            self._auth.check_page(headers)
+            self.auth.check_page(headers)
             try:
-                self._auth.check(headers)
+                self.auth.check(headers)
             except RequestError as refused:
                 if refused.code != "invalid_api_key":
                     raise
                 headers = await _headers_of_hello(socket)
-                self._auth.check(headers)
+                self.auth.check(headers)
         except RequestError as refused:
             await send_frame(socket, _refusal(None, refused))
             await socket.close(_BAD_KEY, refused.code)
             return
-        await RealtimeSocket(self, socket, self._auth.owner(headers)).run()
+        await RealtimeSocket(self, socket, self.auth.owner(headers)).run()
 
 
 async def accept(socket: WebSocket) -> None:
@@ -144,6 +136,12 @@ async def _headers_of_hello(socket: WebSocket) -> Headers:
         raise refused
     others = [item for item in socket.headers.raw if item[0] in (b"host", b"origin")]
     return Headers(raw=[*others, (b"x-api-key", key.encode())])
+
+
+def note_refusal(generation: Generation, socket: WebSocket, error: RequestError) -> None:
+    """Count a refused request, and write its line to the log."""
+    generation.metrics.server.refused(error)
+    log_request(socket.scope["path"], error.code, status=error.kind.status, **error.noted)
 
 
 class ClientLeft(Exception):
@@ -244,8 +242,7 @@ class RealtimeSocket:
             await self._refuse(id, refused)
 
     async def _refuse(self, id: str | None, error: RequestError) -> None:
-        self._generation.metrics.server.refused(error)
-        log_request(self._socket.url.path, error.code, status=error.kind.status, **error.noted)
+        note_refusal(self._generation, self._socket, error)
         await self._send(_refusal(id, error))
 
     def _notify(self, fields: dict[str, msgspec.Raw]) -> None:

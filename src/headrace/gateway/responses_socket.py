@@ -26,6 +26,7 @@ from headrace.gateway.realtime import (
     ClientLeft,
     accept,
     fields_of,
+    note_refusal,
     send_frame,
     text_of,
     with_key,
@@ -39,10 +40,10 @@ from headrace.protocols.openai.responses import ROUTE, ResponseFrames
 from headrace.streams.events import AnyEvent
 from headrace.streams.record import Record
 from headrace.streams.store import ById
-from headrace_common.config.settings import ServerConfig
+from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
-from headrace_common.log_context import begin_notes, log_request
+from headrace_common.log_context import begin_notes
 
 # Maximum number of messages of one socket that wait for the running response.
 MAX_WAITING = 16
@@ -51,22 +52,14 @@ _NUM_CONTINUABLE = 16
 _KEEPALIVE = encode({"type": "keepalive", "sequence_number": 0})
 
 
-class ResponseSockets:
+class ResponseSockets(NamedTuple):
     """Serves the sockets of one server."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        config: ServerConfig,
-        auth: Auth,
-        bodies: Bodies,
-        intake: Intake,
-    ) -> None:
-        self.generation = generation
-        self.config = config.streams
-        self.auth = auth
-        self.bodies = bodies
-        self.intake = intake
+    generation: Generation
+    config: StreamConfig
+    auth: Auth
+    bodies: Bodies
+    intake: Intake
 
     async def serve(self, socket: WebSocket) -> None:
         """Serve one socket until the client leaves or the server shuts down."""
@@ -75,7 +68,7 @@ class ResponseSockets:
             self.auth.check_page(headers)
             self.auth.check(headers)
         except RequestError as refused:
-            note_refusal(self.generation, refused)
+            note_refusal(self.generation, socket, refused)
             response = refuse(refused, ROUTE, new_request_id(headers))
             await socket.send_denial_response(response)
             return
@@ -215,7 +208,7 @@ class ResponseSocket:
         return {"type": "http.disconnect"}
 
     async def _refuse(self, error: RequestError) -> None:
-        note_refusal(self._generation, error)
+        note_refusal(self._generation, self._socket, error)
         await self._send(error_message(error))
 
     async def _send_lines(self, message: Message) -> None:
@@ -267,9 +260,3 @@ def error_message(error: RequestError) -> bytes:
     event = {"code": code, "message": error.message, "param": error.param}
     shown: dict[str, Any] = {"type": "error", "status": status, "sequence_number": 0, **event}
     return encode(shown | {"error": {"type": error.kind.type, **event, **error.extra}})
-
-
-def note_refusal(generation: Generation, error: RequestError) -> None:
-    """Count a refused request, and write its line to the log."""
-    generation.metrics.server.refused(error)
-    log_request(ROUTE, error.code, status=error.kind.status, **error.noted)
