@@ -9,9 +9,9 @@ from starlette.types import ASGIApp
 
 from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
-from headrace.protocols.fields.kinds import Kind, String, missing, read_fields
+from headrace.protocols.fields.common import check_required
+from headrace.protocols.fields.kinds import Kind, String, read_fields
 from headrace.protocols.requests import decode
-from headrace_common.errors import RequestError
 
 UNLOAD_FIELDS: Mapping[str, Kind] = {"lora_name": String(least=1)}
 LOAD_FIELDS: Mapping[str, Kind] = {
@@ -43,13 +43,6 @@ class AdapterRoutes:
     async def _read(
         self, request: Request, table: Mapping[str, Kind], required: tuple[str, ...]
     ) -> dict[str, Any]:
-        async with self._bodies.read(request) as body:
-            whole = b"".join(body)
-        if len(whole) > _MAX_BODY:
-            message = f"The body has {len(whole):,} bytes; the limit is {_MAX_BODY:,} bytes."
-            raise RequestError("request_too_large", message)
-        given = decode(whole)
-        for name in required:
-            if given.get(name) is None:
-                raise missing(name)
+        given = decode(await self._bodies.read_small(request, _MAX_BODY))
+        check_required(required, given)
         return read_fields(table, given)

@@ -216,8 +216,8 @@ class _TrackedSend:
         is_framed = headers.get("content-type", "").startswith(_FRAMED)
         self._is_stream = is_framed and "x-stream-id" in headers
         if self._is_stream:
-            faces = (face for start, face in _RESUME_APIS.items() if self._path.startswith(start))
-            self._resume_api = next(faces, "")
+            apis = (api for start, api in _RESUME_APIS.items() if self._path.startswith(start))
+            self._resume_api = next(apis, "")
         if "x-stream-attached" in headers:
             self._figures.attached()
 

@@ -1,7 +1,6 @@
 """/v1/messages/batches: Anthropic's API for batches. All requests of a batch are in one body."""
 
 import contextlib
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -15,6 +14,7 @@ from headrace.gateway.delivery import unless_left
 from headrace.gateway.file_routes import content_of
 from headrace.gateway.http_responses import answer
 from headrace.gateway.listing import ANTHROPIC_PAGING, page
+from headrace.gateway.model_entries import utc
 from headrace.gateway.request_bodies import Bodies
 from headrace.intake.intake import Intake
 from headrace.protocols.anthropic.messages import ROUTE
@@ -112,16 +112,14 @@ class MessageBatchRoutes:
             "type": "message_batch",
             "processing_status": status,
             "request_counts": {"processing": max(0, batch.num_lines - batch.num_ended), **counts},
-            "created_at": _written(batch.created_at),
-            "expires_at": _written(batch.expires_at),
-            "ended_at": _written(batch.ended_at),
-            "cancel_initiated_at": _written(batch.at.get("cancelling")),
+            "created_at": utc(batch.created_at),
+            "expires_at": utc(batch.expires_at),
+            "ended_at": _utc_or_none(batch.ended_at),
+            "cancel_initiated_at": _utc_or_none(batch.at.get("cancelling")),
             "archived_at": None,
             "results_url": url if batch.has_ended else None,
         }
 
 
-def _written(seconds: int | None) -> str | None:
-    if seconds is None:
-        return None
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def _utc_or_none(seconds: int | None) -> str | None:
+    return None if seconds is None else utc(seconds)

@@ -81,14 +81,8 @@ class ModelRoutes:
 
         A model that is in use changes after its streams have ended.
         """
-        async with self._bodies.read(request) as body:
-            whole = b"".join(body)
-            if len(whole) > _MAX_DOCUMENT:
-                message = (
-                    f"The document has {len(whole):,} bytes; the limit is {_MAX_DOCUMENT:,} bytes."
-                )
-                raise RequestError("request_too_large", message)
-            await self._generation.desired.put(decode(whole))
+        given = decode(await self._bodies.read_small(request, _MAX_DOCUMENT))
+        await self._generation.desired.put(given)
         return answer(self._generation.desired.document())
 
     async def pull(self, request: Request) -> ASGIApp:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.gateway.auth import Auth
 from headrace.gateway.body_index import BodyIndex
@@ -197,7 +197,7 @@ class _Page:
         self._limit = int(_number(request, "limit", _COUNT, 1, _MAX_EVENTS) or _MAX_EVENTS)
         self._wait_s = _number(request, "wait", _SECONDS, 0, _MAX_WAIT_S) or 0.0
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def deliver() -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s):

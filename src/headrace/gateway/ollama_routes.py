@@ -123,12 +123,7 @@ class OllamaRoutes:
         return Response()
 
     async def _read(self, request: Request, table: Mapping[str, Kind]) -> dict[str, Any]:
-        async with self._bodies.read(request) as body:
-            whole = b"".join(body)
-        if len(whole) > _MAX_BODY:
-            message = f"The body has {len(whole):,} bytes; the limit is {_MAX_BODY:,} bytes."
-            raise RequestError("request_too_large", message)
-        return read_fields(table, decode(whole))
+        return read_fields(table, decode(await self._bodies.read_small(request, _MAX_BODY)))
 
     @property
     def _hosts(self) -> Models[ModelHost]:

@@ -112,6 +112,20 @@ class Bodies:
                 decoder.finish()
             yield held.pieces
 
+    async def read_small(self, request: Request, most: int) -> bytes:
+        """Return a JSON body that is small enough to be decoded outside a worker.
+
+        Raise RequestError if the body has more than `most` bytes.
+        """
+        async with self.read(request) as body:
+            size = sum(map(len, body))
+            if size > most:
+                message = (
+                    f"The body has {size:,} bytes; the limit is {most:,}. Send a smaller body."
+                )
+                raise RequestError("request_too_large", message)
+            return b"".join(body)
+
     @contextlib.contextmanager
     def hold(self, size: int) -> Iterator[None]:
         """Count `size` bytes as held during the context."""
