@@ -373,7 +373,7 @@ class BatchBody(msgspec.Struct, frozen=True):
     endpoint: str
     input_file_id: str
     completion_window: str
-    metadata: dict[str, str]
+    metadata: dict[str, str] = {}
 
 
 class ReadBatch(Job[BatchBody], frozen=True, tag=True):

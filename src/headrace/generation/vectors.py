@@ -12,6 +12,7 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.admission import Admission, Capacity, Demand, Queues, QueueTicket
 from headrace.generation.model_checks import encode, too_long
+from headrace.generation.submission import salt_of
 from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import JobRunner
 from headrace_common.errors import RequestError
@@ -83,8 +84,7 @@ class VectorMaker:
         ticket = self._enter(queue, demand, model, inputs)
         began, outcome, num_tokens = time.monotonic(), "client_gone", 0
         try:
-            # An owner's name contains no line break, so the salts of two owners are never equal.
-            salt = f"{request.owner}\n"
+            salt = salt_of(request.owner, "")
             work = VectorWork(
                 inputs, pooling, salt, ticket, request.priority, on_vector, encoded.nums_first
             )

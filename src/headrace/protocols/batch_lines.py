@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.protocols.dialect import encode
-from headrace.protocols.fields.kinds import Array, Kind, Object, String, missing, read_fields
+from headrace.protocols.fields.common import check_required
+from headrace.protocols.fields.kinds import Array, Kind, Object, String, read_fields
+from headrace.protocols.openai.response_fields import Metadata
 from headrace.protocols.requests import decode
 from headrace_common.errors import RequestError
 from headrace_common.request import Route
@@ -30,13 +32,11 @@ BATCH_FIELDS: Mapping[str, Kind] = {
     "endpoint": String(),
     "input_file_id": String(),
     "completion_window": String(),
-    "metadata": Object(),
+    "metadata": Metadata(),
 }
 BATCH_REQUIRED = ("endpoint", "input_file_id", "completion_window")
 REQUESTS_REQUIRED = ("requests",)
 REQUESTS_FIELDS: Mapping[str, Kind] = {"requests": Array(Object(), most=1 << 20)}
-# Limits of `metadata`: number of entries, characters of a name, characters of a value.
-_METADATA = (16, 64, 512)
 
 BatchJob = CheckLines | OpenLine | ReadBatch | SplitRequests
 Check = Callable[[bytes, Route], str | None]
@@ -87,20 +87,8 @@ def do(job: BatchJob, body: bytes, check_body: Check) -> object:
 def asked(whole: bytes) -> BatchBody:
     """Return the batch that a body asks for. Raise RequestError if a field is wrong."""
     body = decode(whole)
-    for name in BATCH_REQUIRED:
-        if body.get(name) is None:
-            raise missing(name)
-    fields = read_fields(BATCH_FIELDS, body)
-    metadata = fields.setdefault("metadata", {})
-    most, longest_name, longest_value = _METADATA
-    if len(metadata) > most or not all(
-        len(name) <= longest_name and isinstance(value, str) and len(value) <= longest_value
-        for name, value in metadata.items()
-    ):
-        message = f"metadata may have up to {most} strings of at most {longest_value} characters, "
-        message += f"with names of at most {longest_name}."
-        raise RequestError("invalid_value", message, "metadata")
-    return BatchBody(**fields)
+    check_required(BATCH_REQUIRED, body)
+    return BatchBody(**read_fields(BATCH_FIELDS, body))
 
 
 def check(lines: bytes, first: int, route: Route, check_body: Check) -> CheckedLines:

@@ -84,7 +84,7 @@ def parts_of(block: PlacedBlock, skipped: list[str]) -> list[Part]:
         if found := _parts_within(value.get(name), f"{path}.{name}", skipped):
             parts += found if _ends_line(found[-1]) else [*found, "\n"]
     if not parts and len(skipped) == num_skipped:
-        _skip(path, skipped)
+        skip(path, skipped)
     return parts
 
 
@@ -161,13 +161,13 @@ def _framed(block: PlacedBlock, heads: tuple[str, ...], content: list[Part]) -> 
 
 def _left_out(block: PlacedBlock, skipped: list[str]) -> list[Part]:
     """Return a line in place of an unreadable block, to tell the model that a block is missing."""
-    _skip(block.path, skipped)
+    skip(block.path, skipped)
     title = block.value.get("title")
     named = f" {title}" if title and isinstance(title, str) else ""
     return [f"[The {block.kind}{named} was left out: this server cannot read it.]\n"]
 
 
-def _skip(path: str, skipped: list[str]) -> None:
+def skip(path: str, skipped: list[str]) -> None:
     if len(skipped) < MAX_SKIPPED:
         skipped.append(path)
 

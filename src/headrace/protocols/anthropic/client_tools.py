@@ -29,7 +29,7 @@ def _bash(date: str, tool: Mapping[str, Any], path: str) -> Function:
         "bash",
         "Runs commands in a shell on the user's machine. The shell keeps its state from call to "
         "call.",
-        command=_text("The command. Required unless restart is true."),
+        command=text("The command. Required unless restart is true."),
         restart={"type": "boolean", "description": "Whether to restart the shell."},
     )
 
@@ -42,7 +42,7 @@ def _text_editor(date: str, tool: Mapping[str, Any], path: str) -> Function:
         "Views, creates and edits text files on the user's machine.",
         ("command", "path"),
         command=_one_of(commands + ["undo_edit"] * (date < _UNDO_ENDS), "What to do."),
-        path=_text("Absolute path of the file or folder."),
+        path=text("Absolute path of the file or folder."),
         **_edits(inserted),
     )
 
@@ -55,10 +55,10 @@ def _memory(date: str, tool: Mapping[str, Any], path: str) -> Function:
         "earlier notes before you begin a task.",
         ("command",),
         command=_one_of(commands, "What to do."),
-        path=_text("Path of the file or folder, such as /memories/notes.txt."),
+        path=text("Path of the file or folder, such as /memories/notes.txt."),
         **_edits("insert_text"),
-        old_path=_text("For rename: the current path."),
-        new_path=_text("For rename: the new path."),
+        old_path=text("For rename: the current path."),
+        new_path=text("For rename: the new path."),
     )
 
 
@@ -74,8 +74,8 @@ def _edits(inserted: str) -> Mapping[str, Any]:
     }
     more = {inserted: f"{texts.get(inserted, '')} For insert: the text to insert.".strip()}
     return {
-        "view_range": _integers(2, "For view: the first and the last line; -1 is the file's end."),
-        **{name: _text(words) for name, words in (texts | more).items()},
+        "view_range": integers(2, "For view: the first and the last line; -1 is the file's end."),
+        **{name: text(words) for name, words in (texts | more).items()},
         "insert_line": {
             "type": "integer",
             "description": "For insert: the line after which to insert; 0 is the file's beginning.",
@@ -90,14 +90,14 @@ def _computer(date: str, tool: Mapping[str, Any], path: str) -> Function:
     actions = ["key", "type", "mouse_move", "left_click", "left_click_drag", "right_click"]
     actions += ["middle_click", "double_click", "screenshot", "cursor_position"]
     parameters: dict[str, Any] = {
-        "coordinate": _integers(2, "Where: x from the left and y from the top, in pixels."),
-        "text": _text("For type: the text. For key: keys such as ctrl+s or Return."),
+        "coordinate": integers(2, "Where: x from the left and y from the top, in pixels."),
+        "text": text("For type: the text. For key: keys such as ctrl+s or Return."),
     }
     if date >= _MORE_ACTIONS:
         actions += ["left_mouse_down", "left_mouse_up", "scroll", "hold_key", "wait"]
         actions += ["triple_click"]
         parameters |= {
-            "start_coordinate": _integers(2, "For left_click_drag: where the drag begins."),
+            "start_coordinate": integers(2, "For left_click_drag: where the drag begins."),
             "scroll_direction": _one_of(["up", "down", "left", "right"], "For scroll."),
             "scroll_amount": {"type": "integer", "description": "For scroll: how many clicks."},
             "duration": {
@@ -107,7 +107,7 @@ def _computer(date: str, tool: Mapping[str, Any], path: str) -> Function:
         }
     if date >= _ZOOM and tool.get("enable_zoom"):
         actions += ["zoom"]
-        parameters["region"] = _integers(4, "For zoom: left, top, right and bottom in pixels.")
+        parameters["region"] = integers(4, "For zoom: left, top, right and bottom in pixels.")
     return _function(
         "computer",
         "Uses the mouse and the keyboard of the user's computer and takes screenshots of it. Its "
@@ -134,7 +134,7 @@ def _function(
     return {"name": name, "description": description, "parameters": schema}
 
 
-def _text(description: str) -> dict[str, Any]:
+def text(description: str) -> dict[str, Any]:
     return {"type": "string", "description": description}
 
 
@@ -142,6 +142,6 @@ def _one_of(values: list[str], description: str) -> dict[str, Any]:
     return {"type": "string", "enum": values, "description": description}
 
 
-def _integers(count: int, description: str) -> dict[str, Any]:
+def integers(count: int, description: str) -> dict[str, Any]:
     bounds = {"minItems": count, "maxItems": count}
     return {"type": "array", "items": {"type": "integer"}, "description": description} | bounds

@@ -69,7 +69,7 @@ _NOT_HERE = (
     "response_format",
 )
 _AS_IN_CHAT: Mapping[str, Kind] = {
-    **{name: kind for name, kind in COMMON.items() if name not in _NOT_HERE},
+    name: kind for name, kind in COMMON.items() if name not in _NOT_HERE
 }
 _OWN: Mapping[str, Kind] = {
     # `thread` is checked first. After an error about `thread`, the client sends all messages.

@@ -9,26 +9,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.protocols.anthropic.client_tools import Function, integers, text
 from headrace.protocols.fields.kinds import Flag, Object
 from headrace.protocols.fields.tools import flat_name
 
 _TYPE = re.compile(r"(computer|browser)_toolset_\d{8}")
 
 Schema = dict[str, Any]
-Function = dict[str, Any]
-
-
-def _text(description: str) -> Schema:
-    return {"type": "string", "description": description}
 
 
 def _whole(description: str) -> Schema:
     return {"type": "integer", "description": description}
-
-
-def _integers(count: int, description: str) -> Schema:
-    bounds = {"minItems": count, "maxItems": count}
-    return {"type": "array", "items": {"type": "integer"}, "description": description} | bounds
 
 
 def _variant(kind: str, **properties: Schema) -> Schema:
@@ -42,42 +33,42 @@ _POINT = _variant(
     x=_whole("Pixels from the left edge of the viewport."),
     y=_whole("Pixels from the top edge of the viewport."),
 )
-_ELEMENT = _variant("ref", ref=_text("A reference from read_page or find, such as ref_7."))
+_ELEMENT = _variant("ref", ref=text("A reference from read_page or find, such as ref_7."))
 _ANYWHERE = {"anyOf": [_POINT, _ELEMENT]}
 
 _COMPUTER_FIELDS: Mapping[str, Schema] = {
-    "coordinate": _integers(2, "x from the left and y from the top, in pixels."),
-    "start_coordinate": _integers(2, "Where the drag begins."),
-    "held": _text("Keys to hold down meanwhile, such as ctrl+shift."),
-    "text": _text("The text, or the keys such as ctrl+s."),
+    "coordinate": integers(2, "x from the left and y from the top, in pixels."),
+    "start_coordinate": integers(2, "Where the drag begins."),
+    "held": text("Keys to hold down meanwhile, such as ctrl+shift."),
+    "text": text("The text, or the keys such as ctrl+s."),
     "repeat": _whole("Number of times; 1 by default."),
     "duration": _whole("Seconds."),
     "scroll_direction": _DIRECTION,
     "scroll_amount": _whole("Clicks of the wheel."),
-    "region": _integers(4, "Left, top, right and bottom, in pixels of a screenshot."),
+    "region": integers(4, "Left, top, right and bottom, in pixels of a screenshot."),
 }
 _BROWSER_FIELDS: Mapping[str, Schema] = {
     "target": _ANYWHERE,
     "point": _POINT,
     "element": _ELEMENT,
     "from": _POINT,
-    "tab_id": _text("The tab; the active one by default."),
-    "modifiers": _text("Keys to hold down meanwhile, such as ctrl+shift."),
-    "url": _text("An address, or back, forward or reload."),
-    "text": _text("The text, or the keys such as ctrl+a."),
-    "code": _text("An expression in JavaScript."),
+    "tab_id": text("The tab; the active one by default."),
+    "modifiers": text("Keys to hold down meanwhile, such as ctrl+shift."),
+    "url": text("An address, or back, forward or reload."),
+    "text": text("The text, or the keys such as ctrl+a."),
+    "code": text("An expression in JavaScript."),
     "repeat": _whole("Number of times; 1 by default."),
     "duration": {"type": "number", "description": "Seconds, at most 30."},
     "scroll_direction": _DIRECTION,
     "scroll_amount": _whole("Clicks of the wheel, 1 to 10; 3 by default."),
-    "region": _integers(4, "Left, top, right and bottom, in pixels of the viewport."),
-    "query": _text("A description of the elements to find."),
+    "region": integers(4, "Left, top, right and bottom, in pixels of the viewport."),
+    "query": text("A description of the elements to find."),
     "value": {"type": ["string", "number", "boolean"]},
     "paths": {"type": "array", "items": {"type": "string"}},
     "document_ids": {"type": "array", "items": {"type": "string"}},
     "depth": _whole("Levels of the tree; 15 by default."),
     "filter": {"type": "string", "enum": ["all", "interactive"]},
-    "ref": _text("The element whose subtree to read; the page by default."),
+    "ref": text("The element whose subtree to read; the page by default."),
 }
 _RENAMED = {"held": "text", "point": "target", "element": "target", "code": "text"}
 """Maps keys of the two tables above to the field names that calls have.

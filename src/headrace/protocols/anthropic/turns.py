@@ -11,13 +11,13 @@ import msgspec
 
 from headrace.protocols.anthropic.blocks import (
     CONTENT,
-    MAX_SKIPPED,
     Content,
     Part,
     PlacedBlock,
     content_of,
     parts_of,
     placed,
+    skip,
 )
 from headrace.protocols.fields.kinds import (
     Flag,
@@ -107,7 +107,7 @@ class _Written:
         sent_role = required(turn, "role", path, String())
         role = _ROLES.get(sent_role, "user")
         if sent_role not in _ROLES:
-            self._skip(f"{path}.role")
+            skip(f"{path}.role", self.skipped)
         content = turn.get("content")
         if content is None and role == "user":
             raise missing(f"{path}.content")
@@ -138,7 +138,7 @@ class _Written:
                     open_turn.calls.append(self._call(block))
                 else:
                     # The provider that ran this call was interrupted, so the call has no result.
-                    self._skip(block.path)
+                    skip(block.path, self.skipped)
             elif kind == "thinking" and role == "assistant":
                 open_turn.thoughts += self._thoughts(block)
             else:
@@ -154,7 +154,7 @@ class _Written:
     def _thoughts(self, block: PlacedBlock) -> str:
         thoughts = block.value.get("thinking")
         if not thoughts:
-            self._skip(block.path)
+            skip(block.path, self.skipped)
             return ""
         return without_progress(String().check(thoughts, f"{block.path}.thinking"))
 
@@ -194,10 +194,6 @@ class _Written:
             # Many templates refuse a result without its call.
             return {"role": "user", "content": _prefixed(f"Result of {call_id}:\n", result)}
         return {"role": "tool", "tool_call_id": call_id, "content": result, "name": name}
-
-    def _skip(self, path: str) -> None:
-        if len(self.skipped) < MAX_SKIPPED:
-            self.skipped.append(path)
 
 
 class _OpenTurn:

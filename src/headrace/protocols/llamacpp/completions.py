@@ -12,7 +12,8 @@ from headrace.protocols.fields.common import COMMON, read_common
 from headrace.protocols.fields.kinds import Array, Integer, Kind, Object, String
 from headrace.protocols.framing import SSE, Framing
 from headrace.protocols.openai import chunks as openai
-from headrace.protocols.openai.completions import PromptList, Prompts, ends_of_gap
+from headrace.protocols.openai import completions as openai_completions
+from headrace.protocols.openai.completions import Prompts, ends_of_gap
 from headrace.streams.events import (
     Accepted,
     AnyEvent,
@@ -28,7 +29,7 @@ from headrace.streams.events import (
 from headrace.streams.record import Record
 from headrace.streams.usage import UsageCounter
 from headrace.text.text_model import TextModel
-from headrace_common.request import Ids, Infill, Prompt, Request, Route, Text
+from headrace_common.request import Infill, Prompt, Request, Route
 from headrace_common.sampling import PLAIN_ORDER, Sampling
 
 _FIELDS: Mapping[str, Kind] = {
@@ -277,9 +278,7 @@ class LlamaCompletion(_LlamaDialect):
     KEYS: tuple[str, ...] = ()
 
     def to_prompts(self, fields: dict[str, Any]) -> tuple[Prompt, ...]:
-        inputs: PromptList = fields["prompt"]
-        is_text = type(inputs.prompts[0]) is str
-        return tuple(Text(prompt) if is_text else Ids(prompt) for prompt in inputs.prompts)
+        return openai_completions.to_prompts(fields)
 
     def to_request(
         self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel

@@ -1,14 +1,20 @@
 """Renders the answers and errors of Ollama's generation routes as lines of JSON."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from headrace.protocols.blocks import Block, Blocks
 from headrace.protocols.dialect import encode
 from headrace.protocols.fields.tools import arguments_of
-from headrace.protocols.openai.chunks import ingestion_of, progress_of, queue_of, wait_of
+from headrace.protocols.openai.chunks import (
+    ingestion_of,
+    logprobs_of,
+    progress_of,
+    queue_of,
+    wait_of,
+)
 from headrace.protocols.progress_text import ProgressWords
 from headrace.streams.events import (
     AnyEvent,
@@ -155,7 +161,7 @@ class _AnswerLines:
         return {"model": record.request.shown_model, "created_at": created_at}
 
     def _shown(self, part: LinePart) -> dict[str, Any]:
-        logprobs = {"logprobs": _logprobs(part.logprobs)} if part.logprobs else {}
+        logprobs = {"logprobs": logprobs_of(part.logprobs)} if part.logprobs else {}
         return self._shape(part) | logprobs
 
 
@@ -258,11 +264,3 @@ class OllamaBody:
 
     def _joined(self, channel: str) -> str:
         return "".join(piece.text for piece in self._pieces if piece.channel == channel)
-
-
-def _logprobs(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    return [_entry(it) | {"top_logprobs": [_entry(top) for top in it.top]} for it in entries]
-
-
-def _entry(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}

@@ -225,12 +225,7 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    content = [_entry(e) | {"top_logprobs": [_entry(top) for top in e.top]} for e in entries]
-    return {"content": content, "refusal": None}
-
-
-def _entry(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
+    return {"content": openai.logprobs_of(entries), "refusal": None}
 
 
 def frames(record: Record) -> ChunkFrames:

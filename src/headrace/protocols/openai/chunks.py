@@ -3,7 +3,7 @@
 Each of the two routes formats a choice with its own Shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType
@@ -353,6 +353,15 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     if usage.reasoning_tokens:
         shown["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return shown
+
+
+def logprobs_of(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """Return each token with the likeliest tokens at its position."""
+    return [_entry(it) | {"top_logprobs": [_entry(top) for top in it.top]} for it in entries]
+
+
+def _entry(entry: TokenLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
 
 
 def timings_of(timings: Timings) -> dict[str, Any]:
