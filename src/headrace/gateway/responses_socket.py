@@ -39,7 +39,7 @@ from headrace.protocols.dialect import encode
 from headrace.protocols.openai.responses import ROUTE, ResponseFrames
 from headrace.streams.events import AnyEvent
 from headrace.streams.record import Record
-from headrace.streams.store import ById
+from headrace.streams.store import ById, StoreStalled
 from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
@@ -200,7 +200,10 @@ class ResponseSocket:
     async def _forget(self, num_left: int) -> None:
         """Delete responses with `store: false`, except the newest `num_left`."""
         while len(self._unstored) > num_left:
-            await self._generation.streams.discard(self._owner, ById(self._unstored.popleft()))
+            name = ById(self._unstored.popleft())
+            # The responses are in memory, and are deleted even if the store is stalled.
+            with contextlib.suppress(StoreStalled):
+                await self._generation.streams.discard(self._owner, name)
 
     async def _receive(self) -> Message:
         """Wait until the client leaves, as ASGI's `receive` does after the body."""
