@@ -124,7 +124,8 @@ class AnswerSoFar:
                 await slice_of_loop()
                 body.feed(event)
             after = page[-1].seq
-        return Response(await encoded(body), 200, {"X-Stream-Id": record.id}, "application/json")
+        whole = await encoded(body.whole)
+        return Response(whole, 200, {"X-Stream-Id": record.id}, "application/json")
 
 
 class Rendering(Protocol):

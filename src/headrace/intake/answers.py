@@ -1,9 +1,11 @@
 """Collects complete answers from the logs of their streams."""
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from headrace.protocols.dialect import ResponseBody, dialect_of, encode
+from headrace.protocols.dialect import dialect_of, encode
 from headrace.streams.events import AnyEvent, Error
 from headrace.streams.log import Log
 from headrace.streams.record import Record
@@ -24,13 +26,13 @@ def is_old(log: Log, event: AnyEvent) -> bool:
     return log.next_seq - event.seq > NUM_NEW
 
 
-async def encoded(body: ResponseBody) -> bytes:
-    """Encode the answer in a thread, because encoding long log probabilities takes seconds.
+async def encoded(whole: Callable[[], Any]) -> bytes:
+    """Encode the result of `whole` in a thread: encoding long log probabilities takes seconds.
 
     Answers are encoded one at a time, because encoding holds several copies of an answer.
     """
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_whole_bodies, lambda: encode(body.whole()))
+    return await loop.run_in_executor(_whole_bodies, lambda: encode(whole()))
 
 
 class AnswerBody:
@@ -58,15 +60,12 @@ class AnswerBody:
             for event in page:
                 if len(page) > NUM_NEW and is_old(log, event):
                     await slice_of_loop()
-                if not isinstance(event, Error):
-                    self._body.feed(event)
+                self.feed(event)
             after += len(page)
-        if isinstance(page[-1], Error):
-            self.error = page[-1]
         return page[-1]
 
     async def body(self) -> bytes:
-        return self.failure(self.error) if self.error else await encoded(self._body)
+        return self.failure(self.error) if self.error else await encoded(self._body.whole)
 
     def failure(self, error: RequestError | Error) -> bytes:
         return self._dialect.ERRORS.body(error)

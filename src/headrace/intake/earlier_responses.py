@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found, Registry
-from headrace.protocols.dialect import encode
+from headrace.intake.answers import encoded
 from headrace.protocols.openai.response_events import ResponseBuilder
 from headrace.protocols.openai.response_items import response_of
 from headrace.protocols.openai.responses import NO_ITEMS, ROUTE
@@ -116,4 +116,4 @@ async def _output(found: Found) -> bytes:
     async for event in follow(found.log):
         await slice_of_loop()
         response.feed(event)
-    return encode(response.output)
+    return await encoded(lambda: response.output)
