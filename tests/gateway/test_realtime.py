@@ -1,10 +1,15 @@
 import json
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from headrace.batches.folder import temporary_batch_store
+from headrace.gateway.auth import Auth
 from headrace.gateway.realtime import _FIELDS, _cursor, fields_of, text_of
+from headrace.server import build_gateway
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
 from tests.gateway.builders import FakeGeneration, app_of
@@ -91,3 +96,19 @@ def test_a_cursor_of_another_kind_or_length_is_refused(sent: bytes, code: str) -
 def test_a_text_of_escapes_may_be_as_long_as_another() -> None:
     escaped = msgspec.Raw(b'"' + b"\\ud83d\\ude00" * 9 + b'"')
     assert text_of({"id": escaped}, "id", 9) == "\U0001f600" * 9
+
+
+def test_a_key_that_is_revoked_opens_nothing_on_a_socket_that_is_open(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    config = ServerConfig(http=HttpConfig(api_key_file=str(file)))
+    auth = Auth(config.http)
+    generation: Any = FakeGeneration()
+    app = build_gateway(generation, config, temporary_batch_store(), auth).app
+    client = TestClient(app, base_url="http://localhost")
+    with client.websocket_connect("/v1/realtime-text", headers={"x-api-key": "one"}) as socket:
+        for code in ("missing_required_parameter", "invalid_api_key"):
+            socket.send_text('{"type": "request", "id": "a"}')
+            assert json.loads(socket.receive_text())["error"]["code"] == code
+            file.write_text("two\n")
+            auth.reload()

@@ -95,7 +95,7 @@ class RealtimeSockets(NamedTuple):
             await send_frame(socket, _refusal(None, refused))
             await socket.close(_BAD_KEY, refused.code)
             return
-        await RealtimeSocket(self, socket, self.auth.owner(headers)).run()
+        await RealtimeSocket(self, socket, headers).run()
 
 
 async def accept(socket: WebSocket) -> None:
@@ -178,11 +178,12 @@ class RealtimeSocket:
     `run` owns the tasks of these requests, and ends after all tasks have ended.
     """
 
-    def __init__(self, sockets: RealtimeSockets, socket: WebSocket, owner: str) -> None:
+    def __init__(self, sockets: RealtimeSockets, socket: WebSocket, headers: Headers) -> None:
         self._sockets = sockets
         self._generation = sockets.generation
         self._socket = socket
-        self._owner = owner
+        self._headers = headers
+        self._owner = sockets.auth.owner(headers)
         self._requests: dict[str, SocketRequest] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -250,18 +251,20 @@ class RealtimeSocket:
         if stop is None and detach is None:
             message = "A notification needs stop or detach, with the id of a request."
             raise RequestError("missing_required_parameter", message, "stop")
-        if (request := self._requests.get(stop or "")) is not None:
+        if (request := self._requests.get(stop or "")) is not None and not request.is_stopped:
+            request.is_stopped = True
             self._tasks.create_task(self._stop(request))
         if (request := self._requests.get(detach or "")) is not None:
             request.left.set()
 
     async def _stop(self, request: SocketRequest) -> None:
-        request.is_stopped = True
         if request.stream is not None:
             with contextlib.suppress(StoreStalled):
                 await self._generation.streams.stop(request.stream)
 
     def _start(self, id: str | None, kind: str, fields: dict[str, msgspec.Raw]) -> None:
+        # The key may have been revoked since the socket was opened.
+        self._sockets.auth.check(self._headers)
         if id is None:
             raise RequestError("missing_required_parameter", "id is required.", "id")
         if id in self._requests:
