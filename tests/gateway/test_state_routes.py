@@ -254,6 +254,8 @@ async def watch(shown: list[Snapshot], num_frames: int, heartbeat_s: float = 100
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            assert (b"x-accel-buffering", b"no") in message["headers"]
         if body := message.get("body"):
             frames.append(body.decode())
         if len(frames) == num_frames:

@@ -15,7 +15,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.gateway.http_responses import failed_stream_answer, notice_of, request_id_of
+from headrace.gateway.http_responses import (
+    failed_stream_answer,
+    live_start,
+    notice_of,
+    request_id_of,
+)
 from headrace.generation.registry import Found
 from headrace.intake.answers import NUM_NEW, AnswerBody, encoded, is_old
 from headrace.protocols.dialect import PING, VISIBLE_SIGN_S, UnnamedFrames, WireFrames, dialect_of
@@ -228,14 +233,11 @@ class LiveAnswer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {
             "content-type": self._rendering.media_type,
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
             "x-stream-id": self._stream.record.id,
             "x-stream-mode": self._stream.record.mode,
             **self._headers,
         }
-        raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await send(live_start(headers))
         await while_connected(receive, self._deliver(send))
 
     async def _deliver(self, send: Send) -> None:

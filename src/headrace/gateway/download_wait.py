@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.gateway.http_responses import notice_of
+from headrace.gateway.http_responses import live_start, notice_of
 from headrace.protocols.dialect import WireFrames, dialect_of
 from headrace.streams.record import Names, Record
 from headrace_common.errors import RequestError
@@ -36,11 +36,7 @@ def download_wait(
     """
     if not checked.fields.get("stream"):
         return None
-    headers = {
-        "content-type": dialect_of(route).FRAMING.MEDIA_TYPE,
-        "cache-control": "no-cache",
-        "x-accel-buffering": "no",
-    }
+    headers = {"content-type": dialect_of(route).FRAMING.MEDIA_TYPE}
     if is_loading:
         headers["x-headrace-loading"] = "true"
     if checked.ignored:
@@ -70,8 +66,7 @@ class WaitingAnswer:
         self._wait = wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = [(name.encode(), value.encode()) for name, value in self._wait.headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await send(live_start(self._wait.headers))
         try:
             while not self._coming.done():
                 await _body(send, self._wait.sign, True)

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left, while_connected
+from headrace.gateway.http_responses import live_start
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.protocols.dialect import PING, encode
@@ -234,14 +235,12 @@ class _LiveMessages:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {
             "content-type": "text/event-stream",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
             "x-stream-id": self._reading.found.record.id,
-        } | {name.lower(): value for name, value in _SECURITY.items()}
+            **_SECURITY,
+        }
         if self._reading.is_binary:
             headers["stream-sse-data-encoding"] = "base64"
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await send(live_start(headers))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SSE_S * random.uniform(0.8, 1.0)):
                 await while_connected(receive, self._deliver(send))

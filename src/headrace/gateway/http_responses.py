@@ -7,6 +7,7 @@ import math
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -59,6 +60,13 @@ def answer(body: dict[str, Any], ignored: tuple[str, ...] = ()) -> Response:
     """Return a JSON answer; `ignored` names the parts of the request that have no effect."""
     headers = {IGNORED: ", ".join(ignored)} if ignored else None
     return Response(encode(body), media_type="application/json", headers=headers)
+
+
+def live_start(headers: Mapping[str, str]) -> Message:
+    """Return the start of an answer that is sent piece by piece and that no proxy may hold back."""
+    all_headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in all_headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": raw}
 
 
 def request_id_of(scope: Scope) -> str:

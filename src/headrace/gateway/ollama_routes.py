@@ -15,7 +15,7 @@ from headrace.fleet.served_model import ServedModel
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import unless_left, while_connected
 from headrace.gateway.generation_routes import GenerationRoutes
-from headrace.gateway.http_responses import answer
+from headrace.gateway.http_responses import answer, live_start
 from headrace.gateway.llama_routes import read_known
 from headrace.gateway.model_entries import family_of, precision_of, utc, width_of
 from headrace.gateway.model_view import LOADED, ModelView, view_of, views_of
@@ -149,8 +149,7 @@ class PullLines:
         self._pull = pull
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", LINES.MEDIA_TYPE.encode()), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(live_start({"content-type": LINES.MEDIA_TYPE}))
         await while_connected(receive, self._show(send))
 
     async def _show(self, send: Send) -> None:

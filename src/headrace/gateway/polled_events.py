@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from headrace.gateway.delivery import while_connected
+from headrace.gateway.http_responses import live_start
 
 Seen = TypeVar("Seen")
 
@@ -34,8 +35,7 @@ class Watch(Generic[Seen]):
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(live_start({"content-type": "text/event-stream"}))
         await while_connected(receive, self._show(send))
 
     async def _show(self, send: Send) -> None:
