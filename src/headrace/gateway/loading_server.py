@@ -48,7 +48,7 @@ class LoadingServer:
         )
         self._server = HttpServer(PathPrefix(app, prefix), farewell_s=1, tls=tls)
         self._has_read = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="waiting room", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="loading server", daemon=True)
 
     def __enter__(self) -> "LoadingServer":
         self._thread.start()

@@ -113,7 +113,7 @@ class Generation:
                 self._tasks.create_task(watch(self.streams), name="watch store"),
                 self._tasks.create_task(self.resumption.adopt(), name="adopt"),
                 self._tasks.create_task(
-                    serve_other_servers(self.streams, self._tasks), name="obey"
+                    serve_other_servers(self.streams, self._tasks), name="other servers"
                 ),
                 self._tasks.create_task(self.work.run(), name="work"),
                 self._tasks.create_task(self.desired.run(), name="pulls"),
