@@ -47,7 +47,7 @@ from msgspec.structs import replace
 
 from headrace.bench import mixed
 from headrace.bench.figures import BASELINE, STALL, STEADY, figures, gaps, spread
-from headrace.bench.load import Background, Injector, PromptSource
+from headrace.bench.load import Background, Injector, PromptSource, run_round
 from headrace.bench.profile import PROFILES
 from headrace.bench.record import Cell, CellPlan, Injection, Round, ServerRun
 from headrace.bench.report import commit, machine, report, table, write
@@ -191,23 +191,18 @@ async def _target(url: str, model: str = "") -> AsyncIterator[Target]:
 
 async def _round(target: Target, act: Act | None, prompts: list[list[int]], lead_s: float) -> Round:
     """Run streams, and call `act` while the streams run; return the times."""
-    background = Background(target, prompts)
-    try:
-        await background.open()
-        settled = time.perf_counter()
-        await asyncio.sleep(lead_s)
-        done = await act(target) if act else []
-        await asyncio.sleep(lead_s)
-        ended, lost_at = time.perf_counter(), background.lost_at
-    finally:
-        await background.close()
+
+    async def do() -> list[Injection]:
+        return await act(target) if act else []
+
+    round = await run_round(Background(target, prompts), do, lead_s)
     # After the clients have disconnected, the server may take one more step.
     await asyncio.sleep(lead_s)
     # If a stream was silent until the end, count the silence as a gap.
-    begun = done[0].sent if done else settled
-    silent = [[ended] if times[-1] < begun else [] for times in background.arrivals]
-    pairs = zip(background.arrivals, silent, strict=True)
-    return Round(settled, ended, tuple((*a, *b) for a, b in pairs), tuple(done), lost_at)
+    begun = round.injections[0].sent if round.injections else round.settled
+    ended = (round.ended,)
+    streams = tuple((*times, *(ended if times[-1] < begun else ())) for times in round.streams)
+    return replace(round, streams=streams)
 
 
 _PARTS = {

@@ -117,17 +117,19 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--positions", type=int, help="longest sequence, if not that of the shape")
     options = parser.parse_args()
-    count = make_random_model(options.out, options.shape, options.seed)
+    count = make_random_model(options.out, options.shape, options.seed, options.positions)
     print(f"{options.out}: {count / 1e6:.0f} million parameters")
 
 
-def make_random_model(folder: Path, shape: str, seed: int = 0) -> int:
+def make_random_model(folder: Path, shape: str, seed: int = 0, positions: int | None = None) -> int:
     """Writes config, weights, tokenizer and chat template; returns the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
     num_vocab = SHAPES[shape]["vocab_size"]
     end = num_vocab - 1
     config = _COMMON | SHAPES[shape] | {"eos_token_id": end, "bos_token_id": None}
+    config["max_position_embeddings"] = positions or config["max_position_embeddings"]
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     _write_tokenizer(folder, num_vocab)

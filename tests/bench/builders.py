@@ -3,9 +3,7 @@
 from headrace.bench.figures import figures
 from headrace.bench.record import Cell, CellPlan, Evidence, Injection, Round
 
-PLAN = CellPlan(
-    name="wall", prompt_tokens=100, interval_s=0.0, num_warm_up=0, num_measured=1, per_round=1
-)
+PLAN = CellPlan(name="wall", prompt_tokens=100, interval_s=0.0, num_warm_up=0, num_measured=1)
 EVIDENCE = Evidence(
     num_steps=9, num_seen=9, num_mixed=3, num_starts=0, model_error=0.1, missed={"model": 1}
 )

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.bench.mixed import _speed
-from headrace.bench.profile import Calibration
 from headrace.bench.report import gaps
 from headrace.cli.main import cli, main
 from tools.harness.servers import running_server
@@ -75,15 +74,14 @@ def test_a_server_that_guesses_ahead_is_measured_though_its_median_gap_is_0(
     with running_server("headrace-mini", "--state-dir", "none") as server:
         found = bench(server.url, tmp_path)
     (shown,) = found["report"]["servers"]
-    assert all(ratio > 0 for ratio in shown["calibration"]["ratios"].values())
-    assert "control: 4 streams" in found["output"] and "cell 1 of 1, quick" in found["output"]
+    assert shown["calibration"]["ratio"] > 0
+    assert "control: 4 streams" in found["output"] and "quick: 3 prompts" in found["output"]
 
 
-def test_a_server_that_sends_all_tokens_at_once_has_no_ratios() -> None:
-    line = _speed(Calibration(0.0, {1000: 0.5}), {1000: None})
-    assert line == (
+def test_a_server_that_sends_all_tokens_at_once_has_no_ratio() -> None:
+    assert _speed(0.0, 0.5, None) == (
         "– per token (No time passed between the tokens of the streams); "
-        "prompts without streams: 1,000 tokens 0.50 s (as long as – tokens)"
+        "a prompt without streams: 0.50 s"
     )
 
 
@@ -101,7 +99,7 @@ def test_progress_is_shown_before_the_server_answers(
 ) -> None:
     code, (first, last) = run_main(monkeypatch, capfd, "--url", "http://127.0.0.1:9")
     assert code == 1
-    assert first == "127.0.0.1:9: measuring http://127.0.0.1:9 with the profile ratios"
+    assert first == "127.0.0.1:9: measuring http://127.0.0.1:9 with the profile wall"
     assert last.startswith("headrace: No server answers (127.0.0.1:9: ")
 
 

@@ -1,8 +1,7 @@
 import msgspec
 
-from headrace.bench.record import CellPlan, Round
 from headrace.bench.validity import drifted, reasons
-from tests.bench.builders import EVIDENCE, PLAN, make_cell, make_round
+from tests.bench.builders import EVIDENCE, make_cell, make_round
 
 ROUND = make_round((0.5, 1.5, 2.5, 3.0, 6.0))
 
@@ -35,17 +34,6 @@ def test_a_stream_that_ends_too_early_spoils_its_cell_and_a_control() -> None:
 def test_an_engine_that_died_spoils_its_cell() -> None:
     cell = make_cell(ROUND, evidence=replaced(EVIDENCE, num_starts=1))
     assert reasons(cell) == ("the engine restarted",)
-
-
-def paced(**changes: object) -> tuple[str, ...]:
-    plan: CellPlan = replaced(PLAN, per_round=2, interval_s=1.5, **changes)
-    twice: Round = replaced(ROUND, injections=ROUND.injections * 2)
-    return reasons(make_cell(twice, plan=plan))
-
-
-def test_prompts_that_run_into_one_another_spoil_a_cell_unless_they_may() -> None:
-    assert paced() == ("a first token took 2.00 s, but prompts are sent every 1.50 s",)
-    assert paced(may_overlap=True) == ()
 
 
 def test_a_machine_that_changes_its_speed_is_found_out() -> None:

@@ -89,6 +89,16 @@ def measured(cell: Cell) -> list[Injection]:
     return [it for round in cell.rounds for it in round.injections if not it.is_warm_up]
 
 
+def between_tokens(cell: Cell) -> list[float]:
+    """Return all gaps from the first prompt's sending to the last prompt's first token."""
+    found = []
+    for round in cell.rounds:
+        if inside := windows(round):
+            whole = min(start for start, _ in inside), max(end for _, end in inside)
+            found += [gap.seconds for gap in gaps(round) if _overlaps(*_span(gap), [whole])]
+    return found
+
+
 def goodput(cell: Cell, ttft_s: float, gap_s: float) -> float:
     """Return the fraction of prompts that meet both limits.
 

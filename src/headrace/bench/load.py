@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections.abc import Awaitable, Callable
 
 import httpx
 
@@ -19,23 +20,35 @@ _WARM_TAIL = 8
 class PromptSource:
     """Makes prompts of random token ids, the same for every server. All prompts differ."""
 
-    def __init__(self, seed: int, num_vocab: int, warm_share: float = 0.0) -> None:
+    def __init__(self, seed: int | str, num_vocab: int, warm_share: float = 0.0) -> None:
         self._random = random.Random(seed)
         # Special tokens have the highest ids, so prompts use only the lower 90 % of the ids.
         self._num_plain = num_vocab * 9 // 10
         self._warm_share = warm_share
         self._begun: dict[int, list[int]] = {}
+        self._shared: list[int] = []
+
+    def begin_with(self, num: int) -> list[int]:
+        """Let all later prompts begin with the same `num` tokens, and return these tokens."""
+        self._shared = self.fresh(num)
+        return self._shared
 
     def fresh(self, length: int) -> list[int]:
         return [self._random.randrange(self._num_plain) for _ in range(length)]
 
     def next(self, length: int) -> list[int]:
         """Return a new prompt or, for the fraction `warm_share`, an old prompt with a new end."""
+        if self._shared:
+            return self._shared + self.fresh(length - len(self._shared))
         is_warm = self._random.random() < self._warm_share
         if is_warm and length in self._begun and length > _WARM_TAIL:
             return self._begun[length][:-_WARM_TAIL] + self.fresh(_WARM_TAIL)
         self._begun[length] = self.fresh(length)
         return self._begun[length]
+
+    def interval(self, mean_s: float) -> float:
+        """Return a random time from one prompt to the next, as in a Poisson process."""
+        return self._random.expovariate(1 / mean_s)
 
 
 class Background:
@@ -94,12 +107,13 @@ class Injector:
         Times are from time.perf_counter.
         """
         prompts = [self._prompts.next(self._plan.prompt_tokens) for _ in range(num)]
-        began = time.perf_counter()
-        tasks = []
+        mean_s = self._plan.interval_s
+        due, tasks = time.perf_counter(), []
         for i, prompt in enumerate(prompts):
-            await asyncio.sleep(began + i * self._plan.interval_s - time.perf_counter())
+            await asyncio.sleep(due - time.perf_counter())
             is_warm_up = first + i < self._plan.num_warm_up
             tasks.append(asyncio.create_task(self._send(prompt, is_warm_up)))
+            due += self._prompts.interval(mean_s) if self._plan.is_random else mean_s
         return list(await asyncio.gather(*tasks))
 
     async def _send(self, prompt: list[int], is_warm_up: bool) -> Injection:
@@ -108,6 +122,23 @@ class Injector:
             async with asyncio.timeout(self._patience_s):
                 first = await self._target.first_token(prompt)
         return Injection(sent, first, len(prompt), is_warm_up)
+
+
+async def run_round(
+    background: Background, act: Callable[[], Awaitable[list[Injection]]], lead_s: float
+) -> Round:
+    """Run the streams from start to end, and `act` meanwhile, between two pauses of `lead_s`."""
+    try:
+        await background.open()
+        settled = time.perf_counter()
+        await asyncio.sleep(lead_s)
+        injections = await act()
+        await asyncio.sleep(lead_s)
+        ended, lost_at = time.perf_counter(), background.lost_at
+    finally:
+        await background.close()
+    times = tuple(tuple(times) for times in background.arrivals)
+    return Round(settled, ended, times, tuple(injections), lost_at)
 
 
 def since(began: float, round: Round) -> Round:

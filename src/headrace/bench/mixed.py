@@ -1,4 +1,4 @@
-"""The mixed benchmark: calibrates a server, measures controls and cells, and judges the cells."""
+"""The mixed benchmark: calibrates a server, measures controls and a cell, and judges the cell."""
 
 import asyncio
 import secrets
@@ -10,13 +10,12 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.bench import figures, validity
-from headrace.bench.load import Background, Injector, PromptSource, since
-from headrace.bench.profile import Calibration, Profile, plans
-from headrace.bench.record import Cell, CellPlan, Round, ServerRun
-from headrace.bench.target import ServerSaid, Target
+from headrace.bench.load import Background, Injector, PromptSource, run_round, since
+from headrace.bench.profile import Profile, plan_of
+from headrace.bench.record import Cell, CellPlan, Injection, Round, ServerRun
+from headrace.bench.target import Target
 from headrace.bench.trace import State, Trace
 
-_LENGTHS = (256, 1024, 4096)
 _NO_TOKEN_TIME = "No time passed between the tokens of the streams"
 
 Say = Callable[[str], None]
@@ -42,91 +41,61 @@ class Mixed:
         self._trace = Trace(self._target)
         self._run = ServerRun(url=url, label=label, server={})
 
-    async def measure(self, given: list[CellPlan] | None) -> tuple[ServerRun, list[CellPlan]]:
-        """Measure everything on this server: the given cells, or cells chosen for this server.
+    async def measure(self, given: CellPlan | None) -> tuple[ServerRun, CellPlan]:
+        """Measure everything on this server: the given cell, or a cell that fits this server.
 
-        Cells chosen on the first server are given to the next servers, so that all get the same
-        load.
+        The cell of the first server is given to the next servers, so that all get the same load.
         """
         self._tell(f"measuring {self._target.url} with the profile {self._profile.name}")
         async with self._target.http:
             await self._target.learn_model()
             await self._trace.open()
             try:
-                self._run = replace(self._run, server=self._described())
+                self._run = replace(self._run, server=self._trace.described())
                 self._prompts = PromptSource(
                     self._options.seed, self._target.num_vocab, self._options.warm_share
                 )
-                calibration = await self._calibrate()
-                cells = given or plans(self._profile, calibration, self._target.max_model_len)
-                await self._all(cells, calibration)
+                plan = given or plan_of(self._profile, self._target.max_model_len)
+                alone_s = await self._calibrate(plan.prompt_tokens)
+                await self._control()
+                await self._cell(plan, alone_s)
+                await self._control()
+                drift = validity.drifted(self._run.cells, self._profile.max_drift)
+                for cell in self._run.cells:
+                    cell.doubt(*((drift,) if drift else ()))
             finally:
                 await self._trace.close()
-        return self._run, cells
+        return self._run, plan
 
-    async def _all(self, cells: list[CellPlan], calibration: Calibration) -> None:
-        """Measure the cells, with a control before each cell and after the last."""
-        for number, plan in enumerate(cells, 1):
-            await self._control()
-            num, streams = plan.num_warm_up + plan.num_measured, self._profile.num_streams
-            self._tell(
-                f"cell {number} of {len(cells)}, {plan.name}: {num} prompts of "
-                f"{plan.prompt_tokens:,} tokens, sent while {streams} streams run"
-            )
-            # A single cell also gets a control in its middle, between two rounds.
-            if len(cells) == 1:
-                half = plan.num_warm_up + plan.num_measured // 2
-                await self._cell(plan, calibration, half)
-            else:
-                await self._cell(plan, calibration)
-        await self._control()
-        drift = validity.drifted(self._run.cells, self._profile.max_drift)
-        for cell in self._run.cells:
-            cell.doubt(*((drift,) if drift else ()))
+    async def _calibrate(self, length: int) -> float:
+        """Measure a control, then a prompt alone, and return the prompt's seconds.
 
-    async def _calibrate(self) -> Calibration:
-        """Measure a control, then prompts alone. First warm up the server with one prompt."""
-        fixed, longest = self._profile.prompt_tokens, self._target.max_model_len - 1
-        lengths = sorted({min(length, longest) for length in ((fixed,) if fixed else _LENGTHS)})
-        self._tell(f"{self._target.model}: warming up with a prompt of {lengths[0]:,} tokens")
-        await self._alone(lengths[0])
-        prompt = self._prompts.fresh(lengths[0])
+        First warm up the server with one prompt.
+        """
+        self._tell(f"{self._target.model}: warming up with a prompt of {length:,} tokens")
+        await self._alone(length)
+        prompt = self._prompts.fresh(length)
         ingestion = await self._target.ingestion(prompt)
         self._run = replace(self._run, ingestion=ingestion)
         control = await self._control()
-        tpot_s = self._seconds_per_token(control)
-        await self._trace.begin()
-        self._tell(
-            f"prompts of {', '.join(f'{n:,}' for n in lengths)} tokens without streams, twice each"
-        )
-        prompt_s = {n: median([await self._alone(n), await self._alone(n)]) for n in lengths}
-        calibration = Calibration(tpot_s, prompt_s)
-        built = msgspec.to_builtins(calibration, str_keys=True)
-        self._run = replace(self._run, calibration=built)
-        ratios = {length: figures.ratio(seconds, tpot_s) for length, seconds in prompt_s.items()}
-        self._run.calibration["ratios"] = {
-            str(length): ratio and round(ratio, 1) for length, ratio in ratios.items()
-        }
-        if not tpot_s:
-            self._run.calibration["reason"] = _NO_TOKEN_TIME
-        await self._trace.idle()
-        self._run.calibration["exclusive"] = _exclusive(self._trace.steps("prompt"), tpot_s)
-        self._tell(_speed(calibration, ratios))
-        return calibration
-
-    def _seconds_per_token(self, control: Cell) -> float:
-        """Return the mean over all streams, or 0 if no time passed between any tokens.
-
-        The mean is used because the median gap can be 0: with speculative decoding, a server sends
-        several tokens together.
-        """
+        # The mean over all streams, because the median gap can be 0: with speculative decoding, a
+        # server sends several tokens together.
         rate = control.figures["stream_tokens_per_s"]
-        if not rate and not self._profile.prompt_tokens:
-            raise ServerSaid(
-                f"{_NO_TOKEN_TIME}, and the profile {self._profile.name} derives its load from "
-                "that time. Use --profile wall."
-            )
-        return self._profile.num_streams / rate if rate else 0.0
+        tpot_s = self._profile.num_streams / rate if rate else 0.0
+        await self._trace.begin()
+        self._tell(f"a prompt of {length:,} tokens without streams, twice")
+        prompt_s = median([await self._alone(length), await self._alone(length)])
+        ratio = figures.ratio(prompt_s, tpot_s)
+        await self._trace.idle()
+        self._run.calibration = {
+            "tpot_s": tpot_s,
+            "prompt_tokens": length,
+            "prompt_s": prompt_s,
+            "ratio": ratio and round(ratio, 1),
+            "exclusive": _exclusive(self._trace.steps("prompt"), tpot_s),
+        } | ({} if tpot_s else {"reason": _NO_TOKEN_TIME})
+        self._tell(_speed(tpot_s, prompt_s, ratio))
+        return prompt_s
 
     async def _alone(self, length: int) -> float:
         await self._trace.idle()
@@ -137,30 +106,32 @@ class Mixed:
     async def _control(self) -> Cell:
         streams, seconds = self._profile.num_streams, self._profile.control_s
         self._tell(f"control: {streams} streams without other load for {seconds:g} s")
-        round = await self._round(None, 0)
+        round = await self._round(None)
         rounds = (since(round.settled, round),)
         cell = Cell(plan=None, num_streams=self._profile.num_streams, rounds=rounds)
         cell.figures, cell.reasons = figures.figures(cell), validity.reasons(cell)
         self._run.controls.append(cell)
         return cell
 
-    async def _cell(
-        self, plan: CellPlan, calibration: Calibration, control_after: int | None = None
-    ) -> None:
+    async def _cell(self, plan: CellPlan, alone_s: float) -> None:
+        """Measure rounds with one prompt each. A control is measured in the middle."""
+        num, num_streams = plan.num_warm_up + plan.num_measured, self._profile.num_streams
+        self._tell(
+            f"{plan.name}: {num} prompts of {plan.prompt_tokens:,} tokens, sent while "
+            f"{num_streams} streams run"
+        )
         prompt_s = [await self._alone(plan.prompt_tokens)]
-        alone_s = calibration.seconds_for(plan.prompt_tokens)
         patience_s = self._profile.patience * alone_s + self._profile.patience_s
         injector = Injector(self._target, self._prompts, plan, patience_s)
         await self._trace.begin()
         began, rounds = time.perf_counter(), []
-        num = plan.num_warm_up + plan.num_measured
-        for first in range(0, num, plan.per_round):
-            if first == control_after:
+        for number in range(num):
+            if number == plan.num_warm_up + plan.num_measured // 2:
                 await self._control()
-            rounds.append(await self._round(injector, first, min(plan.per_round, num - first)))
+            rounds.append(await self._round(injector, number))
         cell = Cell(
             plan=plan,
-            num_streams=self._profile.num_streams,
+            num_streams=num_streams,
             rounds=tuple(since(began, round) for round in rounds),
         )
         cell.evidence = self._trace.evidence(cell.num_streams)
@@ -171,39 +142,29 @@ class Mixed:
         self._tell(f"{plan.name}: {_line(cell)}")
         await asyncio.sleep(self._profile.pause_s)
 
-    async def _round(self, injector: Injector | None, first: int, num: int = 0) -> Round:
-        """Run the streams from start to end. Send prompts meanwhile, unless this is a control."""
+    async def _round(self, injector: Injector | None, number: int = 0) -> Round:
+        """Run the streams, and send prompt `number` meanwhile, unless this is a control."""
         profile = self._profile
+
+        async def send() -> list[Injection]:
+            return await injector.send(number, 1) if injector else []
+
         streams = [self._prompts.fresh(profile.stream_tokens) for _ in range(profile.num_streams)]
-        background = Background(self._target, streams)
-        try:
-            await background.open()
-            settled = time.perf_counter()
-            await asyncio.sleep(profile.lead_s if injector else profile.control_s)
-            injections = await injector.send(first, num) if injector else []
-            await asyncio.sleep(profile.lead_s if injector else 0)
-            ended, lost_at = time.perf_counter(), background.lost_at
-        finally:
-            await background.close()
+        lead_s = profile.lead_s if injector else profile.control_s / 2
+        round = await run_round(Background(self._target, streams), send, lead_s)
         await self._trace.idle()
-        times = tuple(tuple(times) for times in background.arrivals)
-        return Round(settled, ended, times, tuple(injections), lost_at)
+        return round
 
     def _tell(self, line: str) -> None:
         self._say(f"{self._run.label}: {line}")
 
-    def _described(self) -> State:
-        state = {k: v for k, v in (self._trace.state or {}).items() if k != "steps"}
-        model = {"model": self._target.model, "max_model_len": self._target.max_model_len}
-        return model | state
-
 
 async def measure(urls: list[tuple[str, str]], options: Options, say: Say) -> list[ServerRun]:
-    """Measure each (url, label) in turn, with the cells that were chosen on the first server."""
+    """Measure each (url, label) in turn, with the cell that fits the first server."""
     runs: list[ServerRun] = []
-    cells: list[CellPlan] | None = None
+    plan: CellPlan | None = None
     for url, label in urls:
-        run, cells = await Mixed(url, label, options, say).measure(cells)
+        run, plan = await Mixed(url, label, options, say).measure(plan)
         runs.append(run)
     return runs
 
@@ -216,18 +177,10 @@ def _exclusive(prompt_steps: list[State], tpot_s: float) -> dict[str, float] | N
     return {"worst_gap_ms": longest + 1000 * tpot_s}
 
 
-def _speed(calibration: Calibration, ratios: dict[int, float | None]) -> str:
-    prompts = ", ".join(
-        f"{length:,} tokens {seconds:.2f} s ({_in_tokens(ratios[length])})"
-        for length, seconds in calibration.prompt_s.items()
-    )
-    tpot_s = calibration.tpot_s
+def _speed(tpot_s: float, prompt_s: float, ratio: float | None) -> str:
     shown = f"{1000 * tpot_s:.1f} ms per token" if tpot_s else f"– per token ({_NO_TOKEN_TIME})"
-    return f"{shown}; prompts without streams: {prompts}"
-
-
-def _in_tokens(ratio: float | None) -> str:
-    return "as long as – tokens" if ratio is None else f"as long as {ratio:.0f} tokens"
+    as_long = "" if ratio is None else f" (as long as {ratio:.0f} tokens)"
+    return f"{shown}; a prompt without streams: {prompt_s:.2f} s{as_long}"
 
 
 def _line(cell: Cell) -> str:

@@ -1,21 +1,25 @@
-"""Draws two plots of a run: gaps over time, and the longest gap over the time to first token."""
+"""Draws the plots of both benchmarks."""
 
+import itertools
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headrace.bench.figures import STALL, gaps, measured, windows
 from headrace.bench.record import Cell, ServerRun
+from headrace.bench.results import MatrixRow
 
 _COLORS = ("#0b6e99", "#d1495b", "#66a182", "#edae49", "#6a4c93", "#555555")
 # Shorter gaps are between tokens that arrived together.
 _SHORTEST_MS = 1.0
+_RANKS = ("p50", "p99")
 
 
 def draw(runs: list[ServerRun], folder: Path) -> list[Path]:
-    """Draw the plots and return their paths."""
+    """Draw gaps over time, and the longest gap over the time to first token. Return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     by_name: defaultdict[str, list[tuple[ServerRun, Cell]]] = defaultdict(list)
     for run in runs:
@@ -73,6 +77,61 @@ def _draw_worst(by_name: dict[str, list[tuple[ServerRun, Cell]]], folder: Path) 
     axes.set_ylabel("worst gap between two tokens of a stream, ms")
     axes.grid(True, which="both", linewidth=0.3)
     return _save(figure, folder / "worst-gap.png")
+
+
+def draw_matrix(rows: list[MatrixRow], folder: Path) -> list[Path]:
+    """Draw one plot for each percentile: time between tokens over time to first token."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for name in _RANKS:
+        # The axes are logarithmic.
+        shown = [row for row in rows if row.itl_ms.get(name) and row.ttft_ms.get(name)]
+        made.append(_draw_percentile([row for row in shown if not row.reasons], name, folder))
+    return made
+
+
+def _draw_percentile(rows: list[MatrixRow], name: str, folder: Path) -> Path:
+    """Draw a panel for each prompt length and cached share, and a dot for each cell in it."""
+    lengths = sorted({row.load.prompt_tokens for row in rows}) or [0]
+    shares = sorted({row.load.cached_share for row in rows}) or [0.0]
+    colors = dict(zip(sorted({row.chunking for row in rows}), _COLORS, strict=False))
+    markers = dict(zip(sorted({row.load.num_streams for row in rows}), "os^Dv", strict=False))
+    size = (1 + 3.5 * len(lengths), 1 + 3 * len(shares))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(shares), len(lengths), sharex=True, sharey=True, squeeze=False)
+    for row in rows:
+        load = row.load
+        axes = panels[shares.index(load.cached_share)][lengths.index(load.prompt_tokens)]
+        axes.scatter(
+            row.ttft_ms[name],
+            row.itl_ms[name],
+            s=15 * (1 + load.rate),
+            color=colors[row.chunking],
+            marker=markers.get(load.num_streams, "x"),
+            alpha=0.7,
+            label=f"{row.chunking}, {load.num_streams} streams",
+        )
+    for (i, share), (j, length) in itertools.product(enumerate(shares), enumerate(lengths)):
+        axes = panels[i][j]
+        axes.set_title(f"{length:,} tokens, {share:.0%} cached", fontsize=9)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.grid(True, which="both", linewidth=0.3)
+    figure.supxlabel(f"time to first token, {name}, ms; larger dots: more prompts per second")
+    figure.supylabel(f"between two tokens of a stream, {name}, ms")
+    _add_legend(figure)
+    return _save(figure, folder / f"matrix-{name}.png")
+
+
+def _add_legend(figure: Figure) -> None:
+    """Name each kind of dot once."""
+    kinds: dict[str, Any] = {}
+    for axes in figure.axes:
+        dots, labels = axes.get_legend_handles_labels()
+        kinds |= {label: kinds.get(label, dot) for dot, label in zip(dots, labels, strict=True)}
+    if kinds:
+        names = sorted(kinds)
+        figure.legend([kinds[it] for it in names], names, loc="outside upper center", ncols=3)
 
 
 def _name(run: ServerRun, cell: Cell) -> str:

@@ -13,12 +13,10 @@ class CellPlan(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     # Seconds from one prompt to the next.
     interval_s: float
+    # True if prompts arrive at random (a Poisson process), `interval_s` apart on average.
+    is_random: bool = False
     num_warm_up: int
     num_measured: int
-    # The number of prompts after which the streams are started again.
-    per_round: int = 1
-    # True if a prompt may be sent before earlier prompts are answered.
-    may_overlap: bool = False
 
 
 class Injection(msgspec.Struct, frozen=True):

@@ -1,9 +1,11 @@
 """The report of a run: a table for people and a JSON file for programs."""
 
+import asyncio
 import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +44,22 @@ def table(runs: list[ServerRun]) -> str:
     for run in runs:
         for cell in run.cells:
             lines.append((run.label, *_row(cell)))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    rows = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
     reasons = [f"{r.label}: not valid: {why}" for r in runs for c in r.cells for why in c.reasons]
-    return "\n".join([*rows, "milliseconds. " + _NOTE, *reasons])
+    return "\n".join([*aligned(lines), "milliseconds. " + _NOTE, *reasons])
+
+
+def aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table whose columns are aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
 
 
 def write(path: Path, shown: dict[str, Any]) -> None:
+    """Write the file as a whole, so that an interrupted run does not spoil the last one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(shown, indent=None, separators=(",", ":")) + "\n")
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(shown, indent=None, separators=(",", ":")) + "\n")
+    new.replace(path)
 
 
 def gaps(ingestion: dict[str, Any] | None) -> list[dict[str, str]]:
@@ -92,6 +101,27 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
     }
+
+
+async def busy_share(seconds: float = 1.0) -> float | None:
+    """Return the fraction of all cores that programs use now; None if the system is not Linux."""
+    before = _core_times()
+    await asyncio.sleep(seconds)
+    now = _core_times()
+    if now is None or before is None:
+        return None
+    idle, total = (b - a for a, b in zip(before, now, strict=True))
+    return round(1 - idle / total, 3) if total else None
+
+
+def _core_times() -> tuple[int, int] | None:
+    """Return the idle time and the total time of all cores since the system's start."""
+    lines = _lines("/proc/stat")
+    if not lines:
+        return None
+    # user, nice, system, idle, waiting for disks, interrupts, soft interrupts, other machines
+    times = [int(value) for value in lines[0].split()[1:9]]
+    return times[3] + times[4], sum(times)
 
 
 def commit() -> str | None:

@@ -43,6 +43,11 @@ class Trace:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
+    def described(self) -> State:
+        """Return the server's description of itself."""
+        state = {k: v for k, v in (self.state or {}).items() if k != "steps"}
+        return {"model": self._target.model, "max_model_len": self._target.max_model_len} | state
+
     async def idle(self) -> None:
         """Wait until the server is idle. Ask the server, because its reports may be late."""
         if self.state is None:

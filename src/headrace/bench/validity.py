@@ -1,6 +1,6 @@
 """Judges whether prompts were really computed while streams ran; has no side effects."""
 
-from headrace.bench.figures import measured, windows
+from headrace.bench.figures import measured
 from headrace.bench.record import Cell
 
 
@@ -8,7 +8,7 @@ def reasons(cell: Cell) -> tuple[str, ...]:
     """Return the reasons why the cell is not valid; empty for a valid cell."""
     if cell.plan is None:
         return tuple(_broken(cell))
-    return tuple(_broken(cell) + _beside(cell) + _paced(cell))
+    return tuple(_broken(cell) + _beside(cell))
 
 
 def drifted(cells: list[Cell], tolerance: float) -> str | None:
@@ -49,15 +49,3 @@ def _beside(cell: Cell) -> list[str]:
             f"{unanswered} of {len(all_measured)} prompts had no first token while the streams ran"
         )
     return found
-
-
-def _paced(cell: Cell) -> list[str]:
-    assert cell.plan
-    spans = [end - start for round in cell.rounds for start, end in windows(round)]
-    longest = max(spans, default=0.0)
-    if cell.plan.may_overlap or cell.plan.per_round == 1 or longest <= cell.plan.interval_s:
-        return []
-    return [
-        f"a first token took {longest:.2f} s, but prompts are sent every "
-        f"{cell.plan.interval_s:.2f} s"
-    ]

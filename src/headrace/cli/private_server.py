@@ -34,13 +34,14 @@ class ServerEnded(Exception):
 
 
 @contextlib.contextmanager
-def private_server(model: str) -> Iterator[str]:
-    """Start a server for `model` and yield its address when it is ready. Raises ServerEnded.
+def private_server(model: str, *flags: str) -> Iterator[str]:
+    """Start a server for `model` with these flags, and yield its address when it is ready.
 
-    Until the server is ready, its messages go to stderr; later output is discarded.
+    Raises ServerEnded. Until the server is ready, its messages go to stderr; later output is
+    discarded.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-chat-") as state_dir:
-        process = _start(model, state_dir)
+        process = _start(model, state_dir, flags)
         try:
             yield _await_ready(process)
         finally:
@@ -57,10 +58,10 @@ def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in _OF_OTHERS}
 
 
-def _start(model: str, state_dir: str) -> "subprocess.Popen[str]":
+def _start(model: str, state_dir: str, flags: tuple[str, ...]) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "headrace.cli.parent_watch", "serve", model]
     return subprocess.Popen(
-        [*command, "--port", "0", "--state-dir", state_dir],
+        [*command, "--port", "0", "--state-dir", state_dir, *flags],
         env=own_environment(os.environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
