@@ -31,8 +31,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     num_prompts: int  # prompts of each cell
 
     def loads(self) -> list[MixedLoad]:
-        values = (self.streams, self.rates, self.lengths, self.cached)
-        return [MixedLoad(*one) for one in itertools.product(*map(dict.fromkeys, values))]
+        every = itertools.product(self.streams, self.rates, self.lengths, self.cached)
+        return list(dict.fromkeys(MixedLoad(*values) for values in every))
 
 
 GRIDS = {

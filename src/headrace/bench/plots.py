@@ -96,7 +96,8 @@ def _draw_percentile(rows: list[MatrixRow], name: str, folder: Path) -> Path:
     shares = sorted({row.load.cached_share for row in rows}) or [0.0]
     colors = dict(zip(sorted({row.chunking for row in rows}), _COLORS, strict=False))
     markers = dict(zip(sorted({row.load.num_streams for row in rows}), "os^Dv", strict=False))
-    size = (1 + 3.5 * len(lengths), 1 + 3 * len(shares))
+    # The text below the panels needs a width of 7 inches.
+    size = (max(7, 1 + 3.5 * len(lengths)), 1 + 3 * len(shares))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(shares), len(lengths), sharex=True, sharey=True, squeeze=False)
     for row in rows:

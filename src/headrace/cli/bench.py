@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from headrace.bench.results import MatrixResults
 
 
-class Several(click.ParamType):
+class Several(click.ParamType[tuple[Any, ...]]):
     """Values of one type, separated by commas."""
 
-    def __init__(self, one: click.ParamType) -> None:
+    def __init__(self, one: click.ParamType[Any]) -> None:
         self._one = one
         self.name = one.name
 
