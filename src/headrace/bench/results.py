@@ -34,7 +34,7 @@ class MatrixRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """What all cells of a file have in common."""
+    """The values that all cells of a file have in common."""
 
     model: str  # the model that was served, or the URL of the server
     flags: tuple[str, ...]
