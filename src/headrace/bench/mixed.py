@@ -87,13 +87,14 @@ class Mixed:
         prompt_s = median([await self._alone(length), await self._alone(length)])
         ratio = figures.ratio(prompt_s, tpot_s)
         await self._trace.idle()
-        self._run.calibration = {
+        calibration = {
             "tpot_s": tpot_s,
             "prompt_tokens": length,
             "prompt_s": prompt_s,
             "ratio": ratio and round(ratio, 1),
             "exclusive": _exclusive(self._trace.steps("prompt"), tpot_s),
         } | ({} if tpot_s else {"reason": _NO_TOKEN_TIME})
+        self._run = replace(self._run, calibration=calibration)
         self._tell(_speed(tpot_s, prompt_s, ratio))
         return prompt_s
 
