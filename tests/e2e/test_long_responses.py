@@ -1,11 +1,12 @@
 """Conversations of /v1/responses that are empty, too long or compacted, over real HTTP."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tools.harness.servers import ServerProcess
+from tools.harness.servers import ServerProcess, running_server
 
 SHORT = {"temperature": 0, "max_output_tokens": 8}
 
@@ -13,6 +14,13 @@ SHORT = {"temperature": 0, "max_output_tokens": 8}
 @pytest.fixture(scope="module")
 def url(server: ServerProcess) -> str:
     return f"{server.url}/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def short_url() -> Iterator[str]:
+    """The route of a server whose context has hardly any room for a summary."""
+    with running_server("--max-model-len", "200") as server:
+        yield f"{server.url}/v1/responses"
 
 
 def post(url: str, **body: Any) -> httpx.Response:
@@ -185,6 +193,21 @@ def test_a_summary_that_does_not_fit_leaves_the_conversation_as_it_is(url: str) 
     assert output[-1]["type"] == "compaction"
     assert output[-3] == talk[-1] | output[-3]
     assert post(url, input=talk, **COMPACT).json()["error"]["code"] == error["code"]
+
+
+def test_a_summary_that_is_cut_off_leaves_the_conversation_as_it_is(short_url: str) -> None:
+    asked = {"input": [*TALK, QUESTION], "max_output_tokens": 30}
+    answer, plain = post(short_url, **asked, **COMPACT), post(short_url, **asked)
+    assert answer.headers["x-headrace-ignored"] == "context_management"
+    (message,), (same,) = answer.json()["output"], plain.json()["output"]
+    assert message["content"] == same["content"]
+    assert answer.json()["usage"]["total_tokens"] == plain.json()["usage"]["total_tokens"]
+    compact = f"{short_url}/compact"
+    refused = httpx.post(compact, json={"input": TALK, "temperature": 0}, timeout=60)
+    message = refused.json()["error"]["message"]
+    assert refused.status_code == 500
+    assert "unchanged. The summary was cut off after" in message
+    assert "continue without compaction" in message
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ class LongResponses:
     async def shorten(self, checked: CheckedBody, host: ModelHost, owner: str) -> CheckedBody:
         """Return the request, with a conversation that is compacted or truncated if necessary.
 
-        Raise RequestError if the conversation must be compacted and the summary fails.
+        A summary that fails changes nothing. Raise RequestError if the conversation is then too
+        long.
         """
         if (threshold := checked.fields.get("context_management")) is not None:
             checked = await self._compact(checked, host, owner, threshold)
@@ -95,7 +96,8 @@ class LongResponses:
     ) -> CheckedBody:
         """Replace the items by a summary if the prompt has `threshold` tokens or does not fit.
 
-        The threshold 0 stands for three quarters of the context.
+        The threshold 0 stands for three quarters of the context. If the summary fails, return the
+        request unchanged, unless only the summary could make the prompt fit.
         """
         model = host.model
         threshold = threshold or model.max_model_len * 3 // 4
@@ -112,7 +114,13 @@ class LongResponses:
         num_tokens = sum(map(len, ahead.encoded.prompts)) // 4
         if not threshold or num_tokens < min(threshold, longest + 1):
             return checked
-        summary = await self.summarize(checked, host, owner, is_asked=False)
+        try:
+            summary = await self.summarize(checked, host, owner, is_asked=False)
+        except RequestError:
+            if num_tokens > longest and checked.fields.get("truncation") != "auto":
+                raise
+            ignored = (*checked.ignored, "context_management")
+            return msgspec.structs.replace(checked, ignored=ignored)
         if summary is None:
             return checked
         put = PutSummary(summary.text)
@@ -146,7 +154,10 @@ def _has_images(checked: CheckedBody) -> bool:
 
 
 async def _summary_of(stream: Found) -> Summary:
-    """Return the summary that the stream generates. Raise RequestError if there is none."""
+    """Return the summary that the stream generates.
+
+    Raise RequestError if there is none, or if the model did not finish it.
+    """
     response = ResponseBuilder(stream.record)
     async with stream.audience.reader() as reader:
         async for event in reader:
@@ -156,6 +167,10 @@ async def _summary_of(stream: Found) -> Summary:
             response.feed(event)
         reader.sent(event)
     whole = response.whole()
+    if whole["status"] == "incomplete":
+        num_tokens = whole["usage"]["output_tokens"]
+        message = f"The summary was cut off after {num_tokens} tokens, its limit."
+        raise RequestError("internal_error", message)
     messages = (item for item in whole["output"] if item["type"] == "message")
     text = "".join(part["text"] for item in messages for part in item["content"]).strip()
     if not text:
@@ -165,7 +180,7 @@ async def _summary_of(stream: Found) -> Summary:
 
 def _failed(error: RequestError) -> RequestError:
     """Return the error of a request whose conversation could not be compacted."""
-    remedy = "Try again, or continue without compaction."
+    remedy = "Try again, compact earlier, or continue without compaction."
     if error.code == "context_length_exceeded":
         remedy = "Send truncation: auto to summarize only the newest items, or compact earlier."
     message = f"{_UNCHANGED}. {error.message} {remedy}"
