@@ -181,10 +181,11 @@ class SummarizeResponse(Job[CheckedBody], frozen=True, tag=True):
 class PutSummary(Job[CheckedBody], frozen=True, tag=True):
     """Replace the items in a response's prompt by a summary; the stored items stay complete.
 
-    The packed bytes are the request's CheckedBody.
+    The packed bytes are the request's CheckedBody. `usage` is the usage of the summary's request.
     """
 
     summary: str
+    usage: dict[str, Any]
     dialect: ClassVar[Route] = "/v1/responses"
 
 

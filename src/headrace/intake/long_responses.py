@@ -123,7 +123,7 @@ class LongResponses:
             return msgspec.structs.replace(checked, ignored=ignored)
         if summary is None:
             return checked
-        put = PutSummary(summary.text)
+        put = PutSummary(summary.text, summary.usage)
         return await self._generation.work.do(put, [msgspec.msgpack.encode(checked)])
 
     async def _fit(

@@ -70,7 +70,7 @@ def do(job: ShortenResponse, body: bytes, models: WorkerModels) -> CheckedBody |
     if isinstance(job, FitResponse):
         return fit(job, checked, models)
     if isinstance(job, PutSummary):
-        return put_summary(job.summary, checked)
+        return put_summary(job, checked)
     return summarize(job, checked)
 
 
@@ -142,11 +142,11 @@ def summarize(job: SummarizeResponse, checked: CheckedBody) -> CheckedBody:
     return CheckedBody(fields, (stub_of(chat),), packed)
 
 
-def put_summary(summary: str, checked: CheckedBody) -> CheckedBody:
+def put_summary(job: PutSummary, checked: CheckedBody) -> CheckedBody:
     """Return the request with a prompt in which the summary replaces the items."""
     kept, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
     items = _decode_items(kept.items)
-    kept = msgspec.structs.replace(kept, summary=summary)
+    kept = msgspec.structs.replace(kept, summary=job.summary, summary_usage=job.usage)
     messages = head_of(chat, items) + messages_of(_conversation(kept))
     chat = msgspec.structs.replace(chat, **take_images(messages)._asdict())
     return msgspec.structs.replace(

@@ -45,6 +45,8 @@ class StoredBody(msgspec.Struct, frozen=True):
     kinds: dict[str, str] = {}
     # The summary that replaced the items in the prompt; empty if the model saw the items.
     summary: str = ""
+    # The usage of the request that wrote the summary.
+    summary_usage: dict[str, Any] = {}
 
 
 open_kept = msgspec.msgpack.Decoder(StoredBody).decode
@@ -212,7 +214,7 @@ class ResponseBuilder:
             "output": self.output,
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,
-            "usage": _usage(self._usage) if self._usage else None,
+            "usage": _sum(_usage(self._usage), self._kept.summary_usage) if self._usage else None,
             **(_served(request) if self._record.rendering > 2 else {}),
             **_shown(self._kept.shown),
             **self._ingestion,
@@ -314,6 +316,14 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _sum(usage: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Add the counts in `more` to the counts of the same names in `usage`."""
+    return {
+        name: _sum(count, more.get(name, {})) if type(count) is dict else count + more.get(name, 0)
+        for name, count in usage.items()
     }
 
 
