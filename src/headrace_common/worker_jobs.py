@@ -166,6 +166,15 @@ class FitResponse(Job[CheckedBody], frozen=True, tag=True):
     dialect: ClassVar[Route] = "/v1/responses"
 
 
+class FitImages(FitResponse, frozen=True, tag=True):
+    """Do the same for a chat with images; an image counts with all its tokens.
+
+    The packed bytes contain the images. The result has no tokens if images are left.
+    """
+
+    is_for_images: ClassVar[bool] = True
+
+
 class SummarizeResponse(Job[CheckedBody], frozen=True, tag=True):
     """Turn the request of a response into a request for a summary of its conversation.
 
@@ -395,6 +404,7 @@ AnyJob = (
     | ReadPairs
     | ContinueResponse
     | FitResponse
+    | FitImages
     | SummarizeResponse
     | PutSummary
     | WriteCompaction

@@ -142,6 +142,31 @@ def test_python_callers_send_images_as_clients_do(server, folder):
         assert model.chat(messages, **more).text == expected
 
 
+def test_truncation_drops_the_oldest_items_until_the_images_fit(server):
+    place = f"{server.url}/v1/responses"
+
+    def seen(number: int) -> dict[str, Any]:
+        parts = [{"type": "input_image", "image_url": url(picture(number))}]
+        return {"role": "user", "content": [*parts, {"type": "input_text", "text": str(number)}]}
+
+    def input_tokens(items: list[dict[str, Any]]) -> int:
+        answer = httpx.post(f"{place}/input_tokens", json={"input": items}, timeout=LIMIT_S)
+        return int(answer.json()["input_tokens"])
+
+    talk = [seen(number) for number in range(8)]
+    limit = httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
+    room = limit - limit // 8
+    talk.insert(4, {"role": "assistant", "content": "x " * (room - input_tokens(talk[:5]))})
+    body = {"input": talk, "truncation": "auto", "generate": False}
+    response = httpx.post(place, json=body, timeout=LIMIT_S)
+    assert "x-headrace-ignored" not in response.headers
+    ((first, last),) = response.json()["truncated_items"]
+    kept = input_tokens(talk[last + 1 :])
+    assert first == 0 and 0 < last < 8
+    assert kept == response.json()["usage"]["input_tokens"] <= room
+    assert input_tokens(talk[last:]) > room
+
+
 class OnePicture(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)

@@ -18,15 +18,14 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.earlier_responses import find
 from headrace.intake.intake import Intake
+from headrace.intake.long_responses import has_images
 from headrace.protocols.dialect import WireFrames
 from headrace.protocols.openai.responses import ROUTE, ResponseFrames
 from headrace.streams.events import AnyEvent
 from headrace.streams.record import Record
 from headrace.streams.store import ById
-from headrace.workers.image_file import prepare_images
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
-from headrace_common.request import Chat
 from headrace_common.worker_jobs import (
     CheckedBody,
     EncodePrompts,
@@ -126,12 +125,8 @@ class ResponsesRoutes:
     async def _count(self, checked: CheckedBody, owner: str) -> int:
         name = self._generation.fleet.hosts.get(checked.fields.get("model")).name
         checked = await self._earlier.before(checked, owner)
-        if any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs):
-            work = self._generation.work
-            packed = await self._generation.image_fetcher.put(work, checked.stubs, checked.packed)
-            seen = await prepare_images(work, packed, name)
-            seen.close()
-            return sum(len(token_ids) // 4 for token_ids in seen.prompts)
+        if has_images(checked):
+            return await self._intake.long_responses.count_with_images(checked, name)
         job = EncodePrompts(_MAX_TOKENS, name)
         encoded = await self._generation.work.do(job, [checked.packed])
         return sum(len(token_ids) // 4 for token_ids in encoded.prompts)

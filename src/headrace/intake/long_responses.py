@@ -17,6 +17,7 @@ from headrace.protocols.requests import to_request
 from headrace.streams.events import Error
 from headrace.streams.record import Names, Record
 from headrace.text.text_model import longest_prompt
+from headrace.workers.image_file import prepare_images
 from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
@@ -25,6 +26,7 @@ from headrace_common.worker_jobs import (
     CheckedBody,
     EncodedAhead,
     EncodePrompts,
+    FitImages,
     FitResponse,
     PutSummary,
     SummarizeResponse,
@@ -102,16 +104,17 @@ class LongResponses:
         model = host.model
         threshold = threshold or model.max_model_len * 3 // 4
         longest = longest_prompt(model, model.max_model_len, max_tokens(checked.fields))
-        if checked.ahead is None:
-            salt = cache_salt(checked.fields)
-            job = EncodePrompts(longest, model.names[0], cache_salt=salt)
-            encoded = await self._generation.work.do(job, [checked.packed])
-            ahead = EncodedAhead(model.number, longest, encoded)
-            if not _has_images(checked):
-                checked = msgspec.structs.replace(checked, ahead=ahead)
+        if has_images(checked):
+            checked = await self._with_images(checked)
+            num_tokens = await self.count_with_images(checked, model.names[0])
         else:
-            ahead = checked.ahead
-        num_tokens = sum(map(len, ahead.encoded.prompts)) // 4
+            if checked.ahead is None:
+                salt = cache_salt(checked.fields)
+                job = EncodePrompts(longest, model.names[0], cache_salt=salt)
+                encoded = await self._generation.work.do(job, [checked.packed])
+                ahead = EncodedAhead(model.number, longest, encoded)
+                checked = msgspec.structs.replace(checked, ahead=ahead)
+            num_tokens = _num_ahead(checked)
         if not threshold or num_tokens < min(threshold, longest + 1):
             return checked
         try:
@@ -137,20 +140,41 @@ class LongResponses:
         if not limit:
             # Only the engine knows the limit.
             return checked
-        if _has_images(checked):
-            # Only the worker for images can count an image's tokens.
-            return msgspec.structs.replace(checked, ignored=(*checked.ignored, "truncation"))
         room = limit - min(num_answer or limit // _ANSWER_SHARE, limit // 2)
         longest = longest_prompt(model, limit, max_tokens(checked.fields))
-        ahead = checked.ahead
-        if ahead is not None and sum(map(len, ahead.encoded.prompts)) // 4 <= room:
+        if checked.ahead is not None and _num_ahead(checked) <= room:
             return checked
         job = FitResponse(room, longest, model.number)
+        if has_images(checked):
+            job = FitImages(room, longest, model.number)
+            checked = await self._with_images(checked)
         return await self._generation.work.do(job, [msgspec.msgpack.encode(checked)])
 
+    async def count_with_images(self, checked: CheckedBody, model: str) -> int:
+        """Return the number of tokens of a prompt with images."""
+        checked = await self._with_images(checked)
+        seen = await prepare_images(self._generation.work, checked.packed, model)
+        seen.close()
+        return sum(map(len, seen.prompts)) // 4
 
-def _has_images(checked: CheckedBody) -> bool:
+    async def _with_images(self, checked: CheckedBody) -> CheckedBody:
+        """Return the request with the images that it names by URL."""
+        (stub,) = checked.stubs
+        assert isinstance(stub, Chat)
+        fetcher, work = self._generation.image_fetcher, self._generation.work
+        packed = await fetcher.put(work, (stub,), checked.packed)
+        stub = msgspec.structs.replace(stub, image_params=(), addresses=())
+        return msgspec.structs.replace(checked, stubs=(stub,), packed=packed)
+
+
+def has_images(checked: CheckedBody) -> bool:
     return any(isinstance(prompt, Chat) and prompt.num_images for prompt in checked.stubs)
+
+
+def _num_ahead(checked: CheckedBody) -> int:
+    """Return the number of the prompt's tokens, which were computed in advance."""
+    assert checked.ahead is not None
+    return sum(map(len, checked.ahead.encoded.prompts)) // 4
 
 
 async def _summary_of(stream: Found) -> Summary:

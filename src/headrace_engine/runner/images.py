@@ -148,16 +148,7 @@ class ImageProcessor:
 
         `text` has one placeholder per image.
         """
-        opened = [open_image(data, param) for data, param in zip(images, params, strict=True)]
-        try:
-            processed = self._process(text, opened)
-        except (MemoryError, *STEERING):
-            raise
-        # A panic in a library is a BaseException, not an Exception.
-        except BaseException as error:
-            raise _invalid(
-                "The model's image processor failed on this image; send another image.", params[0]
-            ) from error
+        processed = self._process(text, images, params)
         ids = array("i", processed["input_ids"].reshape(-1).tolist())
         is_image = [token_id in self._placeholder_ids for token_id in ids]
         ranges = self._placeholder_ranges(is_image, processed, len(images))
@@ -181,6 +172,10 @@ class ImageProcessor:
         spans = tuple(ranges) if _BIDIRECTIONAL in processed else ()
         return Prepared(ids, PromptInputs(tuple(works), spans))
 
+    def num_tokens(self, text: str, image: bytes, param: str) -> int:
+        """Return the number of tokens of a prompt with one image."""
+        return int(self._process(text, [image], [param])["input_ids"].numel())
+
     def _work(
         self, start: int, end: int, image: ImageTensors, sent: Sequence[bytes]
     ) -> EncoderInput:
@@ -191,15 +186,24 @@ class ImageProcessor:
         num, is_whole = self._num_units, self._num_units == 1
         return EncoderInput(start, end, end - start, num, is_whole, data=data, mark=mark.digest())
 
-    def _process(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    def _process(self, text: str, images: Sequence[bytes], params: Sequence[str]) -> dict[str, Any]:
+        opened = [open_image(data, param) for data, param in zip(images, params, strict=True)]
         offered = {
             "text": [text],
-            "images": images,
+            "images": opened,
             "add_special_tokens": False,
             "return_tensors": "pt",
         }
-        processed = self._processor(**self._signature.accepted(offered))
-        return {key: processed[key] for key in processed}
+        try:
+            processed = self._processor(**self._signature.accepted(offered))
+            return {key: processed[key] for key in processed}
+        except (MemoryError, *STEERING):
+            raise
+        # A panic in a library is a BaseException, not an Exception.
+        except BaseException as error:
+            raise _invalid(
+                "The model's image processor failed on this image; send another image.", params[0]
+            ) from error
 
     @cached_property
     def _placeholder_ids(self) -> frozenset[int]:

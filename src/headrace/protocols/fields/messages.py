@@ -236,7 +236,10 @@ class ChatImages(NamedTuple):
     addresses: tuple[str, ...]
 
 
-def take_images(messages: tuple[dict[str, Any], ...]) -> ChatImages:
+def without_images(
+    messages: tuple[dict[str, Any], ...],
+) -> tuple[tuple[dict[str, Any], ...], list[tuple[str, str]]]:
+    """Return the messages as templates see them, and the address and the path of each image."""
     images: list[tuple[str, str]] = []
     seen = []
     for message in messages:
@@ -247,6 +250,11 @@ def take_images(messages: tuple[dict[str, Any], ...]) -> ChatImages:
             shown = [{"type": "image"} if part["type"] == "image" else part for part in content]
             message = message | {"content": shown}
         seen.append(message)
+    return tuple(seen), images
+
+
+def take_images(messages: tuple[dict[str, Any], ...]) -> ChatImages:
+    seen, images = without_images(messages)
     if len(images) > MAX_IMAGES:
         raise RequestError(
             "image_too_large",
@@ -256,7 +264,7 @@ def take_images(messages: tuple[dict[str, Any], ...]) -> ChatImages:
     decoded = tuple(_image(url, path) for url, path in images)
     addresses = tuple(_address(url) for url, _ in images)
     paths = tuple(path for _, path in images)
-    return ChatImages(tuple(seen), decoded, paths, addresses if any(addresses) else ())
+    return ChatImages(seen, decoded, paths, addresses if any(addresses) else ())
 
 
 def texts_of(content: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from headrace.protocols.dialect import encode
-from headrace.protocols.fields.messages import take_images
+from headrace.protocols.fields.messages import take_images, without_images
 from headrace.protocols.openai.response_events import StoredBody, open_kept
 from headrace.protocols.openai.response_history import (
     COMPACTION,
@@ -24,9 +24,9 @@ from headrace.protocols.openai.response_items import (
     listed,
     messages_of,
 )
-from headrace.protocols.prompt_ids import PromptIds, ids_of
+from headrace.protocols.prompt_ids import PromptIds, ids_of, render
 from headrace.protocols.requests import stub_of
-from headrace.protocols.worker_model import WorkerModels
+from headrace.protocols.worker_model import WorkerModel, WorkerModels
 from headrace_common.request import Chat
 from headrace_common.worker_jobs import (
     CheckedBody,
@@ -94,31 +94,80 @@ def fit(job: FitResponse, checked: CheckedBody, models: WorkerModels) -> Checked
     kept, (chat,) = open_kept(checked.kept), _decode_prompts(checked.packed)
     items = _conversation(kept)
     head, points, seen = head_of(chat, items), cut_points(items), set(visible(items))
+    images = _Images(chat, head + messages_of(items), text, models)
     found: dict[int, tuple[Chat, PromptIds]] = {}
 
     def fits(cut: int) -> bool:
         gone = set(dropped(items, cut))
-        shown = [item for place, item in enumerate(items) if place not in gone]
-        messages = head + (messages_of(shown) or NO_MESSAGES)
-        short = msgspec.structs.replace(chat, **take_images(messages)._asdict()) if cut else chat
+        places = [place for place in range(len(items)) if place not in gone]
+        messages = messages_of([items[place] for place in places], places=places) or NO_MESSAGES
+        short = images.put_into(head + messages) if cut else chat
         found[cut] = short, ids_of(text.model, short, models.rendering, job.longest)
-        return len(found[cut][1].token_ids) <= job.room
+        num_tokens = len(found[cut][1].token_ids)
+        return num_tokens <= job.room and num_tokens + images.num_tokens(short) <= job.room
 
     cut = _first_fitting(points, fits)
     if cut is None:
         return checked
     chat, (token_ids, way, changes) = found[cut]
-    text.check_placeholders(token_ids)
-    encoded = Encoded((token_ids.tobytes(),), way, changes=changes)
-    checked = msgspec.structs.replace(checked, ahead=EncodedAhead(job.number, job.longest, encoded))
+    if not chat.images:
+        text.check_placeholders(token_ids)
+        encoded = Encoded((token_ids.tobytes(),), way, changes=changes)
+        ahead = EncodedAhead(job.number, job.longest, encoded)
+        checked = msgspec.structs.replace(checked, ahead=ahead)
     if cut == 0:
         return checked
     runs = runs_of(place for place in dropped(items, cut) if place in seen)
     shown = _decode_shown(kept.shown) | {"truncated_items": runs}
     kept = msgspec.structs.replace(kept, shown=encode(shown))
     return msgspec.structs.replace(
-        checked, packed=msgspec.msgpack.encode((chat,)), kept=msgspec.msgpack.encode(kept)
+        checked,
+        stubs=(stub_of(chat),),
+        packed=msgspec.msgpack.encode((chat,)),
+        kept=msgspec.msgpack.encode(kept),
     )
+
+
+class _Images:
+    """The images of a conversation, of which some items can be dropped."""
+
+    def __init__(
+        self, chat: Chat, messages: tuple[Message, ...], text: WorkerModel, models: WorkerModels
+    ) -> None:
+        """`messages` are those of the whole conversation; `chat` has their images."""
+        self._chat, self._text, self._rendering = chat, text, models.rendering
+        self._number_of = {path: i for i, (_, path) in enumerate(without_images(messages)[1])}
+        self._counts: dict[bytes, int] = {}
+
+    def put_into(self, messages: tuple[Message, ...]) -> Chat:
+        """Return the chat with only these messages and their images."""
+        chat = self._chat
+        shown, found = without_images(messages)
+        numbers = [self._number_of[path] for _, path in found]
+        addresses = tuple(chat.addresses[number] for number in numbers) if chat.addresses else ()
+        return msgspec.structs.replace(
+            chat,
+            messages=shown,
+            images=tuple(chat.images[number] for number in numbers),
+            image_params=tuple(chat.image_params[number] for number in numbers),
+            addresses=addresses if any(addresses) else (),
+        )
+
+    def num_tokens(self, chat: Chat) -> int:
+        """Return the number of tokens that the images add to the text of a chat."""
+        pairs = zip(chat.images, chat.image_params, strict=True)
+        return sum(self._num_tokens_of(image, param) for image, param in pairs)
+
+    def _num_tokens_of(self, image: bytes, param: str) -> int:
+        if (known := self._counts.get(image)) is not None:
+            return known
+        model = self._text.model
+        alone = Chat(({"role": "user", "content": [{"type": "image"}]},))
+        text = render(model, alone, self._rendering).text
+        num_text = len(ids_of(model, alone, self._rendering).token_ids)
+        num = self._text.image_processor.num_tokens(text, image, param) - num_text
+        self._counts[image] = num
+        return num
 
 
 def summarize(job: SummarizeResponse, checked: CheckedBody) -> CheckedBody:

@@ -94,15 +94,19 @@ class Items(msgspec.Struct, frozen=True):
         return {"anyOf": [{"type": "string"}, items]}
 
 
-def messages_of(items: Sequence[Item], num_past: int = 0) -> tuple[Message, ...]:
+def messages_of(
+    items: Sequence[Item], num_past: int = 0, places: Sequence[int] | None = None
+) -> tuple[Message, ...]:
     """Return the items as messages for a chat template. Each image has its path in the request.
 
     The first `num_past` items belong to earlier responses; their path is `previous_response_id`.
+    `places` has the number of each item, if items before it were dropped.
     """
     transcript = Transcript()
-    for number in visible(items):
+    for index in visible(items):
+        number = places[index] if places else index
         place = f"input[{number - num_past}]" if number >= num_past else PAST
-        transcript.add(items[number], place)
+        transcript.add(items[index], place)
     return tuple(transcript.messages)
 
 
