@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.test_responses_socket import open_socket
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.sse import data_in
@@ -100,6 +101,16 @@ def test_readers_by_event_are_told_why_and_the_store_takes_new_streams_after(
     eventually(lambda: shown(server, answer) == "finished")
     with asked(server, "new") as answer:
         assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_a_socket_forgets_its_responses_without_the_disk(server: ServerProcess) -> None:
+    kept = {"input": "hi", "max_output_tokens": 1, "store": False}
+    with asked(server, "socket") as answer, full_disk(server), open_socket(server) as socket:
+        answer.read()  # ends once the store has stalled
+        ids = [socket.ask(**kept)["id"] for _ in range(18)]
+        places = [f"{server.url}/v1/responses/{id}" for id in ids]
+        eventually(lambda: [httpx.get(it).status_code for it in places[:3]] == [404, 404, 200])
+    eventually(lambda: {httpx.get(it).status_code for it in places} == {404})
 
 
 @pytest.mark.parametrize("has_stalled", [False, True])

@@ -233,8 +233,9 @@ class Registry:
             return
         if found is not None:
             await self.stop(found)
-            await self._kept.forget(found.record.id)
-            await self.store.forget(found.record.id)
+            # Streams in memory are deleted even while the disk does not answer.
+            store = self.store if found.record.names.is_opted_in else self._kept
+            await store.forget(found.record.id)
 
     async def stop(self, found: Found) -> None:
         """End a stream; return once the engine has freed the stream's memory. Idempotent.
