@@ -1,5 +1,6 @@
 """Conversations of /v1/responses that are empty, too long or compacted, over real HTTP."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,6 +214,29 @@ def test_a_summary_that_is_cut_off_leaves_the_conversation_as_it_is(short_url: s
     assert refused.status_code == 500
     assert "unchanged. The summary was cut off after" in message
     assert "continue without compaction" in message
+
+
+def test_a_trigger_asks_for_a_summary_only(url: str) -> None:
+    trigger = {"type": "compaction_trigger"}
+    body = {"input": [*TALK, trigger], "temperature": 0, "tools": [], "store": False}
+    streamed = httpx.post(url, json=body | {"stream": True}, timeout=60).text
+    events = [json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: ")]
+    done = [it["item"] for it in events if it["type"] == "response.output_item.done"]
+    response = events[-1]["response"]
+    assert events[-1]["type"] == "response.completed" and response["output"] == done
+    (summary,) = done
+    whole = httpx.post(f"{url}/compact", json={"input": TALK, "temperature": 0}, timeout=60).json()
+    text = whole["output"][-1]["encrypted_content"]
+    assert (summary["type"], summary["encrypted_content"]) == ("compaction", text)
+    assert response["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    first = post(url, input=[*TALK, trigger]).json()
+    chained = {"previous_response_id": first["id"], "input": [QUESTION]}
+    counted = httpx.post(f"{url}/input_tokens", json=chained).json()["input_tokens"]
+    assert counted == input_tokens(url, [*TALK, *first["output"], QUESTION])
+    # A trigger elsewhere asks for nothing.
+    assert post(url, input=[trigger, QUESTION]).json()["output"][0]["type"] == "message"
+    error = post(url, input=[*long_talk(), trigger]).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "not compacted" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,9 @@ class GenerationRoutes:
         host = self._generation.fleet.hosts.find(checked.fields.get("model", ""))
         if host is None or names.conversation is not None:
             return None
-        if host.is_here and checked.fields.get("context_management") is None:
+        fields = checked.fields
+        can_compact = "is_compaction" in fields or fields.get("context_management") is not None
+        if host.is_here and not can_compact:
             return None
         return download_wait(route, checked, names, id, is_loading=not host.is_here)
 

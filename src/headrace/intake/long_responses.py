@@ -56,10 +56,12 @@ class LongResponses:
     async def shorten(self, checked: CheckedBody, host: ModelHost, owner: str) -> CheckedBody:
         """Return the request, with a conversation that is compacted or truncated if necessary.
 
-        A summary that fails changes nothing. Raise RequestError if the conversation is then too
-        long.
+        A summary that fails changes nothing. Raise RequestError if the client asked for nothing
+        else, or if the conversation is then too long.
         """
-        if (threshold := checked.fields.get("context_management")) is not None:
+        if checked.fields.get("is_compaction"):
+            checked = await self._put(await self.summarize(checked, host, owner), checked)
+        elif (threshold := checked.fields.get("context_management")) is not None:
             checked = await self._compact(checked, host, owner, threshold)
         if checked.fields.get("truncation") == "auto":
             checked = await self._fit(checked, host.model, max_tokens(checked.fields))
@@ -124,6 +126,10 @@ class LongResponses:
                 raise
             ignored = (*checked.ignored, "context_management")
             return msgspec.structs.replace(checked, ignored=ignored)
+        return await self._put(summary, checked)
+
+    async def _put(self, summary: Summary | None, checked: CheckedBody) -> CheckedBody:
+        """Return the request with the summary instead of the items that it replaces, if any."""
         if summary is None:
             return checked
         put = PutSummary(summary.text, summary.usage)

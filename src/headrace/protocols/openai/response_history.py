@@ -12,6 +12,9 @@ Item = dict[str, Any]
 COMPACTION = "compaction"
 """The type of an item that contains a summary of the conversation before it."""
 
+TRIGGER = "compaction_trigger"
+"""The type of a last item that asks for a summary of the conversation instead of an answer."""
+
 _HEAD = "Summary of the conversation so far:\n"
 # The user's messages before a summary are kept up to this number of bytes.
 _KEPT_BYTES = 8192

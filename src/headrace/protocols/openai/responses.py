@@ -33,7 +33,7 @@ from headrace.protocols.openai.response_fields import (
     constraint_of,
     with_found,
 )
-from headrace.protocols.openai.response_history import Item
+from headrace.protocols.openai.response_history import TRIGGER, Item
 from headrace.protocols.openai.response_items import (
     NO_MESSAGES,
     PAST,
@@ -135,6 +135,8 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
             raise _unsupported(name, remedy)
     if body.get("input") is None and body.get(PAST) is not None:
         body = {**body, "input": []}
+    if is_compaction := _ends_with_trigger(body.get("input")):
+        body = {**body, "input": body["input"][:-1]}
     fields = read_common(TABLE, REQUIRED, body)
     if fields.get("background") and fields.get("store") is False:
         message = "background needs a response that is stored; leave store out, or send true."
@@ -157,7 +159,9 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
         fields["chat_template_kwargs"] = {"enable_thinking": effort != "none"} | kwargs
     if "max_output_tokens" in fields:
         fields["max_tokens"] = fields["max_output_tokens"]
-    if fields.get("generate") is False:
+    if is_compaction:
+        fields["is_compaction"] = True
+    if fields.get("generate") is False or is_compaction:
         fields["max_tokens"] = 0
     fields["text_parameters"] = text_parameters(fields.get("tools", ()))
     fields["skipped"] = (*tools.skipped, *fields["input"].skipped)[:_MAX_SKIPPED]
@@ -169,6 +173,11 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     kept = StoredBody(encode(fields["input"]), shown, tools.namespaces, tools.kinds)
     fields["kept"] = msgspec.msgpack.encode(kept)
     return fields
+
+
+def _ends_with_trigger(items: Any) -> bool:
+    last = items[-1] if type(items) is list and items else None
+    return type(last) is dict and last.get("type") == TRIGGER
 
 
 def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
