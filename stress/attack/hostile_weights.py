@@ -105,7 +105,7 @@ def spoil_index(folder: Path, rng: random.Random) -> str:
     return f"index: weights in {str(lie)[:40]!r}"
 
 
-_STRING, _ARRAY, _U32, _U64 = 8, 9, 4, 10
+_STRING, _ARRAY, _U32 = 8, 9, 4
 
 
 def spoil_gguf(file: Path, rng: random.Random) -> str:

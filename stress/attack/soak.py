@@ -28,7 +28,7 @@ from stress.attack.honest import Scales
 from stress.site import Site
 from tools.harness.sse import data_of
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TEXT = "/v1/completions"
 FLAGS = ("--threads", "1", "--max-num-seqs", "6", "--max-num-queued-reqs", "16")
 FLAGS += ("--heartbeat-s", "1", "--linger-s", "2", "--drain-s", "5")
 ROUNDS = 3

@@ -460,11 +460,6 @@ def _block(b: HistoryBuilder) -> Json:
     return {"type": "text", "text": b.text()} | cached
 
 
-def _result_content(b: HistoryBuilder) -> Any:
-    reference = {"type": "tool_reference", "tool_name": "get_weather"}
-    return b.one(b.text(), [*b.some([_block]), reference])
-
-
 def _turn(b: HistoryBuilder) -> list[Json]:
     role = b.one("user", "user", "assistant", "system", "critic")
     return [{"role": role, "content": b.text() if b.chance() else b.some([_block])}]

@@ -3,10 +3,9 @@
 The thread is separate, so that the thread which loads a model cannot delay the reports.
 """
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from headrace_common.loading import DOWNLOADING, LoadProgress, download_words
 from headrace_common.messages import WEIGHTS, Loading
@@ -61,15 +60,6 @@ class LoadProgressWatch:
         assert self._now is not None
         words = download_words(done, total, time.monotonic() - self._now[1], self._kept)
         self.tell(Loading(done / total, DOWNLOADING, words))
-
-    @contextlib.contextmanager
-    def during(self, stage: str) -> Iterator[None]:
-        """Report a stage for the duration of the context."""
-        self.begin(stage)
-        try:
-            yield
-        finally:
-            self.end()
 
     def end(self) -> None:
         """Report that the load has ended."""

@@ -1,7 +1,6 @@
 // Icons, drawn with strokes on a square of 24 by 24. A button in the HTML names its icon in data-icon.
 
 const PATHS = {
-  plus: "M12 5v14M5 12h14",
   search: "M11 4a7 7 0 1 1 0 14a7 7 0 0 1 0-14M16.2 16.2L21 21",
   menu: "M4 7h16M4 12h16M4 17h16",
   close: "M6 6l12 12M18 6L6 18",

@@ -19,7 +19,7 @@ export function valueOf(text) {
 
 const beginsData = (text) => /^\s*(\{\s*["}]|\[\s*[{[])/.test(text);
 
-export const treeOf = (value) => el("div", { class: "tree" }, branch(null, value, 0));
+const treeOf = (value) => el("div", { class: "tree" }, branch(null, value, 0));
 
 // Returns a tree of the value's entries alone.
 export function entriesOf(value) {
