@@ -5,8 +5,8 @@ import { settings } from "./settings.js";
 
 let usesAdminKey = false;
 
-// Sends the admin key from now on, if there is one. The chat always sends its own key, because a stream belongs to
-// the key that created it.
+// Makes this page send the admin key, if the person gave one. Only the dashboard calls this: the chat page must send
+// the key that created its streams.
 export const useAdminKey = () => (usesAdminKey = true);
 
 export function headers(more = {}) {
@@ -20,6 +20,11 @@ const root = new URL("..", import.meta.url);
 // Uses fetch, since an EventSource cannot send a key.
 export function ask(path, options = {}) {
   return fetch(new URL(path.slice(1), root), { cache: "no-store", ...options, headers: headers(options.headers) });
+}
+
+// Sends the fields as a JSON body.
+export function post(path, fields, signal) {
+  return ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(fields), signal });
 }
 
 // Returns whether the server has an admin key. A server without one answers 403; a server with one answers 401 to

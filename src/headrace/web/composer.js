@@ -2,6 +2,7 @@
 
 import { button, el } from "./dom.js";
 import { keepFiles, keptFiles } from "./drafts.js";
+import { grow } from "./edit.js";
 import { sizeOf } from "./files.js";
 import { icon } from "./icons.js";
 import { forgetTyped, keepTyped, typed } from "./typed.js";
@@ -114,7 +115,7 @@ export function setText(text) {
 
 function fill(text) {
   field.value = text;
-  grow();
+  grow(field);
   changed();
 }
 
@@ -145,15 +146,9 @@ export function setTokens(file, num, model) {
   if (shownFigures.has(file)) shownFigures.get(file).textContent = figuresOf(file);
 }
 
-// Makes the field as high as its text, up to the limit of the style sheet.
-function grow() {
-  field.style.height = "auto";
-  field.style.height = `${field.scrollHeight + field.offsetHeight - field.clientHeight}px`;
-}
-
 field.addEventListener("input", () => {
   keepTyped(shown, [field.value]);
-  grow();
+  grow(field);
   changed();
 });
-addEventListener("resize", grow);
+addEventListener("resize", () => grow(field));

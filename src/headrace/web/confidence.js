@@ -1,6 +1,6 @@
 // Shows how sure the model was of each token of an answer. The server scores the text on request.
 
-import { ask, errorOf } from "./api.js";
+import { errorOf, post } from "./api.js";
 import { button, el } from "./dom.js";
 
 // Number of tokens that are shown.
@@ -37,16 +37,16 @@ export class Confidence {
 
 const trouble = (error) => el("p", { class: "trouble", role: "alert" }, `The tokens could not be scored: ${error.message}`);
 
-async function post(path, fields) {
-  const response = await ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(fields) });
+async function asked(path, fields) {
+  const response = await post(path, fields);
   if (!response.ok) throw new Error((await errorOf(response)).message);
   return response.json();
 }
 
 // Returns each token as {text, share, others}; `fields` are those of the request that led to the answer.
 async function scored(text, { messages, tools, model }) {
-  const { prompt } = await post("/apply-template", { messages, ...(tools ? { tools } : {}), model });
-  const { choices } = await post("/v1/completions", { prompt: prompt + text, model, echo: true, logprobs: 5, max_tokens: 1, temperature: 0 });
+  const { prompt } = await asked("/apply-template", { messages, ...(tools ? { tools } : {}), model });
+  const { choices } = await asked("/v1/completions", { prompt: prompt + text, model, echo: true, logprobs: 5, max_tokens: 1, temperature: 0 });
   return tokensOf(text, [...prompt].length, choices[0].logprobs);
 }
 

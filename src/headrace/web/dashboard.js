@@ -136,8 +136,7 @@ function showReplicas() {
 
 // Shows running and waiting requests, in the order in which they arrived.
 function showRequests() {
-  const { models = [state], requests } = state;
-  const sum = (value) => models.reduce((sofar, one) => sofar + (value(one) ?? 0), 0);
+  const { requests } = state;
   const waiting = sum((one) => one.waiting.requests);
   const tokens = sum((one) => one.waiting.tokens);
   const running = `${sum((one) => one.running)} of at most ${sum((one) => one.engine.max_num_seqs)} sequences are running`;
@@ -159,6 +158,9 @@ function asRow(request) {
   return [String(number), STATES[is] ?? is, prompt, answer, `${Math.round(request.max_gap_ms)} ms`, String(request.prompt_cached), model];
 }
 
+// Adds up a value of all models.
+const sum = (value) => (state.models ?? [state]).reduce((total, one) => total + (value(one) ?? 0), 0);
+
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 // Returns [share, figures] of the model that has the least memory left.
@@ -171,7 +173,6 @@ function memory(models) {
 
 function showFigures() {
   const { models = [state] } = state;
-  const sum = (value) => models.reduce((sofar, one) => sofar + (value(one) ?? 0), 0);
   const restarts = sum(({ engine }) => Math.max(engine.starts - 1, 0));
   const figures = {
     State: [state.state, plural(restarts, "engine restart")],
@@ -214,10 +215,8 @@ function tested() {
 }
 
 function askForTrial() {
-  const { models = [state] } = state;
-  const count = (value) => models.reduce((sum, one) => sum + (value(one) ?? 0), 0);
   $("plan").textContent = planOf(...tested());
-  $("now").textContent = `Now: ${plural(count((one) => one.running), "sequence")} running, ${plural(count((one) => one.waiting.requests), "request")} waiting.`;
+  $("now").textContent = `Now: ${plural(sum((one) => one.running), "sequence")} running, ${plural(sum((one) => one.waiting.requests), "request")} waiting.`;
   $("ask").returnValue = "";
   $("ask").showModal();
 }

@@ -1,6 +1,6 @@
 // Shows how much of the model's context the next message takes; the server counts it before it is sent.
 
-import { ask } from "./api.js";
+import { post } from "./api.js";
 import { setTokens } from "./composer.js";
 import { asText } from "./files.js";
 
@@ -14,8 +14,7 @@ let exceeds = false;
 let number = 0;
 
 async function count(model, what) {
-  const headers = { "Content-Type": "application/json" };
-  const response = await ask("/tokenize", { method: "POST", headers, body: JSON.stringify({ model, ...what }) });
+  const response = await post("/tokenize", { model, ...what });
   return response.ok ? response.json() : null;
 }
 

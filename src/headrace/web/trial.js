@@ -1,6 +1,6 @@
 // Runs four streams, and a long prompt beside them, to show what the promise "never stalled" means.
 
-import { ask, errorOf, events } from "./api.js";
+import { ask, errorOf, events, post } from "./api.js";
 import { el } from "./dom.js";
 
 const NUM_STREAMS = 4;
@@ -30,8 +30,6 @@ export async function runTrial(rows, model, maxLength, stop) {
     clearTimeout(timer);
   }
 }
-
-const post = (path, body, signal) => ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
 
 // Returns a prompt of about that many tokens. It is different each time, so that nothing is cached.
 async function longPrompt(model, numTokens) {
