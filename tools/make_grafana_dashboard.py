@@ -41,7 +41,7 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
     ),
     ("Streams", "short", {"{{state}}": "headrace_streams"}),
     (
-        "Memory in use",
+        "KV cache in use",
         "percentunit",
         {
             "blocks": 'headrace_blocks{state="used"} / ignoring(state) '

@@ -28,6 +28,7 @@ def test_a_load_is_shown_and_answers_follow_it_at_once(page: Page) -> None:
     page.send("Spell the word banana.")
     eventually(lambda: "compiling kernels: attend" in page.find("#loading").text)
     assert "41 s" in page.find("#loading").text and page.driver.execute_script(BAR) is None
+    assert page.texts("#presence") == ["Loading the model"]
     waits = ["Waiting until the server has loaded its model"]
     eventually(lambda: page.texts(".message.assistant .status span") == waits)
     page.driver.execute_script(WARM)
@@ -37,3 +38,4 @@ def test_a_load_is_shown_and_answers_follow_it_at_once(page: Page) -> None:
     page.driver.execute_script("window.load = null")
     assert page.wait_for_end(10)["outcome"] == "done"
     eventually(lambda: not page.find("#loading").is_displayed())
+    assert page.texts("#presence") == ["Connected"]

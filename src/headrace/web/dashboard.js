@@ -163,8 +163,8 @@ const sum = (value) => (state.models ?? [state]).reduce((total, one) => total + 
 
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
-// Returns [share, figures] of the model that has the least memory left.
-function memory(models) {
+// Returns [share, figures] of the model whose cache has the least room left.
+function cache(models) {
   const shares = models.flatMap(({ blocks, slots }) => Object.entries({ blocks, slots })).filter(([, one]) => one?.total);
   const found = shares.map(([name, { total, free }]) => [(total - free) / total, `${total - free} of ${total} ${name}`]);
   const [share, figures] = found.sort(([one], [other]) => other - one)[0] ?? [];
@@ -178,7 +178,7 @@ function showFigures() {
     State: [state.state, plural(restarts, "engine restart")],
     Running: [sum((one) => one.running), `of ${plural(sum((one) => one.engine.max_num_seqs), "sequence")} at most`],
     Waiting: [sum((one) => one.waiting.requests), plural(sum((one) => one.waiting.tokens), "prompt token")],
-    "Memory used": memory(models),
+    "KV cache used": cache(models),
     "Guesses accepted": [sum(({ guessed }) => guessed?.accepted), `of ${plural(sum(({ guessed }) => guessed?.tokens), "token")} guessed`],
     "Stall targets missed": [sum(({ missed }) => Object.values(missed).reduce((a, b) => a + b, 0)), `in ${plural(sum((one) => one.num_steps), "step")}`],
   };

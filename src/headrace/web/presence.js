@@ -1,7 +1,7 @@
 // Checks now and then whether the server can be reached, also while nothing runs.
 
 import { el } from "./dom.js";
-import { lookAtLoad } from "./loading.js";
+import { isLoading, lookAtLoad } from "./loading.js";
 import { toast } from "./toast.js";
 import { showNotice } from "./weight.js";
 
@@ -29,8 +29,9 @@ export async function lookAtServer(isUrgent = false) {
 }
 
 function showPresence() {
-  const words = isThere === null ? "Connecting" : isThere ? "Connected" : "No connection";
-  if ($("presence").textContent !== words) $("presence").replaceChildren(el("span", { class: `dot ${isThere ? "here" : "away"}` }), words);
+  const isReady = isThere && !isLoading();
+  const words = isReady ? "Connected" : isThere ? "Loading the model" : isThere === null ? "Connecting" : "No connection";
+  if ($("presence").textContent !== words) $("presence").replaceChildren(el("span", { class: `dot ${isReady ? "here" : "away"}` }), words);
   const seconds = Math.ceil((nextAt - Date.now()) / 1000);
   const when = seconds > 0 && seconds < 60 ? ` in ${seconds} s` : "";
   showNotice($("away"), "mends", isAway() ? `The server cannot be reached. Trying again${when}. Nothing is lost meanwhile.` : "", ["Try now", () => dispatchEvent(new Event("online"))]);
