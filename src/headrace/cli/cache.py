@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from headrace.cli.help import Verbs
+from headrace.cli.stdio import print_table
 from headrace_common.config.sources import PREFIX
 from headrace_common.errors import ConfigError
 
@@ -38,11 +39,7 @@ def show(given: str | None) -> None:
     """
     from headrace_engine.prefixes import folder
 
-    rows = [_COLUMNS, *(_row(path) for path in folder.model_folders(_root(given)))]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
+    print_table([_COLUMNS, *(_row(path) for path in folder.model_folders(_root(given)))])
 
 
 @cache.command("clear")

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.cli.logs import printable
+from headrace.cli.stdio import print_table
 from headrace_common.config.settings import ServerConfig
 from headrace_common.config.sources import SECRET_SETTINGS, Setting, settings
 
@@ -55,11 +56,7 @@ def show_config(found: list[EffectiveSetting], as_json: bool) -> None:
     if not found:
         print("All settings have their defaults; --all lists them.")
         return
-    rows = [_COLUMNS, *((_label(it), _words(it.value), it.origin) for it in found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    print_table([_COLUMNS, *((_label(it), _words(it.value), it.origin) for it in found)])
 
 
 def _value(part: Any, path: tuple[str, ...]) -> Any:

@@ -4,7 +4,6 @@ import json
 import shutil
 import textwrap
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -12,6 +11,7 @@ import msgspec
 
 from headrace.cli.help import Verbs
 from headrace.cli.server_options import key_or_first, server_options
+from headrace.cli.stdio import column_widths, print_table
 from headrace_common.errors import HeadraceError
 from headrace_common.loading import LOOKING
 
@@ -48,7 +48,7 @@ def models(context: click.Context, url: str | None, api_key: str | None, as_json
     if as_json:
         click.echo(body.decode())
         return
-    _print([_COLUMNS, *(_row(entry) for entry in entries)])
+    print_table([_COLUMNS, *(_row(entry) for entry in entries)])
 
 
 @models.command("downloaded", short_help="List the downloaded models.")
@@ -62,7 +62,7 @@ def downloaded() -> None:
 
     rows = [(it.name, _size(it.num_bytes), _day(it.came_at), str(it.folder)) for it in downloads()]
     if rows:
-        _print([_DOWNLOADED, *rows])
+        print_table([_DOWNLOADED, *rows])
     else:
         click.echo("No model is downloaded yet; `headrace models available` lists some.")
 
@@ -95,13 +95,14 @@ def available(word: str | None, shows_all: bool, as_json: bool) -> None:
         click.echo(msgspec.json.encode(found).decode())
         return
     facts = [(it.name, gigabytes(it.bytes), gigabytes(it.memory_bytes)) for it in found]
-    room = shutil.get_terminal_size().columns - sum(2 + it for it in _widths([_FACTS, *facts]))
+    widths = column_widths([_FACTS, *facts])
+    room = shutil.get_terminal_size().columns - sum(2 + it for it in widths)
     rows = [(*_FACTS, "good at")]
     for fact, entry in zip(facts, found, strict=True):
         first, *more = textwrap.wrap(entry.about, max(room, _LEAST_ROOM))
         rows += [(*fact, first), *(("", "", "", line) for line in more)]
     if found:
-        _print(rows)
+        print_table(rows)
     if hidden := len(known) - len(found):
         click.echo(f"{hidden} more need over {gigabytes(memory)} of memory; --all shows them.")
     if not known:
@@ -124,17 +125,6 @@ def rm(model: str) -> None:
 
     removed = remove(model)
     click.echo(f"Removed {removed.name}, {_size(removed.num_bytes)}.")
-
-
-def _print(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = _widths(rows)
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
-
-
-def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
-    return [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
 
 
 def _size(num_bytes: int) -> str:
@@ -225,7 +215,7 @@ def ps(url: str | None, api_key: str | None) -> None:
     entries = json.loads(ask(url, key_or_first(api_key)))["data"]
     rows = [_row(entry) for entry in entries if entry["status"]["value"] in _IN_MEMORY]
     if rows:
-        _print([_COLUMNS, *rows])
+        print_table([_COLUMNS, *rows])
     else:
         click.echo("No model is in memory; a model is loaded when a request names it.")
 

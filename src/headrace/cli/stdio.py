@@ -1,9 +1,10 @@
-"""Handles standard streams that are closed, that use another encoding, or that are terminals."""
+"""Handles standard streams that are closed or terminals, and prints tables to stdout."""
 
 import io
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 from headrace_common.errors import ConfigError
 
@@ -38,3 +39,15 @@ def tame(text: str) -> str:
 def printed(text: str) -> str:
     """Return a model's text for stdout. On a terminal, replace its control characters."""
     return tame(text) if sys.stdout.isatty() else text
+
+
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows of cells in columns."""
+    widths = column_widths(rows)
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def column_widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
