@@ -10,7 +10,7 @@ from headrace.cli.chat_keyboard import keyboard
 from headrace.cli.chat_screen import Screen
 from headrace.cli.chat_store import Conversation, table, transcripts
 from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
-from headrace.cli.server_options import key_or_first
+from headrace.cli.server_options import WRONG_KEY, key_or_first
 from headrace.cli.stdio import tame
 from headrace.client.client import Client
 from headrace.client.errors import Refused
@@ -65,10 +65,7 @@ def run_chat(
     except Refused as error:
         if error.code != "invalid_api_key":
             raise
-        raise HeadraceError(
-            "The server does not accept this API key; set the right one with "
-            "HEADRACE_API_KEY or --api-key."
-        ) from error
+        raise HeadraceError(WRONG_KEY) from error
     return exit_codes.DONE
 
 

@@ -41,7 +41,7 @@ _FIELD = click.Option(
     ["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Field of the request"
 )
 _SYSTEM = click.Option(["--system"], metavar="TEXT", help="System message of a new conversation")
-_OF_UNIX = ("fcntl", "resource")  # modules that exist only on Unix
+_UNIX_MODULES = ("fcntl", "resource")  # missing on Windows
 # Every subcommand reads this variable, but only some subcommands have the flag --log-level.
 _DEBUG = f"{PREFIX}LOG_LEVEL"
 _SECTIONS = {
@@ -136,8 +136,8 @@ def _serve_command() -> click.Command:
     def run(model: str | None, config_file: Path | None, **flags: Any) -> None:
         """Serve MODEL: a folder, a GGUF file, a hub id, or a name of `headrace models available`.
 
-        Without MODEL, headrace-mini is served. On a terminal, the largest chat model that was
-        downloaded and fits into the memory takes its place.
+        Without MODEL, the test model headrace-mini is served; on a terminal, the largest downloaded
+        chat model that fits into the memory is served instead.
 
         \b
         headrace serve
@@ -463,7 +463,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
             return exit_codes.CONFIG, error.format_message()
         case ConfigError():
             return exit_codes.CONFIG, str(error)
-        case ModuleNotFoundError() if error.name in _OF_UNIX:
+        case ModuleNotFoundError() if error.name in _UNIX_MODULES:
             return (
                 exit_codes.FAILED,
                 "This command needs Linux or macOS; on Windows, run it in WSL.",

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from headrace.cli.help import Verbs
-from headrace.cli.server_options import key_or_first, server_options
+from headrace.cli.server_options import WRONG_KEY, key_or_first, server_options
 from headrace.cli.stdio import column_widths, print_table
 from headrace_common.errors import HeadraceError
 from headrace_common.loading import LOOKING
@@ -164,10 +164,7 @@ def ask(url: str | None, key: str, path: str = "/models", model: str = "") -> by
     if answer.is_success and ("data" in told or "success" in told):
         return answer.content
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise HeadraceError(
-            "The server does not accept this API key; set the right one with "
-            "HEADRACE_API_KEY or --api-key."
-        )
+        raise HeadraceError(WRONG_KEY)
     reason = told.get("error")
     message = reason.get("message") if isinstance(reason, dict) else None
     raise HeadraceError(

@@ -5,6 +5,9 @@ import os
 import click
 from click.core import ParameterSource
 
+WRONG_KEY = (
+    "The server does not accept this API key; set the right one with HEADRACE_API_KEY or --api-key."
+)
 _PORT = "headrace.port"
 
 
