@@ -20,6 +20,16 @@ def test_settings_of_other_servers_do_not_reach_a_private_one() -> None:
     assert (config.log_format, config.models[0].max_model_len) == ("text", 512)
 
 
+def test_prefixes_stay_off_the_disk_if_the_state_does() -> None:
+    for variables, folder in (
+        ({}, None),
+        ({"HEADRACE_STATE_DIR": "none"}, "none"),
+        ({"HEADRACE_STATE_DIR": "none", "HEADRACE_PREFIX_CACHE_DIR": "auto"}, "auto"),
+    ):
+        config = load({"model": "tiny", "state_dir": "x"}, own_environment(variables), None)
+        assert config.models[0].prefix_cache.prefix_cache_dir == folder
+
+
 def test_the_address_of_a_server_is_one_of_a_url() -> None:
     for host, shown in (("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

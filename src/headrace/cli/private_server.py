@@ -21,7 +21,7 @@ from headrace_common.loading import LoadProgress
 _READY = re.compile(r"Headrace is ready at (http://\S+): ")
 _END_S = 15.0
 _LONGEST_LINE = 1 << 16
-_OF_OTHERS = {f"HEADRACE_{name}" for name in ("HOST", "LOG_FORMAT", "SSL_CERTFILE", "SSL_KEYFILE")}
+_NOT_FOR_US = {f"HEADRACE_{name}" for name in ("HOST", "LOG_FORMAT", "SSL_CERTFILE", "SSL_KEYFILE")}
 """Settings meant for other servers. A private server serves only this command, over plain HTTP."""
 
 
@@ -38,9 +38,10 @@ def private_server(model: str, *flags: str) -> Iterator[str]:
     """Start a server for `model` with these flags, and yield its address when it is ready.
 
     Raises ServerEnded. Until the server is ready, its messages go to stderr; later output is
-    discarded.
+    discarded. The server's streams are deleted at its end. Its prefixes stay in the folder that all
+    servers share, because the next session with the same agent begins with the same tokens.
     """
-    with tempfile.TemporaryDirectory(prefix="headrace-chat-") as state_dir:
+    with tempfile.TemporaryDirectory(prefix="headrace-private-") as state_dir:
         process = _start(model, state_dir, flags)
         try:
             yield _await_ready(process)
@@ -55,7 +56,11 @@ def private_server(model: str, *flags: str) -> Iterator[str]:
 
 def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without settings that are meant for other servers."""
-    return {name: value for name, value in ours.items() if name not in _OF_OTHERS}
+    kept = {name: value for name, value in ours.items() if name not in _NOT_FOR_US}
+    # `none` also turns prefixes on disk off, but a private server gets another --state-dir.
+    if ours.get("HEADRACE_STATE_DIR") == "none":
+        kept.setdefault("HEADRACE_PREFIX_CACHE_DIR", "none")
+    return kept
 
 
 def _start(model: str, state_dir: str, flags: tuple[str, ...]) -> "subprocess.Popen[str]":
