@@ -176,8 +176,12 @@ class Chatter:
         return await verdict(story, self._calm, lambda made: is_excused or made.got.is_whole)
 
 
-def as_seen(gaps: Iterable[float]) -> list[float]:
-    """Repeat each gap as often as a client that checks ten times a second would observe it."""
+def as_waits(gaps: Iterable[float]) -> list[float]:
+    """Return the waits of a client that arrives every PROBE_S seconds of each gap.
+
+    A gap of 0.35 s becomes 0.35, 0.25 and 0.15 s, so that a long gap counts as much as the health
+    checks that are sent during the same time.
+    """
     return [gap - n * PROBE_S for gap in gaps for n in range(max(1, int(gap / PROBE_S)))]
 
 

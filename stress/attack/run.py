@@ -15,7 +15,7 @@ import msgspec
 import headrace_common.checkpoints
 from stress.attack.accidents import ACCIDENTS, DRAIN_S, NUM_DESCRIPTORS, small_disk
 from stress.attack.bodies import BODIES, TEMPLATE_HEAD, WORST
-from stress.attack.honest import HEARTBEAT_S, Quantiles, Stage, as_seen, quantiles, within
+from stress.attack.honest import HEARTBEAT_S, Quantiles, Stage, as_waits, quantiles, within
 from stress.attack.hostile import HOSTILE
 from stress.attack.target import Attack, Target, until
 from stress.attack.tenants import TENANTS
@@ -241,7 +241,7 @@ class Run:
         probes = [*prober.samples, *prober.pending()]
         bout.health = quantiles(within(probes, began, ended))
         gaps = [*chatter.gaps, *chatter.pending()]
-        bout.gaps = quantiles(as_seen(within(gaps, began, ended)))
+        bout.gaps = quantiles(as_waits(within(gaps, began, ended)))
         bout.memory = max(within(stage.scales.samples, began, ended), default=0.0)
         bout.memory = max(0.0, bout.memory - stage.scales.rest)
         if is_accident:

@@ -137,11 +137,11 @@ def ready_of(known: Iterable[Ready]) -> Ready:
 
 def total(known: Iterable[Status]) -> Status:
     """Add up the numbers in the replicas' status reports, and concatenate the queues."""
-    fields = zip(*map(msgspec.structs.astuple, (_NOTHING, *known)), strict=True)
+    fields = zip(*map(msgspec.structs.astuple, (NOTHING, *known)), strict=True)
     return Status(*(reduce(_plus, figures) for figures in fields))
 
 
-_NOTHING = Status(
+NOTHING = Status(
     num_running=0, num_waiting=0, num_waiting_tokens=0, blocks_free=0, slots_free=0, num_steps=0
 )
 
@@ -152,7 +152,7 @@ def _plus(one: Any, other: Any) -> Any:
 
 def counts_of(status: Status) -> Status:
     """Keep only the counters in the status of a dead engine, so that totals never decrease."""
-    states = {name: getattr(_NOTHING, name) for name in _STATES}
+    states = {name: getattr(NOTHING, name) for name in _STATES}
     return msgspec.structs.replace(status, **states)
 
 

@@ -18,7 +18,7 @@ from headrace.engines.client import (
     NewsQueue,
     StateNews,
 )
-from headrace.fleet.replica import Replica, ReplicaCount, counts_of, ready_of, total
+from headrace.fleet.replica import NOTHING, Replica, ReplicaCount, counts_of, ready_of, total
 from headrace.fleet.request_queue import Cancels, RequestQueue
 from headrace_common.config.settings import ModelConfig
 from headrace_common.messages import (
@@ -36,7 +36,6 @@ from headrace_common.messages import (
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 0.5
-_NOTHING = Status(0, 0, 0, 0, 0, 0)
 _MOVED = "The engine is being replaced; its streams continue on another engine."
 
 
@@ -64,7 +63,7 @@ class Replicas:
         self._replicas: dict[int, Replica] = {}
         self._numbers = itertools.count()
         # The sum of the counters of dead engines.
-        self._retired = _NOTHING
+        self._retired = NOTHING
         self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         for _ in range(fewest):
@@ -222,7 +221,7 @@ class Replicas:
                 self._report_size()
                 self._assign()
         elif was_up or (news.given_up and not self._replicas):
-            self._queue, self._retired = RequestQueue(), _NOTHING
+            self._queue, self._retired = RequestQueue(), NOTHING
             self.news.put(msgspec.structs.replace(news, given_up=not self._replicas))
 
     def _assign(self) -> None:
