@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.engines.client import EngineDown
 from headrace_common import wire
-from headrace_common.config.sources import SECRETS
+from headrace_common.config.sources import environment_without_keys
 from headrace_common.ids import SequenceId
 from headrace_common.messages import Message
 from headrace_common.system.step_record import StepRecord
@@ -158,7 +158,6 @@ class Child:
 async def _start(
     socket_fd: int, record_fd: int, number: int, lock_fds: tuple[int, ...]
 ) -> asyncio.subprocess.Process:
-    inherited = {k: v for k, v in os.environ.items() if k not in SECRETS}
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -175,5 +174,5 @@ async def _start(
         # can divide processor time between sessions first, so many workers would starve the
         # gateway.
         preexec_fn=os.setpgrp,
-        env=ENVIRONMENT | inherited,
+        env=ENVIRONMENT | environment_without_keys(),
     )

@@ -27,7 +27,7 @@ from headrace_common.checkpoints.fetch import (
 from headrace_common.checkpoints.find import MINI, place_of
 from headrace_common.checkpoints.hub import OnProgress
 from headrace_common.config.settings import ModelConfig
-from headrace_common.config.sources import SECRETS
+from headrace_common.config.sources import environment_without_keys
 from headrace_common.errors import ModelError
 
 
@@ -53,7 +53,7 @@ def fetch_apart(config: ModelConfig, on_progress: OnProgress) -> str:
             # divide the processor among sessions first, and then many workers, each in a session,
             # would starve the gateway.
             process_group=0,
-            env={k: v for k, v in os.environ.items() if k not in SECRETS},
+            env=environment_without_keys(),
         ) as process:
             try:
                 for news in _reports(process):

@@ -34,7 +34,7 @@ from headrace_common.checkpoints.headers import count_parameters
 from headrace_common.checkpoints.small_file import read_small
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import ModelConfig
-from headrace_common.config.sources import SECRETS
+from headrace_common.config.sources import environment_without_keys
 from headrace_common.errors import ModelError
 from headrace_common.system.panics import STEERING
 
@@ -153,7 +153,6 @@ def _remember(memory: Path | None, answer: Readable) -> None:
 
 def _ask(config: ModelConfig) -> Readable:
     """Let a process check the model; raise ModelError with the reason if the check fails."""
-    environment = {k: v for k, v in os.environ.items() if k not in SECRETS} | _ENVIRONMENT
     with _places:
         try:
             done = subprocess.run(
@@ -163,7 +162,7 @@ def _ask(config: ModelConfig) -> Readable:
                 stderr=subprocess.DEVNULL,
                 timeout=_MAX_WALL_S,
                 check=False,
-                env=environment,
+                env=environment_without_keys() | _ENVIRONMENT,
             )
         except subprocess.TimeoutExpired:
             raise _failure(f"took longer than {_MAX_WALL_S} s") from None

@@ -30,7 +30,7 @@ from headrace_common.checkpoints.fetch import (
     read_news,
 )
 from headrace_common.checkpoints.find import can_be_fetched
-from headrace_common.config.sources import SECRETS
+from headrace_common.config.sources import environment_without_keys
 from headrace_common.errors import KINDS, RequestError
 from headrace_common.system.state_files import read_kept
 
@@ -270,7 +270,6 @@ _INVALID_ID = (
 
 async def _fetch(pull: Pull) -> FetchFailed | None:
     """Run the download process, and end the process when this task ends."""
-    environment = {k: v for k, v in os.environ.items() if k not in SECRETS}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "headrace_common.checkpoints.fetch", pull.model),
@@ -281,7 +280,7 @@ async def _fetch(pull: Pull) -> FetchFailed | None:
         # the processor among sessions first, and then many workers, each in a session, would
         # starve the gateway.
         preexec_fn=os.setpgrp,
-        env=environment,
+        env=environment_without_keys(),
     )
     try:
         return await _follow(process, pull)

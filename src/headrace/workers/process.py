@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.workers.job_queue import Body
-from headrace_common.config.sources import SECRETS
+from headrace_common.config.sources import environment_without_keys
 from headrace_common.system import awake, framing
 
 STILL_S = 15.0
@@ -50,7 +50,6 @@ class WorkerProcess:
         before it is ready.
         """
         ours, theirs = socket.socketpair()
-        inherited = {k: v for k, v in os.environ.items() if k not in SECRETS}
         with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -66,7 +65,7 @@ class WorkerProcess:
                     # But Linux can divide processor time between sessions first, so many workers
                     # would starve the gateway.
                     preexec_fn=os.setpgrp,
-                    env=inherited | _ENVIRONMENT,
+                    env=environment_without_keys() | _ENVIRONMENT,
                 )
             except BaseException:
                 ours.close()

@@ -33,8 +33,7 @@ WITHOUT_VALUE = {"cluster": "auto"}
 
 _ENVIRONMENT_NAMES = {"api_key": "HEADRACE_API_KEYS"}
 _NOT_SETTINGS = {"HEADRACE_URL", "HEADRACE_CONFIG"}
-SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
-"""Environment variables that child processes of the server do not get."""
+_SECRETS = ("HEADRACE_API_KEY", "HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY")
 
 # Clients send this key, and servers require it.
 _CLIENTS_KEY = "HEADRACE_API_KEY"
@@ -297,7 +296,7 @@ def _from_environment(
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable in _NOT_SETTINGS:
             continue
-        if variable in SECRETS and not _items(text):
+        if variable in _SECRETS and not _items(text):
             raise ConfigError(f"{variable} contains no key; set one, or unset the variable.")
         if variable == _CLIENTS_KEY:
             found.setdefault("api_key", _items(text))
@@ -506,6 +505,11 @@ def _from_file(
         if "model" not in model:
             raise ConfigError(f"[[models]] {number} of {file} has no model; name its folder or id.")
     return dict(table), models
+
+
+def environment_without_keys() -> dict[str, str]:
+    """Return this process's environment variables for a child process, which needs no keys."""
+    return {name: value for name, value in os.environ.items() if name not in _SECRETS}
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
