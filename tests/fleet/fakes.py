@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, its figures and death, and a tenant of it."""
+"""An engine that says what a test tells it to, its figures and death, and a user of it."""
 
 from headrace.engines.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.fleet.engine_users import EngineUsers, InQueue, UserNews
@@ -96,8 +96,8 @@ class FakeEngine:
         return self.submits[-1].sequences[0].sequence_id
 
 
-class FakeTenant:
-    """A tenant that submits nothing, with so many sequences; it keeps all that it is told."""
+class FakeUser:
+    """A user that submits nothing, with so many sequences; it keeps all that it is told."""
 
     def __init__(self, num_sequences: int) -> None:
         self.begun: list[EngineUp] = []

@@ -1,4 +1,4 @@
-"""A model with its engine and tenants, where a test speaks for the engine."""
+"""A model with its engine and users, where a test speaks for the engine."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from headrace_common.messages import (
     PromptAdvance,
     Started,
 )
-from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeTenant
+from tests.fleet.fakes import DOWN, READY, STATUS, FakeEngine, FakeUser
 from tools.harness.eventually import settle
 
 GGUF = Path(__file__).parents[1] / "checkpoints" / "data" / "llama-Q4_K_M.gguf"
@@ -41,10 +41,10 @@ class Scene(NamedTuple):
     engine: FakeEngine
     life: "asyncio.Task[None]"
 
-    def tenant(self, num_sequences: int = 1) -> FakeTenant:
-        tenant = FakeTenant(num_sequences)
-        self.host.tenants.add(tenant)
-        return tenant
+    def user(self, num_sequences: int = 1) -> FakeUser:
+        user = FakeUser(num_sequences)
+        self.host.users.add(user)
+        return user
 
 
 @contextlib.asynccontextmanager
@@ -83,17 +83,17 @@ async def test_an_engine_loads_and_all_who_wait_for_it_hear_of_it(folder: Path) 
 async def test_a_load_is_told_to_those_who_wait_once_a_second_at_most(folder: Path) -> None:
     async with loading(folder) as (host, engine, _):
         told: list[tuple[float | None, str]] = []
-        waiter = FakeTenant(0)
+        waiter = FakeUser(0)
         waiter.loads = told
-        with host.tenants.telling(waiter):
+        with host.users.telling(waiter):
             await engine.say(Loading(0.25))
             await engine.say(Loading(0.5))
             assert [progress for progress, _ in told] == [None, 0.25]
-        late = FakeTenant(0)
-        with host.tenants.telling(late):
+        late = FakeUser(0)
+        with host.users.telling(late):
             assert late.loads == [(0.5, "loading weights")]
         await engine.say(UP)
-        with host.tenants.telling(after := FakeTenant(0)):
+        with host.users.telling(after := FakeUser(0)):
             assert after.loads == []
 
 
@@ -137,23 +137,23 @@ async def test_a_host_has_its_engines_one_after_the_other(folder: Path) -> None:
         await again
 
 
-async def test_a_tenant_begins_when_the_engine_is_there_and_a_late_one_at_once(
+async def test_a_user_begins_when_the_engine_is_there_and_a_late_one_at_once(
     folder: Path,
 ) -> None:
     async with loading(folder) as scene:
-        early = scene.tenant()
+        early = scene.user()
         assert early.told == [EngineDown("engine_failed", "", given_up=False)]
         await scene.engine.say(UP)
-        late = scene.tenant()
+        late = scene.user()
         assert early.begun == late.begun == [UP]
-        assert list(scene.host.tenants) == [early, late]
-        scene.host.tenants.remove(early)
-        assert list(scene.host.tenants) == [late]
+        assert list(scene.host.users) == [early, late]
+        scene.host.users.remove(early)
+        assert list(scene.host.users) == [late]
 
 
 async def test_news_are_dealt_out_to_those_whose_sequences_they_are_about(folder: Path) -> None:
     async with up(folder) as scene:
-        one, other = scene.tenant(), scene.tenant(2)
+        one, other = scene.user(), scene.user(2)
         (a,), (b, c) = one.ids, other.ids
         await scene.engine.say(
             Outputs(
@@ -170,30 +170,30 @@ async def test_news_are_dealt_out_to_those_whose_sequences_they_are_about(folder
 
 async def test_news_of_forgotten_sequences_reach_nobody(folder: Path) -> None:
     async with up(folder) as scene:
-        tenant = scene.tenant(2)
-        gone, kept = tenant.ids
-        assert tenant.engine is not None
-        tenant.engine.forget((gone,))
+        user = scene.user(2)
+        gone, kept = user.ids
+        assert user.engine is not None
+        user.engine.forget((gone,))
         await scene.engine.say(Outputs(tokens=(NewToken(gone, 65), NewToken(kept, 66))))
         await scene.engine.say(Outputs(tokens=(NewToken(gone, 65), NewToken(SequenceId(99), 66))))
-        assert tenant.told == [[NewToken(kept, 66)]]
+        assert user.told == [[NewToken(kept, 66)]]
 
 
 async def test_an_engine_s_death_is_told_to_all_and_the_next_one_begins_with_all(
     folder: Path,
 ) -> None:
     async with up(folder) as scene:
-        tenants = scene.tenant(), scene.tenant(0)
+        users = scene.user(), scene.user(0)
         await scene.engine.say(DOWN)
         assert scene.host.engine.state == "recovering" and scene.host.engine.up is None
-        assert [it.told for it in tenants] == [[DOWN]] * 2
+        assert [it.told for it in users] == [[DOWN]] * 2
         await scene.engine.say(UP)
-        assert scene.host.engine.state == "ok" and [it.begun for it in tenants] == [[UP, UP]] * 2
+        assert scene.host.engine.state == "ok" and [it.begun for it in users] == [[UP, UP]] * 2
 
 
 async def test_a_replica_s_death_is_told_to_those_alone_that_it_had(folder: Path) -> None:
     async with up(folder) as scene:
-        moved, stays = scene.tenant(2), scene.tenant()
+        moved, stays = scene.user(2), scene.user()
         larger = EngineResized(replace(READY, max_num_seqs=4), pid=8, has_started=True)
         await scene.engine.say(larger)
         down = replace(DOWN, lost=(*moved.ids, SequenceId(99)))
@@ -203,19 +203,19 @@ async def test_a_replica_s_death_is_told_to_those_alone_that_it_had(folder: Path
         assert scene.host.ready == larger.ready
 
 
-async def test_an_engine_that_is_given_up_loses_all_tenants(folder: Path) -> None:
+async def test_an_engine_that_is_given_up_loses_all_users(folder: Path) -> None:
     async with up(folder) as scene:
-        tenants = scene.tenant(), scene.tenant()
+        users = scene.user(), scene.user()
         await scene.engine.say(GIVEN_UP)
-        lost = [error.code for it in tenants for error in it.lost]
+        lost = [error.code for it in users for error in it.lost]
         assert lost == ["engine_failed"] * 2 and scene.host.engine.state == "dead"
-        assert all(isinstance(error, RequestError) for it in tenants for error in it.lost)
+        assert all(isinstance(error, RequestError) for it in users for error in it.lost)
         assert scene.life.done()
 
 
-async def test_a_place_in_the_queue_is_told_once_to_each_tenant(folder: Path) -> None:
+async def test_a_place_in_the_queue_is_told_once_to_each_user(folder: Path) -> None:
     async with up(folder) as scene:
-        one, other = scene.tenant(2), scene.tenant()
+        one, other = scene.user(2), scene.user()
         (a, b), (c,) = one.ids, other.ids
         queue = (a, SequenceId(99), b, c)
         await scene.engine.say(replace(STATUS, queue=queue, num_waiting=4))

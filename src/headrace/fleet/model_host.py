@@ -82,8 +82,8 @@ class ModelHost:
         # A model that was read before the server started is the only model, so reports need no
         # name.
         self.loading = LoadProgressWatch("" if known else self.name)
-        self.tenants = EngineUsers(self.loading)
-        self.engine = EngineLife(self.tenants, self.loading, metrics.engine)
+        self.users = EngineUsers(self.loading)
+        self.engine = EngineLife(self.users, self.loading, metrics.engine)
         self._start = start
         # Set while a thread reads the model. The future gets the result of the thread.
         self._reading: asyncio.Future[ServedModel] | None = None

@@ -42,7 +42,7 @@ class AdapterService:
                 adapter = await in_thread(
                     lambda: name_adapter(name, Path(path), architecture, host.name)
                 )
-                await host.tenants.read_adapter(adapter)
+                await host.users.read_adapter(adapter)
             except ModelError as error:
                 raise RequestError("invalid_value", str(error), "lora_path") from error
             host.add_adapter(adapter)
@@ -61,7 +61,7 @@ class AdapterService:
             await asyncio.gather(*users)
         others = host.known.adapters.values() if host.known else ()
         if all(it.fingerprint != adapter.fingerprint for it in others):
-            host.tenants.drop_adapter(adapter)
+            host.users.drop_adapter(adapter)
 
     def _users(self, adapter: Adapter) -> list[asyncio.Task[bool]]:
         """Return one task per unfinished stream of the adapter; the task ends when the stream

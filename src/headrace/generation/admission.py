@@ -346,7 +346,7 @@ class Queues:
         )
 
     def _open(self, host: ModelHost, is_background: bool) -> Admission:
-        config, limits, eta = self._config, self.limits, host.tenants.eta
+        config, limits, eta = self._config, self.limits, host.users.eta
         queues = Admission(config, limits, eta), Admission(config, limits, eta)
         self._by_host[host] = queues
         return queues[is_background]

@@ -129,7 +129,7 @@ class Generation:
 
     def streams_of(self, host: ModelHost) -> list[LiveStream]:
         """Return the streams that this host computes, in order of arrival."""
-        return [tenant for tenant in host.tenants if isinstance(tenant, LiveStream)]
+        return [user for user in host.users if isinstance(user, LiveStream)]
 
     async def _reread_models(self) -> None:
         await self.desired.reread()

@@ -24,11 +24,11 @@ class Submission:
     `parts` maps each sequence id to the index of a choice (for text) or of an input (for vectors).
     """
 
-    def __init__(self, tenant: EngineUser) -> None:
+    def __init__(self, user: EngineUser) -> None:
         self.parts: dict[SequenceId, int] = {}
         # None until an engine was ready for the first time.
         self.engine: EngineUsers | None = None
-        self._tenant = tenant
+        self._user = user
 
     def move_to(self, engine: EngineUsers) -> None:
         """Use this engine for later submissions."""
@@ -40,7 +40,7 @@ class Submission:
         The caller must submit the sequences.
         """
         assert self.engine is not None
-        new = {self.engine.open(self._tenant): part for part in parts}
+        new = {self.engine.open(self._user): part for part in parts}
         self.parts |= new
         return tuple(new)
 

@@ -102,11 +102,11 @@ class VectorMaker:
     async def _run(self, batch: VectorBatch, host: ModelHost) -> tuple[bytes, ...]:
         """Compute a batch on this host."""
         self.batches.add(batch)
-        host.tenants.add(batch)
+        host.users.add(batch)
         try:
             return await batch.run()
         finally:
-            host.tenants.remove(batch)
+            host.users.remove(batch)
             self.batches.remove(batch)
 
     def _enter(

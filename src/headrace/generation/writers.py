@@ -67,7 +67,7 @@ class Writers:
         stream = self._start(host, stored, builder, place, admitted, used)
         stream.end_within(self._config.queue_timeout_s, self._config.request_timeout_s)
         if used is not None:
-            host.tenants.add(stream)
+            host.users.add(stream)
         return stream
 
     def resume(
@@ -88,7 +88,7 @@ class Writers:
         if cut:
             stream.end_now(cut)
         self._fleet.hold(host)
-        host.tenants.add(stream)
+        host.users.add(stream)
         self._fleet.need(host)
 
     def let_go(
@@ -129,7 +129,7 @@ class Writers:
         Returns None if the stream was cut instead.
         """
         try:
-            with host.tenants.telling(stream):
+            with host.users.telling(stream):
                 entered = await self._fleet.enter(host)
         except RequestError as error:
             if self._queues.is_ending:
@@ -142,7 +142,7 @@ class Writers:
             message = "The model was replaced while the request waited; send the request again."
             stream.stop(RequestError("model_changed", message))
             return None
-        entered.tenants.add(stream)
+        entered.users.add(stream)
         return entered
 
     async def _write(self, host: ModelHost, stream: LiveStream, used: ModelHost | None) -> None:
@@ -175,7 +175,7 @@ class Writers:
             if entering is not None and not entering.cancel() and not entering.cancelled():
                 used = entering.result()
             if used is not None:
-                used.tenants.remove(stream)
+                used.users.remove(stream)
                 self._fleet.release(used)
 
     async def _run(self, host: ModelHost, stream: LiveStream) -> None:
