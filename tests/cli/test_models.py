@@ -5,7 +5,7 @@ import socket
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace.cli.models import models
+from headrace.cli.models import entries_of, models
 from headrace_common.errors import HeadraceError
 from tools.harness.servers import running_server
 
@@ -39,6 +39,12 @@ def test_a_server_that_is_not_there(address: str) -> None:
         port = closed.getsockname()[1]
     fault = fault_of("--url", address.format(port))
     assert fault.startswith(f"No server answers (127.0.0.1:{port}: ") and "--url" in fault
+
+
+def test_a_list_of_another_kind_of_server() -> None:
+    for body in (b'{"data": [{"id": "llama", "object": "model"}]}', b'{"data": [1]}', b"{}"):
+        with pytest.raises(HeadraceError, match="not in Headrace's format"):
+            entries_of(body)
 
 
 def test_an_address_that_is_none() -> None:

@@ -44,11 +44,10 @@ def models(context: click.Context, url: str | None, api_key: str | None, as_json
     if context.invoked_subcommand is not None:
         return
     body = ask(url, key_or_first(api_key))
-    entries = json.loads(body)["data"]
     if as_json:
         click.echo(body.decode())
-        return
-    print_table([_COLUMNS, *(_row(entry) for entry in entries)])
+    else:
+        print_table([_COLUMNS, *(_row(entry) for entry in entries_of(body))])
 
 
 @models.command("downloaded", short_help="List the downloaded models.")
@@ -172,13 +171,21 @@ def ask(url: str | None, key: str, path: str = "/models", model: str = "") -> by
     )
 
 
+def entries_of(body: bytes) -> list[dict[str, Any]]:
+    """Return the models in a server's list. Raises HeadraceError if the list is not Headrace's."""
+    entries: list[dict[str, Any]] = json.loads(body).get("data")
+    is_ours = isinstance(entries, list) and all(isinstance(it, dict) for it in entries)
+    if not is_ours or any("status" not in it for it in entries):
+        raise HeadraceError("The server's list of models is not in Headrace's format.")
+    return entries
+
+
 def is_served(model: str, key: str) -> bool:
     """Return whether the server at the default URL has a model of this name."""
     try:
-        entries = json.loads(ask(None, key))["data"]
+        return model in {entry["id"] for entry in entries_of(ask(None, key))}
     except HeadraceError:
         return False
-    return model in {entry["id"] for entry in entries}
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
@@ -209,7 +216,7 @@ def ps(url: str | None, api_key: str | None) -> None:
     \b
     headrace ps
     """
-    entries = json.loads(ask(url, key_or_first(api_key)))["data"]
+    entries = entries_of(ask(url, key_or_first(api_key)))
     rows = [_row(entry) for entry in entries if entry["status"]["value"] in _IN_MEMORY]
     if rows:
         print_table([_COLUMNS, *rows])
