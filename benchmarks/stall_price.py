@@ -2,9 +2,10 @@
 
     python -m benchmarks.stall_price MODEL [--pairs 7] [--loads burst-4 burst-16 cold warm]
 
-Both servers are loaded at the same time and measured in turn. The client shares their cores.
+Both servers stay running, and one is measured at a time. The client runs on the same cores.
 
-- burst-4 and burst-16: so many requests of 128 prompt tokens and 48 answer tokens come at once.
+- burst-4 and burst-16: 4 or 16 requests arrive at once, each with 128 prompt tokens and 48 answer
+  tokens.
 - cold: a prompt of 2,048 tokens arrives while four streams run.
 - warm: the same with a prompt of 7,780 tokens, of which 7,000 are cached.
 """
@@ -86,7 +87,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 async def measure(urls: dict[str, str], names: list[str], num_pairs: int) -> None:
-    """Measure each load `num_pairs` times on both servers, after one round that does not count."""
+    """Measure each load `num_pairs` times on both servers, after one warm-up round."""
     targets = {name: Target(url, "", "stall-price") for name, url in urls.items()}
     for target in targets.values():
         await target.learn_model()
@@ -106,7 +107,7 @@ async def measure(urls: dict[str, str], names: list[str], num_pairs: int) -> Non
         whole = [a.whole_s / b.whole_s for a, b in zip(default, off, strict=True)]
         first = [a.first_s / b.first_s for a, b in zip(default, off, strict=True)]
         print(
-            f"{name}: time {spread(whole)}, first token {spread(first)}; 99 % of gaps within "
+            f"{name}: time {spread(whole)}, first token {spread(first)}; p99 gap "
             f"{median(a.gap_s for a in default):.2f} s, off {median(b.gap_s for b in off):.2f} s",
             flush=True,
         )

@@ -1,8 +1,8 @@
 """Compare tokenization in parts with a single call: `fuzz_tokenizers.py N [SEED]`.
 
 The texts are divided among all kinds of tokenizers that the tests train. Each text is tokenized
-in windows of 200 and of 400 characters, and in pieces that end at special tokens. Prints each text
-for which the results differ, and exits with 1 if there is such a text.
+in windows of 200 and of 400 characters, and in pieces that are split before special tokens.
+Prints each text for which the results differ, and exits with 1 if there is such a text.
 """
 
 import sys

@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--positions", type=int, help="longest sequence, if not that of the shape")
+    parser.add_argument("--positions", type=int, help="maximum sequence length, if not the shape's")
     options = parser.parse_args()
     count = make_random_model(options.out, options.shape, options.seed, options.positions)
     print(f"{options.out}: {count / 1e6:.0f} million parameters")

@@ -42,7 +42,7 @@ class SegmentRead(msgspec.Struct, frozen=True):
 
 
 class SegmentsOnDisk(msgspec.Struct, frozen=True):
-    """The segments that were added to the folder on disk, or with `is_all`, all in the folder."""
+    """Segments that were added to the folder on disk, or all its segments if `is_all`."""
 
     segments: tuple[tuple[bytes, int, int], ...]  # name, first block and end of each segment
     is_all: bool = False

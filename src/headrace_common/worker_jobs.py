@@ -98,7 +98,7 @@ class Job(msgspec.Struct, Generic[R], frozen=True, tag=True, kw_only=True):
     If `dialect` is set, the dialect (an API's format) with this route executes the job.
     """
 
-    # The API key whose client the job serves; the pool sets it. Empty if the server has no keys.
+    # The id of the API key of the request, which the pool sets. Empty if the server has no keys.
     owner: str = ""
 
     # Whether the worker for images executes the job. Without such a worker, any worker does.
@@ -167,9 +167,10 @@ class FitResponse(Job[CheckedBody], frozen=True, tag=True):
 
 
 class FitImages(FitResponse, frozen=True, tag=True):
-    """Do the same for a chat with images; an image counts with all its tokens.
+    """Like FitResponse, for a chat with images, whose tokens count, too.
 
-    The packed bytes contain the images. The result has no tokens if images are left.
+    The packed bytes contain the images. If the shortened chat still has images, the result's
+    `ahead` is not set.
     """
 
     is_for_images: ClassVar[bool] = True
@@ -214,8 +215,7 @@ ShortenResponse = FitResponse | SummarizeResponse | PutSummary | WriteCompaction
 class EncodePrompts(Job[Encoded], frozen=True, tag=True):
     """Tokenize packed prompts. Stops after a prompt of more than `longest` tokens.
 
-    Only jobs with the same owner and `cache_salt` share the ids of earlier chats; with None, the
-    ids are not remembered.
+    Only jobs with the same owner and `cache_salt` share cached ids; None disables caching.
     """
 
     longest: int

@@ -1,4 +1,4 @@
-"""The matrix: its grid, its file, which a later run continues, and one real cell."""
+"""Tests `bench matrix`: the grid, resuming from a file, and one real measurement."""
 
 import json
 from pathlib import Path

@@ -81,7 +81,7 @@ def test_a_server_that_guesses_ahead_is_measured_though_its_median_gap_is_0(
 def test_a_server_that_sends_all_tokens_at_once_has_no_ratio() -> None:
     assert _speed(0.0, 0.5, None) == (
         "– per token (No time passed between the tokens of the streams); "
-        "a prompt without streams: 0.50 s"
+        "prompt on the idle server: 0.50 s"
     )
 
 

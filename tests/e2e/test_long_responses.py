@@ -212,7 +212,7 @@ def test_a_summary_that_is_cut_off_leaves_the_conversation_as_it_is(short_url: s
     refused = httpx.post(compact, json={"input": TALK, "temperature": 0}, timeout=60)
     message = refused.json()["error"]["message"]
     assert refused.status_code == 500
-    assert "unchanged. The summary was cut off after" in message
+    assert "unchanged. The summary was cut off at its limit" in message
     assert "continue without compaction" in message
 
 

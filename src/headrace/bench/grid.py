@@ -1,4 +1,4 @@
-"""The grid of `headrace bench matrix`: loads, and ways to compute prompts. Has no side effects."""
+"""The grid of `headrace bench matrix`: loads and chunking modes. Has no side effects."""
 
 import itertools
 
@@ -56,13 +56,13 @@ CHUNKING = {
 }
 """Flags of the servers: whole prompts, a fixed number of tokens per step, or the stall target."""
 
-# Without guesses, each token of a stream arrives alone, so every gap is the time of a step.
+# Without speculative decoding, each token of a stream arrives alone, so every gap is one step.
 _ALL = ("--guess", "off", "--prefix-cache-dir", "none")
-# The streams' tokens in a step that computes a whole prompt.
+# Room for the streams' decode tokens in a step that computes a whole prompt.
 _NUM_DECODING = 1024
 
 
 def server_flags(chunking: str, grid: Grid) -> tuple[str, ...]:
-    """Return the flags of a server that computes prompts in this way."""
+    """Return the flags of a server with this chunking mode."""
     whole = (str(max(grid.lengths) + _NUM_DECODING),) if chunking == "off" else ()
     return (*_ALL, *CHUNKING[chunking], *whole)

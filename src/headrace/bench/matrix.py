@@ -1,4 +1,4 @@
-"""The matrix benchmark: measures every load of a grid with every way to compute prompts."""
+"""The matrix benchmark: measures every load of a grid in every chunking mode."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from headrace.bench.trace import State, Trace
 _STREAM_TOKENS = 128
 _LEAD_S = 0.5
 _PATIENCE_S = 300.0
-# Positions per block. A cached beginning consists of full blocks.
+# Positions per block. A cached prefix consists of whole blocks.
 _BLOCK = 32
 _NUM_WARM_UP = 2
 
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 class MeasuredServer:
-    """A server that computes prompts in one way."""
+    """A server with one chunking mode."""
 
     def __init__(self, chunking: str, target: Target, trace: Trace, seed: int) -> None:
         self.chunking = chunking
@@ -41,7 +41,7 @@ class MeasuredServer:
         return self._trace.described()
 
     async def warm_up(self, load: MixedLoad) -> None:
-        """Let the server measure some of its steps, with prompts of their own."""
+        """Let the server calibrate its predictions of step times, with other prompts."""
         await self.measure(load, _NUM_WARM_UP, f"warm-up {self._seed}")
 
     async def measure(self, load: MixedLoad, num_prompts: int, seed: str = "") -> MatrixRow:
@@ -69,10 +69,10 @@ class MeasuredServer:
     async def _cell(
         self, load: MixedLoad, num: int, prompts: PromptSource
     ) -> tuple[Cell, State | None]:
-        """Return the times, and how the server computed one such prompt before the streams."""
+        """Return the cell, and the ingestion report of a prompt sent before the streams."""
         target, length = self.target, load.prompt_tokens
         if num_cached := int(load.cached_share * length) // _BLOCK * _BLOCK:
-            # One more token, because a prompt's last token is computed in any case.
+            # One more token, because a prompt's last token is always computed.
             await target.first_token(prompts.begin_with(num_cached) + prompts.fresh(1))
         plan = CellPlan(
             name=str(load),

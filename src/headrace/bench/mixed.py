@@ -68,9 +68,9 @@ class Mixed:
         return self._run, plan
 
     async def _calibrate(self, length: int) -> float:
-        """Measure a control, then a prompt alone, and return the prompt's seconds.
+        """Return the time to first token of a prompt on the idle server, in seconds.
 
-        First warm up the server with one prompt.
+        First warm up the server with one prompt, and measure a control run.
         """
         self._tell(f"{self._target.model}: warming up with a prompt of {length:,} tokens")
         await self._alone(length)
@@ -83,7 +83,7 @@ class Mixed:
         rate = control.figures["stream_tokens_per_s"]
         tpot_s = self._profile.num_streams / rate if rate else 0.0
         await self._trace.begin()
-        self._tell(f"a prompt of {length:,} tokens without streams, twice")
+        self._tell(f"timing a prompt of {length:,} tokens on the idle server (2 runs)")
         prompt_s = median([await self._alone(length), await self._alone(length)])
         ratio = figures.ratio(prompt_s, tpot_s)
         await self._trace.idle()
@@ -106,7 +106,7 @@ class Mixed:
 
     async def _control(self) -> Cell:
         streams, seconds = self._profile.num_streams, self._profile.control_s
-        self._tell(f"control: {streams} streams without other load for {seconds:g} s")
+        self._tell(f"control: {streams} streams, no prompts, {seconds:g} s")
         round = await self._round(None)
         rounds = (since(round.settled, round),)
         cell = Cell(plan=None, num_streams=self._profile.num_streams, rounds=rounds)
@@ -180,8 +180,8 @@ def _exclusive(prompt_steps: list[State], tpot_s: float) -> dict[str, float] | N
 
 def _speed(tpot_s: float, prompt_s: float, ratio: float | None) -> str:
     shown = f"{1000 * tpot_s:.1f} ms per token" if tpot_s else f"– per token ({_NO_TOKEN_TIME})"
-    as_long = "" if ratio is None else f" (as long as {ratio:.0f} tokens)"
-    return f"{shown}; a prompt without streams: {prompt_s:.2f} s{as_long}"
+    as_long = "" if ratio is None else f" (as long as {ratio:.0f} decode steps)"
+    return f"{shown}; prompt on the idle server: {prompt_s:.2f} s{as_long}"
 
 
 def _line(cell: Cell) -> str:

@@ -19,7 +19,7 @@ _RANKS = ("p50", "p99")
 
 
 def draw(runs: list[ServerRun], folder: Path) -> list[Path]:
-    """Draw gaps over time, and the longest gap over the time to first token. Return the paths."""
+    """Plot gaps against time, and longest gaps against times to first token. Return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     by_name: defaultdict[str, list[tuple[ServerRun, Cell]]] = defaultdict(list)
     for run in runs:
@@ -80,7 +80,7 @@ def _draw_worst(by_name: dict[str, list[tuple[ServerRun, Cell]]], folder: Path) 
 
 
 def draw_matrix(rows: list[MatrixRow], folder: Path) -> list[Path]:
-    """Draw one plot for each percentile: time between tokens over time to first token."""
+    """Draw a plot per percentile: inter-token latency against time to first token."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name in _RANKS:
@@ -125,7 +125,7 @@ def _draw_percentile(rows: list[MatrixRow], name: str, folder: Path) -> Path:
 
 
 def _add_legend(figure: Figure) -> None:
-    """Name each kind of dot once."""
+    """Add a legend with one entry per series."""
     kinds: dict[str, Any] = {}
     for axes in figure.axes:
         dots, labels = axes.get_legend_handles_labels()

@@ -55,7 +55,7 @@ def aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def write(path: Path, shown: dict[str, Any]) -> None:
-    """Write the file as a whole, so that an interrupted run does not spoil the last one."""
+    """Replace the file atomically, so that an interrupted run keeps the previous results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(shown, indent=None, separators=(",", ":")) + "\n")
@@ -119,7 +119,7 @@ def _core_times() -> tuple[int, int] | None:
     lines = _lines("/proc/stat")
     if not lines:
         return None
-    # user, nice, system, idle, waiting for disks, interrupts, soft interrupts, other machines
+    # user, nice, system, idle, iowait, irq, softirq, steal (proc(5))
     times = [int(value) for value in lines[0].split()[1:9]]
     return times[3] + times[4], sum(times)
 

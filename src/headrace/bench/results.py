@@ -1,4 +1,4 @@
-"""The result file of `headrace bench matrix`, which a later run continues."""
+"""The result file of `headrace bench matrix`. Later runs resume from it."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ _SHOWN = ("p50", "p99")
 
 
 class MatrixRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one cell: one load, and one way to compute prompts."""
+    """The figures of one cell: one load, and one chunking mode."""
 
     chunking: str
     load: MixedLoad
@@ -24,9 +24,10 @@ class MatrixRow(msgspec.Struct, frozen=True, kw_only=True):
     # Time between two tokens of a stream, from the first prompt to the last prompt's first token.
     itl_ms: dict[str, float] = {}
     ttft_ms: dict[str, float] = {}
-    # The part of `itl_ms` during which a prompt was unanswered.
+    # The gaps in `itl_ms` during which at least one prompt was waiting for its first token.
     stall_ms: dict[str, float] = {}
-    # How the server computed such a prompt without streams; None if the server does not say.
+    # The server's ingestion report for a prompt that was sent before the streams; None if there
+    # is none.
     ingestion: dict[str, Any] | None = None
     evidence: Evidence | None = None
     # Fraction of all cores that other programs used in the second before the cell.
@@ -50,7 +51,7 @@ class MatrixResults(msgspec.Struct, kw_only=True):
     benchmark: str = "matrix"
     conditions: Conditions
     commands: list[str] = []
-    # By way to compute prompts: the server's description of itself.
+    # Each chunking mode's server, as the server describes itself.
     servers: dict[str, dict[str, Any]] = {}
     rows: list[MatrixRow] = []
 
@@ -67,7 +68,7 @@ class MatrixResults(msgspec.Struct, kw_only=True):
 
 
 def open_results(file: Path | None, conditions: Conditions, command: str) -> MatrixResults:
-    """Return the results in `file`, to continue them; without a file, return empty results.
+    """Load the results in `file`, so that the run can resume; without a file, return empty results.
 
     Raise ConfigError if the file's cells cannot be compared with new ones.
     """

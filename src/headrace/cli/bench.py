@@ -55,7 +55,7 @@ def _with_outputs(about_file: str) -> Callable[[Callable[..., None]], Callable[.
             type=int,
             default=0,
             show_default=True,
-            help="Number from which prompts are drawn",
+            help="Random seed of the prompts",
         ),
         click.option(
             "--api-key",
@@ -136,16 +136,16 @@ def mixed(urls: tuple[str, ...], file: Path | None, folder: Path | None, **given
         draw(runs, folder)
 
 
-@bench.command(short_help="Measure what chunked prefill costs and gains.")
+@bench.command(short_help="Measure how chunked prefill affects latency.")
 @click.argument("model", required=False)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
-@click.option("--url", metavar="URL", help="Measure this running server and start none")
+@click.option("--url", metavar="URL", help="Measure the server at this URL instead of starting one")
 @click.option(
     "--chunking",
     type=Several(_CHUNKING),
     metavar="NAMES",
     help="off: each prompt in one step; tokens: 512 tokens per step; time: the default stall "
-    "target  [default: off,tokens,time]. With --url, the name of the server's own setting",
+    "target  [default: off,tokens,time]. With --url, the mode of this server",
 )
 @click.option(
     "--grid",
@@ -175,14 +175,14 @@ def mixed(urls: tuple[str, ...], file: Path | None, folder: Path | None, **given
     "--prompts", "num_prompts", type=click.IntRange(1, 10_000), metavar="N",
     help="Prompts per cell",
 )  # fmt: skip
-@_with_outputs("Write each finished cell to this file. An existing file is continued")
+@_with_outputs("Save each cell to this file as it finishes. If the file exists, resume from it")
 def matrix(
     model: str | None, flags: tuple[str, ...], url: str | None, file: Path | None, **given: Any
 ) -> None:
-    """Measure what chunked prefill costs and gains: the time between tokens of running streams,
-    and the time to the first token of long prompts that arrive meanwhile.
+    """Measure how chunked prefill affects latency: the time between tokens of running streams, and
+    the time to first token of long prompts that arrive meanwhile.
 
-    MODEL is served once for each way of chunking, with FLAGS.
+    Starts one server per chunking mode for MODEL, each with FLAGS.
 
     \b
     headrace bench matrix MODEL --json matrix.json --plot plots -- --threads 2
@@ -227,7 +227,7 @@ def _measure_missing(
     api_key: str,
     url: str | None,
 ) -> None:
-    """Measure the missing cells, on servers that end afterwards or on the server at `url`."""
+    """Measure the cells that are missing, on the server at `url` or on temporary servers."""
     from headrace.bench.grid import server_flags
     from headrace.bench.matrix import measure
     from headrace.client.http import to_address
@@ -250,7 +250,7 @@ def _measure_missing(
 
 @contextlib.contextmanager
 def _errors_explained() -> Iterator[None]:
-    """Turn errors of servers into errors with a remedy."""
+    """Convert errors of servers and connections into errors that say what to do."""
     import httpx
 
     from headrace.bench.target import ServerSaid

@@ -63,7 +63,7 @@ def answer(body: dict[str, Any], ignored: tuple[str, ...] = ()) -> Response:
 
 
 def live_start(headers: Mapping[str, str]) -> Message:
-    """Return the start of an answer that is sent piece by piece and that no proxy may hold back."""
+    """Return the start of a streamed answer, which no proxy may cache or buffer."""
     all_headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in all_headers.items()]
     return {"type": "http.response.start", "status": 200, "headers": raw}

@@ -233,7 +233,7 @@ class Registry:
             return
         if found is not None:
             await self.stop(found)
-            # Streams in memory are deleted even while the disk does not answer.
+            # Streams in memory are deleted even if the disk is stalled.
             store = self.store if found.record.names.is_opted_in else self._kept
             await store.forget(found.record.id)
 

@@ -56,8 +56,8 @@ class LongResponses:
     async def shorten(self, checked: CheckedBody, host: ModelHost, owner: str) -> CheckedBody:
         """Return the request, with a conversation that is compacted or truncated if necessary.
 
-        A summary that fails changes nothing. Raise RequestError if the client asked for nothing
-        else, or if the conversation is then too long.
+        If the summary fails, the conversation stays as it is. Raise RequestError only if the client
+        asked for nothing but the summary, or if the conversation exceeds the context.
         """
         if checked.fields.get("is_compaction"):
             checked = await self._put(await self.summarize(checked, host, owner), checked)
@@ -178,7 +178,7 @@ def has_images(checked: CheckedBody) -> bool:
 
 
 def _num_ahead(checked: CheckedBody) -> int:
-    """Return the number of the prompt's tokens, which were computed in advance."""
+    """Return the length of the prompt, whose tokens were computed in advance."""
     assert checked.ahead is not None
     return sum(map(len, checked.ahead.encoded.prompts)) // 4
 
@@ -199,7 +199,7 @@ async def _summary_of(stream: Found) -> Summary:
     whole = response.whole()
     if whole["status"] == "incomplete":
         num_tokens = whole["usage"]["output_tokens"]
-        message = f"The summary was cut off after {num_tokens} tokens, its limit."
+        message = f"The summary was cut off at its limit of {num_tokens} tokens."
         raise RequestError("internal_error", message)
     messages = (item for item in whole["output"] if item["type"] == "message")
     text = "".join(part["text"] for item in messages for part in item["content"]).strip()

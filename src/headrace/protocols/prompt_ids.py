@@ -40,7 +40,7 @@ def ids_of(
     """Tokenize a prompt. Stop early once more than `longest` tokens are found.
 
     `rendering` bounds the time of a chat template. With a salt, the ids of a chat's pieces are
-    remembered for later chats with this salt.
+    cached for chats with the same salt.
     """
     match prompt:
         case Ids(token_ids):

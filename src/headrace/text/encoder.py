@@ -65,7 +65,7 @@ class Encoder:
         """Start an encoding.
 
         The caller must call `advance` until False is returned, and then read `token_ids`. With a
-        salt, the ids of a text's pieces are remembered for later texts with this salt.
+        salt, the ids of the text's pieces are cached for texts with the same salt.
         """
         if add_special_tokens:
             return self._begin(text, limit, True)

@@ -1,8 +1,9 @@
-"""Encodes a long text in pieces, and remembers the ids of pieces that were encoded before.
+"""Tokenizes a long text in pieces, and caches the ids of the pieces.
 
-A tokenizer first splits a text at its added tokens, such as <|im_start|>, and works on each part
-alone. So a cut in front of such a token does not change the ids. Chat templates write these tokens
-between messages. An agent sends the same conversation again and again, so most pieces are known.
+A tokenizer first splits a text at its added tokens, such as <|im_start|>, and processes each part
+independently. So splitting before such a token does not change the ids. Chat templates write these
+tokens between messages. An agent sends the same conversation again and again, so most of its
+pieces are in the cache.
 """
 
 import hashlib
@@ -18,11 +19,11 @@ import msgspec
 # The form of special tokens: <|im_start|>, </s>, [INST].
 _MARK = re.compile(r"<[^<>]{1,62}>|\[[^\[\]]{1,62}\]")
 _MAX_IDS = 1 << 19
-# The size of an empty entry, expressed in ids.
+# The fixed cost of a cache entry, counted in ids.
 _ENTRY = 64
 
 Salt = tuple[str, str]
-"""The key and the `cache_salt` of a request. Only requests with equal salts share known ids."""
+"""The key and the `cache_salt` of a request. Only requests with equal salts share cached ids."""
 
 
 class AddedToken(msgspec.Struct):
@@ -45,13 +46,15 @@ class Encoding(Protocol):
 
 
 def cut_marks(added: Collection[AddedToken]) -> frozenset[str]:
-    """Return the tokens in front of which a cut never changes the ids."""
-    # The library finds such a token in every text that contains the token's characters. A cut must
-    # not hide or show any token. A normalized token is not found in the text as it is. If a token
-    # contains the first character in a later place, that token can reach over the cut.
-    # If a token absorbs the spaces in front of itself, the left part loses them. If a token
-    # matches only whole words, the characters next to it count. A first character of < or [ is
-    # neither white space nor part of a word, so the token in front of the cut is found as before.
+    """Return the tokens before which a text can be split without changing its ids."""
+    # A split must neither create nor destroy a match of an added token. So these are excluded:
+    # - normalized tokens, because they are not matched against the raw text;
+    # - tokens whose first character occurs inside some added token, because that token could span
+    #   the split;
+    # - tokens with the first character of a token that consumes the spaces before it (lstrip) or
+    #   that depends on the characters around it (single_word).
+    # All others start with < or [, which are neither white space nor part of a word. So a token
+    # that ends at the split is still matched.
     unfit = {character for token in added for character in token.content[1:]}
     unfit |= {it.content[:1] for it in added if it.lstrip or it.single_word}
     normalized = {it.content for it in added if it.normalized}
@@ -60,9 +63,9 @@ def cut_marks(added: Collection[AddedToken]) -> frozenset[str]:
 
 
 def cuts(text: str, marks: Collection[str], piece: int) -> Iterator[int]:
-    """Yield the places of cuts, each at least `piece` characters behind the one before.
+    """Yield the offsets of splits, at least `piece` characters apart.
 
-    Texts with the same beginning have the same cuts there.
+    Texts with a common prefix are split identically within it.
     """
     start = 0
     for found in _MARK.finditer(text):
@@ -72,7 +75,7 @@ def cuts(text: str, marks: Collection[str], piece: int) -> Iterator[int]:
 
 
 class KnownIds:
-    """The ids of pieces by their content, without the content; drops the oldest. Thread-safe."""
+    """An LRU cache of token ids, keyed by the hash of a piece's text. Thread-safe."""
 
     def __init__(self, max_ids: int = _MAX_IDS) -> None:
         self._max_ids = max_ids

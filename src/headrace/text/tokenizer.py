@@ -69,7 +69,7 @@ class Tokenizer:
         special = (it.content for it in added.values() if it.special or it.content in named)
         self.special_texts = tuple(text for text in special if len(text) > 1)
         self._anchor = self._inner.token_to_id("a")
-        # A text can be cut in front of these tokens without a change of its ids.
+        # Splitting a text before one of these tokens does not change its ids.
         self.cut_marks = cut_marks(listed)
         self.infill_marks = infill_marks(self.token_id)
 

@@ -283,7 +283,7 @@ def max_tokens(fields: dict[str, Any]) -> int | None:
 
 
 def cache_salt(fields: dict[str, Any]) -> str | None:
-    """Return the salt of what is remembered of the prompt; None if nothing may be remembered."""
+    """Return the request's cache salt; None if the client sent `cache_prompt: false`."""
     salt: str = fields.get("cache_salt", "")
     return salt if fields.get("cache_prompt", True) else None
 

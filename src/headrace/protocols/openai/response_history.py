@@ -13,7 +13,7 @@ COMPACTION = "compaction"
 """The type of an item that contains a summary of the conversation before it."""
 
 TRIGGER = "compaction_trigger"
-"""The type of a last item that asks for a summary of the conversation instead of an answer."""
+"""The type of a trailing item that requests a summary of the conversation instead of an answer."""
 
 _HEAD = "Summary of the conversation so far:\n"
 # The user's messages before a summary are kept up to this number of bytes.

@@ -100,7 +100,7 @@ def messages_of(
     """Return the items as messages for a chat template. Each image has its path in the request.
 
     The first `num_past` items belong to earlier responses; their path is `previous_response_id`.
-    `places` has the number of each item, if items before it were dropped.
+    `places` gives each item's original index if items were dropped.
     """
     transcript = Transcript()
     for index in visible(items):

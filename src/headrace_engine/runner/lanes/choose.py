@@ -134,11 +134,11 @@ def _source_objection(spec: ModelSpec) -> str | None:
         return f"{spec.architecture} is not an encoder-decoder model that transformers knows."
     if "audio_config" in spec.config or "vision_config" in spec.config:
         return f"{spec.architecture} processes more than text."
-    # Switch Transformers and NLLB-MoE: an answer could depend on how steps divide the tokens.
+    # Switch Transformers and NLLB-MoE: an answer would depend on how tokens are batched into steps.
     if "expert_capacity" in spec.config:
         return (
-            f"the experts of {spec.architecture} may skip tokens beyond a capacity per forward "
-            "pass, which Headrace does not support; use a model without experts, such as FLAN-T5."
+            f"{spec.architecture} limits how many tokens each expert computes in a forward pass, "
+            "which Headrace does not support; use a model without experts, such as FLAN-T5."
         )
     return None
 
