@@ -10,6 +10,7 @@ from headrace_common.worker_jobs import (
     Encoded,
     EncodePairs,
     EncodePrompts,
+    FitImages,
     Job,
     ListInput,
     PutImages,
@@ -25,8 +26,12 @@ from headrace_common.worker_jobs import (
 
 
 def test_the_union_has_every_job_and_each_says_what_it_gives() -> None:
-    assert set(get_args(AnyJob)) == set(Job.__subclasses__())
-    assert all(get_args(job.__orig_bases__[0]) for job in get_args(AnyJob))
+    direct = Job.__subclasses__()
+    assert set(get_args(AnyJob)) == {
+        *direct,
+        *(sub for job in direct for sub in job.__subclasses__()),
+    }
+    assert all(get_args(job.__orig_bases__[0]) for job in direct)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_bytes_are_not_packed_again() -> None:
 
 
 def test_only_images_go_to_the_worker_that_is_for_them() -> None:
-    assert [job for job in get_args(AnyJob) if job.is_for_images] == [SeeImages]
+    assert [job for job in get_args(AnyJob) if job.is_for_images] == [FitImages, SeeImages]
 
 
 def test_a_refusal_says_the_same_on_the_other_side() -> None:

@@ -1,6 +1,7 @@
 """Greedy texts of a trained model: transformers' own, and the same however they were computed."""
 
 from array import array
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import httpx
 import pytest
 import torch
 
+from headrace.text.encoder import Encoder
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer_probes import hard_texts
 from headrace_common.checkpoints.find import find_model
 from headrace_common.config.settings import ModelConfig, SchedulerConfig
 from headrace_common.ids import SequenceId, StreamId
@@ -18,6 +21,7 @@ from headrace_engine.load import load
 from headrace_engine.runner.runner import Runner
 from tests.drive import Drive, assert_greedy, generate, tiny_runner
 from tests.equality.test_pressure import RealEngine
+from tests.text.test_known_pieces import SMALL, encoded
 from tests.trained.conftest import ROOT, TEXT
 from tools.harness.servers import running_server
 from tools.harness.sse import data_of
@@ -132,3 +136,12 @@ def test_a_killed_engine_changes_no_word(smollm2_file: Path) -> None:
                 if len(texts) == 20:
                     server.kill_engine()
     assert was_told and "".join(texts) == whole
+
+
+def test_texts_with_special_tokens_keep_their_ids_in_pieces(smollm2_file: Path) -> None:
+    tokenizer = Tokenizer.load(find_model(str(smollm2_file)))
+    encoder = Encoder(tokenizer, SMALL)
+    assert "<|im_start|>" in tokenizer.cut_marks
+    for text in islice(hard_texts(9, sorted(tokenizer.cut_marks)), 200):
+        for _ in ("new", "known"):
+            assert encoded(encoder, text) == list(tokenizer.encode(text, False)), repr(text)
