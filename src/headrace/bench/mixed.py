@@ -180,7 +180,7 @@ def _exclusive(prompt_steps: list[State], tpot_s: float) -> dict[str, float] | N
 
 def _speed(tpot_s: float, prompt_s: float, ratio: float | None) -> str:
     shown = f"{1000 * tpot_s:.1f} ms per token" if tpot_s else f"– per token ({_NO_TOKEN_TIME})"
-    as_long = "" if ratio is None else f" (as long as {ratio:.0f} decode steps)"
+    as_long = "" if ratio is None else f" (as long as {ratio:.0f} decoded tokens)"
     return f"{shown}; prompt on the idle server: {prompt_s:.2f} s{as_long}"
 
 

@@ -62,7 +62,7 @@ class Cell(msgspec.Struct, kw_only=True):
     plan: CellPlan | None
     num_streams: int
     rounds: tuple[Round, ...]
-    # Seconds for the same prompt without streams, before and after the cell.
+    # Seconds for the same prompt on the idle server, before and after the cell.
     prompt_s: tuple[float, ...] = ()
     evidence: Evidence | None = None
     # Reasons why the cell is not valid; empty for a valid cell.
