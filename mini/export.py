@@ -76,7 +76,7 @@ def export(shape: Shape, weights: dict[str, Tensor], tokenizer: Tokenizer, out: 
     _write(out / "config.json", config(shape, tokenizer))
     _write(
         out / "generation_config.json",
-        {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad},
+        {"do_sample": False, "temperature": 0, "eos_token_id": [end, pad], "pad_token_id": pad},
     )
     _write(
         out / "tokenizer_config.json",
