@@ -53,10 +53,10 @@ export class MessageView {
       (message.role === "tool" || this.text.update(message.text, deadline, message.live)) &&
       this.showCalls(deadline);
     this.showStatus(follower);
+    this.node.setAttribute("aria-busy", String(Boolean(message.live) || !isShown));
     const state = `${message.live ? "live" : "done"} ${message.role === "assistant" ? others(message.model ?? message.wanted) : ""}`;
     if (this.state !== state) {
       this.state = state;
-      this.node.setAttribute("aria-busy", String(Boolean(message.live)));
       this.foot.replaceChildren(...this.buttons());
       if (!message.live && message.calls.length && !this.answering.firstChild && this.acts.isLeaf(message)) this.askForResults(message, []);
       if (!message.live && !this.form && isBeingEdited(message)) this.edit();
