@@ -19,7 +19,8 @@ LAST_WORDS = "Done: add returns the sum."
 _READERS = ("Read", "read", "read_file")
 _EDITORS = ("Edit", "edit")
 _SHELLS = ("exec_command", "shell_command", "shell")
-_TOOLS = re.compile(r"<tools>\n(.*?)</tools>", re.DOTALL)
+# pi's own system message has a part of this name, too, which is not JSON.
+_TOOLS = re.compile(r"<tools>\n(\{.*?)</tools>", re.DOTALL)
 _PATH = re.compile(rf"/[\w./-]+/{re.escape(FILE)}")
 
 

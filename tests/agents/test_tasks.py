@@ -1,8 +1,10 @@
 """Coding agents repair a file, with a model that answers by script, over kills and a cut."""
 
+import json
 import os
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +41,20 @@ def _aider_settings(url: str, home: Path) -> dict[str, str]:
     return off | {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "unused"}
 
 
+def _pi_settings(url: str, home: Path) -> dict[str, str]:
+    """`headrace launch` tells pi where the server is; pi needs a newer Node.js than Debian's."""
+    folder = home / "pi"
+    folder.mkdir()
+    # 3 retries, the default, may be over before a server has started again.
+    (folder / "settings.json").write_text(json.dumps({"retry": {"maxRetries": 5}}))
+    modules = ROOT / "build" / "pi" / "node_modules"
+    (node,) = modules.glob("node-linux-*/bin")
+    path = os.pathsep.join(map(str, (modules / ".bin", node, os.environ["PATH"])))
+    return {"PI_CODING_AGENT_DIR": str(folder), "PATH": path, "HEADRACE_URL": url}
+
+
 AIDER = str(ROOT / "build" / "aider-venv" / "bin" / "aider")
+HEADRACE = str(Path(sys.executable).parent / "headrace")
 BIN = str(BUILD / "node_modules" / ".bin") + "/"
 CLAUDE = ("--model", MODEL, "--permission-mode", "acceptEdits")
 CODEX = ("exec", "-s", "danger-full-access", "-m", MODEL)
@@ -52,6 +67,7 @@ TERMINAL_AGENTS = (
     TerminalAgent(
         "opencode", lambda task: [BIN + "opencode", "run", "--pure", task], AGENTS[2].settings
     ),
+    TerminalAgent("pi", lambda task: [HEADRACE, "launch", "pi", "--", "-p", task], _pi_settings),
     TerminalAgent("aider", lambda task: [AIDER, *OPEN_AIDER, task], _aider_settings),
 )
 
