@@ -1,4 +1,4 @@
-"""Thousands of schedules with faults, each checked after every call; `make simulate` runs more."""
+"""A thousand schedules with faults, each checked after every call; `make simulate` runs more."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 from stress.simulator.campaign import campaign
 from stress.simulator.simulation import run_seed
 
-NUM_SCHEDULES = 2000
+NUM_SCHEDULES = 1000
 
 
 @pytest.mark.timeout(900)

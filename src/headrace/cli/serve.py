@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -103,7 +104,10 @@ def serve(config: ServerConfig, lines: LoadLines, chooses: bool = False) -> int:
             with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
                 model = read_checked(pinned, fetch_apart(pinned, room))
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            return runner.run(_run(config, model, listener, tls, lines, traces))
+            code = runner.run(_run(config, model, listener, tls, lines, traces))
+        # Without this call, the interpreter would search all modules for garbage before it exits.
+        gc.freeze()
+        return code
 
 
 async def _run(

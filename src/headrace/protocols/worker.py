@@ -371,6 +371,9 @@ def main() -> None:
     # The server may exit while a job runs.
     with contextlib.suppress(ConnectionError):
         _work(socket.socket(fileno=int(sys.argv[1])), is_for_images=IMAGES in sys.argv[2:])
+    # The interpreter would spend a while on freeing the modules.
+    logging.shutdown()
+    os._exit(0)
 
 
 def _work(connection: socket.socket, is_for_images: bool) -> None:
