@@ -70,3 +70,34 @@ def test_prompts_take_as_long_as_where_the_costs_are_known(target_s):
         known = seconds_to_first_token(Knowing(), seed, target_s)
         ratios.append(sum(found) / sum(known))
     assert min(ratios) > 0.7 and max(ratios) < 1.5
+
+
+def mean_step_s(seed: int, slowness: float) -> float:
+    """The mean seconds of the steps of a prompt alone, which may take one second each.
+
+    The machine has become slower since the start.
+    """
+    budget, machine = TimeBudget(make_limits(max_stall_s=0.2, max_step_s=1.0)), Machine(seed)
+
+    def step(chunk: tuple[int, int], times: float) -> float:
+        shape = shape_of([], [chunk])
+        seconds = times * machine.seconds(shape)
+        budget.learn_step(shape, StepTimes(seconds, (), seconds), is_awaited=False, cause="")
+        return seconds
+
+    for chunk in [(0, 4), (0, 16), (0, 64), (64, 8)] * 4:
+        step(chunk, 1.0)
+    seconds, done = [], 0
+    while done < PROMPT:
+        room = budget.open(shape_of([], []), is_awaited=False)
+        length = room.largest_chunk(done, PROMPT - done, is_first=True)
+        seconds.append(step((done, length), slowness))
+        done += length
+    return sum(seconds) / len(seconds)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 2.3, 4.0])
+def test_steps_of_a_prompt_alone_are_nearly_as_long_as_they_may_be(slowness):
+    means = [mean_step_s(seed, slowness) for seed in range(8)]
+    print(slowness, sorted(means))
+    assert min(means) > 0.5 and max(means) < 1.3
