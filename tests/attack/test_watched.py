@@ -30,6 +30,7 @@ def target(folder: Path, found: list[str]) -> Target:
         ("is deaf", "SIGTERM took"),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_fault_that_is_planted_in_a_server_is_found(
     tmp_path: Path, fault: str, words: str

@@ -113,6 +113,26 @@ def test_a_private_server_ends_with_the_agent_which_gets_the_signals(
         httpx.get(health)
 
 
+RUN_WITH_THREAD = """
+import os, signal, threading, time
+from headrace.cli.launch import _run
+
+def receive():
+    time.sleep(1)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    time.sleep(60)
+
+threading.Thread(target=receive, daemon=True).start()
+agent = ["sh", "-c", "trap 'exit 9' TERM; while :; do sleep 0.1; done"]
+raise SystemExit(_run(agent, os.environ))
+"""
+
+
+def test_a_signal_that_another_thread_receives_reaches_the_agent() -> None:
+    """On a busy machine, the second of two signals may go to any thread."""
+    assert subprocess.run([sys.executable, "-c", RUN_WITH_THREAD], timeout=30).returncode == 9
+
+
 def test_without_an_agent_each_is_listed_and_a_missing_one_names_its_package(
     tmp_path: Path,
 ) -> None:

@@ -214,6 +214,7 @@ def test_figures_tell_adapters_apart(server: ServerProcess) -> None:
     assert 'headrace_adapter_requests_total{adapter="law",outcome="finished"}' in text
 
 
+@pytest.mark.slow
 def test_no_answer_is_lost_or_changed_over_kills_while_adapters_come_and_go(
     server: ServerProcess, folders: dict[str, Path]
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from tests.e2e.batch_lines import answers_alone, chat_line, in_lines, results
 from tools.harness.eventually import eventually
@@ -40,6 +41,7 @@ class KilledServer:
         self.client = openai.OpenAI(base_url=f"{self.running.url}/v1", api_key="-")
 
 
+@pytest.mark.slow
 def test_each_line_is_answered_once_over_kills_and_as_if_it_were_asked_alone(
     tmp_path: Path,
 ) -> None:

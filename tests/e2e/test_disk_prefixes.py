@@ -119,6 +119,7 @@ def full_disk_of_engine(server: ServerProcess) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_two_servers_share_a_folder_while_one_of_them_evicts(model: str, tmp_path: Path) -> None:
     """Both write and read the same prompts; the one with little room removes what both wrote."""
     few = ("--prefix-cache-disk-bytes", str(6 << 20))  # four prompts of twelve

@@ -151,6 +151,7 @@ def sleep_through(seconds: float, *flags: str) -> None:
         assert steps and all(step["elapsed_ms"] < 1000 * seconds for step in steps)
 
 
+@pytest.mark.slow
 def test_a_stop_longer_than_the_limits_costs_nobody_anything() -> None:
     sleep_through(12, "--queue-timeout-s", "8", "--headers-timeout-s", "4", "--body-timeout-s", "4")
 

@@ -238,7 +238,11 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
         raise HeadraceError(f"{command[0]} cannot be run: {error.strerror}.") from None
     for signal_number in early:
         agents[0].send_signal(signal_number)
-    code = agents[0].wait()
+    code = None
+    while code is None:
+        # If another thread receives a signal, the handlers above run only once this wait ends.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = agents[0].wait(0.5)
     return 128 - code if code < 0 else code
 
 
