@@ -78,8 +78,13 @@ class Engine:
     """An engine in this process, and requests for it."""
 
     def __init__(self, folder: Path) -> None:
-        prefixes = PrefixCacheConfig(prefix_cache_dir="none")
-        loaded = load(ModelConfig(model=str(folder), max_model_len=2 * LONG, prefix_cache=prefixes))
+        config = ModelConfig(
+            model=str(folder),
+            max_model_len=LONG + 2048,
+            kv_cache_memory_bytes=8 << 30,
+            prefix_cache=PrefixCacheConfig(prefix_cache_dir="none"),
+        )
+        loaded = load(config)
         self.heard = Heard()
         self._scheduler = loaded.scheduler
         self._engine = loaded.engine(self.heard)
