@@ -121,7 +121,7 @@ def main() -> None:
         lock = CoreLock(tuple(map(int, sys.argv[4:])), int(sys.argv[3])) if sys.argv[4:] else None
         loaded.engine(outbox, record, lock).run(inbox)
     outbox.close()
-    # The interpreter would spend most of a second on freeing PyTorch's modules.
+    # A normal exit would first free PyTorch's modules, which takes most of a second.
     logging.shutdown()
     os._exit(0)
 

@@ -19,7 +19,7 @@ LAST_WORDS = "Done: add returns the sum."
 _READERS = ("Read", "read", "read_file")
 _EDITORS = ("Edit", "edit")
 _SHELLS = ("exec_command", "shell_command", "shell")
-# pi's own system message has a part of this name, too, which is not JSON.
+# pi's own system message also has a part <tools>, which is not JSON.
 _TOOLS = re.compile(r"<tools>\n(\{.*?)</tools>", re.DOTALL)
 _PATH = re.compile(rf"/[\w./-]+/{re.escape(FILE)}")
 

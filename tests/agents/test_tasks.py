@@ -135,8 +135,8 @@ def test_an_agent_repairs_a_file_over_kills_and_a_cut(
         if not (faults / KILL_SERVER).exists():
             site.start()
 
-    watcher = threading.Thread(target=start_again, daemon=True)
-    watcher.start()
+    if agent.retries:
+        threading.Thread(target=start_again, daemon=True).start()
     task = f"The function add in {work / script.FILE} returns the difference. Repair it."
     environment = environment_of(home) | agent.settings(site.wire.url, home)
     record = RECORDS / agent.name

@@ -24,13 +24,12 @@ def target(folder: Path, found: list[str]) -> Target:
     ("fault", "words"),
     [
         ("ends", "server has ended"),
-        ("stalls", "/health/live took"),
-        ("grows", "MB over rest"),
+        pytest.param("stalls", "/health/live took", marks=pytest.mark.slow),
+        pytest.param("grows", "MB over rest", marks=pytest.mark.slow),
         ("complains", "in the log, 1 times: Traceback"),
         ("is deaf", "SIGTERM took"),
     ],
 )
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_fault_that_is_planted_in_a_server_is_found(
     tmp_path: Path, fault: str, words: str

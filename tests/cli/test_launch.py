@@ -1,5 +1,6 @@
 """`headrace launch` with programs in place of the agents, which record how they were started."""
 
+import contextlib
 import json
 import os
 import signal
@@ -114,23 +115,31 @@ def test_a_private_server_ends_with_the_agent_which_gets_the_signals(
 
 
 RUN_WITH_THREAD = """
-import os, signal, threading, time
+import os, signal, sys, threading
 from headrace.cli.launch import _run
 
 def receive():
-    time.sleep(1)
+    open(sys.argv[1]).read()  # a named pipe: waits for the agent
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-    time.sleep(60)
+    threading.Event().wait()
 
 threading.Thread(target=receive, daemon=True).start()
-agent = ["sh", "-c", "trap 'exit 9' TERM; while :; do sleep 0.1; done"]
-raise SystemExit(_run(agent, os.environ))
+agent = "trap 'exit 9' TERM; echo ready > $1; while :; do sleep 0.1; done"
+raise SystemExit(_run(["sh", "-c", agent, "agent", sys.argv[1]], os.environ))
 """
 
 
-def test_a_signal_that_another_thread_receives_reaches_the_agent() -> None:
+def test_a_signal_that_another_thread_receives_reaches_the_agent(tmp_path: Path) -> None:
     """On a busy machine, the second of two signals may go to any thread."""
-    assert subprocess.run([sys.executable, "-c", RUN_WITH_THREAD], timeout=30).returncode == 9
+    os.mkfifo(tmp_path / "ready")
+    launched = subprocess.Popen(
+        [sys.executable, "-c", RUN_WITH_THREAD, str(tmp_path / "ready")], start_new_session=True
+    )
+    try:
+        assert launched.wait(60) == 9
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launched.pid, signal.SIGKILL)
 
 
 def test_without_an_agent_each_is_listed_and_a_missing_one_names_its_package(

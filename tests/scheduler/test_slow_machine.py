@@ -73,9 +73,9 @@ def test_prompts_take_as_long_as_where_the_costs_are_known(target_s):
 
 
 def mean_step_s(seed: int, slowness: float) -> float:
-    """The mean seconds of the steps of a prompt alone, which may take one second each.
+    """The mean time of a step, in seconds, while a prompt runs alone.
 
-    The machine has become slower since the start.
+    Each step may take one second. The machine has become slower since the start.
     """
     budget, machine = TimeBudget(make_limits(max_stall_s=0.2, max_step_s=1.0)), Machine(seed)
 
@@ -99,5 +99,4 @@ def mean_step_s(seed: int, slowness: float) -> float:
 @pytest.mark.parametrize("slowness", [1.0, 2.3, 4.0])
 def test_steps_of_a_prompt_alone_are_nearly_as_long_as_they_may_be(slowness):
     means = [mean_step_s(seed, slowness) for seed in range(8)]
-    print(slowness, sorted(means))
     assert min(means) > 0.5 and max(means) < 1.3

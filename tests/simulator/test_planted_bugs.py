@@ -20,7 +20,6 @@ from headrace_engine.scheduler.table import Quarantine, SequenceTable, WaitingQu
 from stress.simulator.fake_disk import FakeDisk
 from stress.simulator.simulation import Violation, run_seed
 
-pytestmark = pytest.mark.slow
 MAX_SEEDS = 400
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTS: dict[str, Plant] = {}

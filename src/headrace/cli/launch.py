@@ -240,7 +240,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
         agents[0].send_signal(signal_number)
     code = None
     while code is None:
-        # If another thread receives a signal, the handlers above run only once this wait ends.
+        # A signal that another thread receives does not interrupt a wait, so waits must be short.
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = agents[0].wait(0.5)
     return 128 - code if code < 0 else code

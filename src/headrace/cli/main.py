@@ -4,6 +4,7 @@ Each subcommand imports its heavy modules only when it runs.
 """
 
 import functools
+import gc
 import logging
 import os
 import sys
@@ -152,6 +153,8 @@ def _serve_command() -> click.Command:
             from headrace.cli.serve import serve
 
             code = serve(config, lines, chooses=model is None and config_file is None)
+        # Without this call, the interpreter would search all modules for garbage before it exits.
+        gc.freeze()
         sys.exit(code)
 
     params: list[click.Parameter] = [

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import gc
 import itertools
 import logging
 import os
@@ -104,10 +103,7 @@ def serve(config: ServerConfig, lines: LoadLines, chooses: bool = False) -> int:
             with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
                 model = read_checked(pinned, fetch_apart(pinned, room))
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            code = runner.run(_run(config, model, listener, tls, lines, traces))
-        # Without this call, the interpreter would search all modules for garbage before it exits.
-        gc.freeze()
-        return code
+            return runner.run(_run(config, model, listener, tls, lines, traces))
 
 
 async def _run(

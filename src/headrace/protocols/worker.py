@@ -371,7 +371,7 @@ def main() -> None:
     # The server may exit while a job runs.
     with contextlib.suppress(ConnectionError):
         _work(socket.socket(fileno=int(sys.argv[1])), is_for_images=IMAGES in sys.argv[2:])
-    # The interpreter would spend a while on freeing the modules.
+    # A normal exit would first free all modules, which takes a while.
     logging.shutdown()
     os._exit(0)
 

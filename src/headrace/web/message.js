@@ -53,7 +53,8 @@ export class MessageView {
       (message.role === "tool" || this.text.update(message.text, deadline, message.live)) &&
       this.showCalls(deadline);
     this.showStatus(follower);
-    this.node.setAttribute("aria-busy", String(Boolean(message.live) || !isShown));
+    const isBusy = String(Boolean(message.live) || !isShown);
+    if (this.node.getAttribute("aria-busy") !== isBusy) this.node.setAttribute("aria-busy", isBusy);
     const state = `${message.live ? "live" : "done"} ${message.role === "assistant" ? others(message.model ?? message.wanted) : ""}`;
     if (this.state !== state) {
       this.state = state;
