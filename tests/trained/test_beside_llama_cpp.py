@@ -35,7 +35,7 @@ class Case(NamedTuple):
     text_ids: list[int]
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def case(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Case]:
     file: Path = request.getfixturevalue(f"{request.param}_file")
     folder: Path = tmp_path_factory.mktemp("unpacked")
