@@ -11,7 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # no test shares the user's folder of cached prefixes
 os.environ.setdefault("HEADRACE_PREFIX_CACHE_DIR", "none")
 # The exporter's thread may outlive its test, and other tests assert what is logged.
-logging.getLogger("opentelemetry").propagate = False
+for name in ("opentelemetry", "urllib3"):
+    logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 # the same examples in every run; `make test ARGS=--hypothesis-profile=default` looks for new ones
 settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")

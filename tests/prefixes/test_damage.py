@@ -83,7 +83,8 @@ def test_a_thousand_damaged_files_are_misses_told_once_and_nothing_else(
         assert answer.numbers is None and answer.miss in expected[answer.number], answer.number
     assert bytes(answers[-1].numbers or b"") == bytes(numbers_of(sound, SIZE)), "all else is read"
     reasons = Counter(answer.miss for answer in answers[:-1])
-    assert len(caplog.records) == len(reasons) == 3
+    told = [record for record in caplog.records if record.name.startswith("headrace")]
+    assert len(told) == len(reasons) == 3
     left = {path.name for path in folder.path.glob("*-*-*")}
     foreign = {file_name(numbered(a.number)) for a in answers if a.miss == "foreign"}
     assert left == foreign | {file_name(sound)}, "what is damaged or older leaves"
