@@ -7,8 +7,8 @@ FOLDER. Four streams run. Sources of 4,096 tokens arrive one after the other, an
 eight tokens. During source 0 the scheduler learns its costs. The last answer is compared with that
 of transformers.
 
-The figures are those of the engine alone, which runs in this process: the steps' times, predicted
-and measured, compared with the stall target, and the times between two reports of progress.
+The engine runs in this process, without a gateway. The script prints how the predicted and measured
+times of steps compare with the stall target, and the longest time without progress.
 """
 
 import argparse
@@ -38,31 +38,31 @@ SHAPE = {
     "num_layers": 12,
     "num_heads": 12,
 }
-# Ids below this number have a meaning for the tokenizer.
+# The tokenizer knows only lower ids, some of which are special tokens.
 FIRST_ID = 300
 # More tokens than all streams draw in one run.
 ENDLESS = 100_000
 
 
-class Heard:
-    """An outbox that keeps the engine's messages, with the times of their arrival."""
+class Recorder:
+    """An outbox that records the step traces, and the progress and answer of one sequence."""
 
     def __init__(self) -> None:
         self.traces: list[StepTrace] = []
         self.progress: list[tuple[float, int]] = []
         self.answer: list[int] = []
         self.has_ended = False
-        self._listened_to = SequenceId(-1)
+        self._followed = SequenceId(-1)
 
-    def listen_to(self, sequence_id: SequenceId) -> None:
-        self._listened_to = sequence_id
+    def follow(self, sequence_id: SequenceId) -> None:
+        self._followed = sequence_id
         self.traces, self.progress, self.answer, self.has_ended = [], [], [], False
 
     def put(self, message: Message) -> None:
         if isinstance(message, Status):
             self.traces += message.steps
         elif isinstance(message, Outputs):
-            mine = self._listened_to
+            mine = self._followed
             now = time.monotonic()
             self.progress += [
                 (now, it.processed) for it in message.progress if it.sequence_id == mine
@@ -75,7 +75,7 @@ class Heard:
 
 
 class Engine:
-    """An engine in this process, and requests for it."""
+    """Runs an engine in this process and sends requests to it."""
 
     def __init__(self, folder: Path) -> None:
         config = ModelConfig(
@@ -85,20 +85,20 @@ class Engine:
             prefix_cache=PrefixCacheConfig(prefix_cache_dir="none"),
         )
         loaded = load(config)
-        self.heard = Heard()
+        self.recorder = Recorder()
         self._scheduler = loaded.scheduler
-        self._engine = loaded.engine(self.heard)
+        self._engine = loaded.engine(self.recorder)
         self._num_sent = 0
 
     def send(self, source: list[int], num_tokens: int) -> None:
-        """Send a request, and listen to it from now on."""
+        """Send a request, and record only its messages from then on."""
         number, now = self._num_sent, time.monotonic()
         self._num_sent += 1
         sequence = NewSequence(SequenceId(number), 0, 0)
         sampling = Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         prompts = (array("i", source).tobytes(),)
         submit = Submit(StreamId(str(number)), prompts, (sequence,), sampling, now)
-        self.heard.listen_to(sequence.sequence_id)
+        self.recorder.follow(sequence.sequence_id)
         self._scheduler.add(submit, now)
 
     @property
@@ -128,13 +128,13 @@ def expected(folder: Path, source: list[int]) -> list[int]:
     return tokens[1:]
 
 
-def report(number: int, began: float, heard: Heard) -> None:
-    steps = [step for step in heard.traces if step.stall_target is not None]
+def report(number: int, began: float, recorder: Recorder) -> None:
+    steps = [step for step in recorder.traces if step.stall_target is not None]
     planned = [step for step in steps if step.predicted > step.stall_target or step.cause]
     late = [step for step in steps if step.elapsed > 3 * step.stall_target]
     targets = sorted(step.stall_target for step in steps)
     slowest = sorted(step.elapsed / step.stall_target for step in steps)
-    times = [began, *(at for at, _ in heard.progress)]
+    times = [began, *(at for at, _ in recorder.progress)]
     print(
         f"source {number}: {times[-1] - began:.1f} s, {len(steps)} steps; planned above the "
         f"target: {len(planned)}; above 3 times the target: {len(late)}; measured time / target: "
@@ -156,14 +156,14 @@ def main() -> None:
     engine, generator = Engine(args.folder), torch.Generator().manual_seed(0)
     for _ in range(NUM_STREAMS):
         engine.send(random_source(SHORT, generator), ENDLESS)
-        engine.run_until(lambda: bool(engine.heard.answer))
+        engine.run_until(lambda: bool(engine.recorder.answer))
     for number in range(args.sources):
         source, began = random_source(LONG, generator), time.monotonic()
         engine.send(source, ANSWER)
-        engine.run_until(lambda: engine.heard.has_ended)
-        report(number, began, engine.heard)
+        engine.run_until(lambda: engine.recorder.has_ended)
+        report(number, began, engine.recorder)
         assert engine.num_running == NUM_STREAMS, "a stream has ended"
-    is_equal = engine.heard.answer == expected(args.folder, source)
+    is_equal = engine.recorder.answer == expected(args.folder, source)
     print(
         "The last answer equals that of transformers." if is_equal else "The last answer differs."
     )

@@ -78,7 +78,7 @@ LONG = {
     "text/test_windowed_encoding",
     "workers/test_pool",
 }
-"""Files that take about ten seconds or more each. `make test-all` runs them, or name a file."""
+"""Files that take about ten seconds or more each. `make test-all` runs them."""
 # make targets of their own run these, most of them in environments of their own
 collect_ignore = ["agents", "clients", "cluster", "llama", "ops", "package", "trained", "web"]
 

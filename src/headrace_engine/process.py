@@ -122,7 +122,6 @@ def main() -> None:
         loaded.engine(outbox, record, lock).run(inbox)
     outbox.close()
     # A normal exit would first free PyTorch's modules, which takes most of a second.
-    logging.shutdown()
     os._exit(0)
 
 

@@ -372,7 +372,6 @@ def main() -> None:
     with contextlib.suppress(ConnectionError):
         _work(socket.socket(fileno=int(sys.argv[1])), is_for_images=IMAGES in sys.argv[2:])
     # A normal exit would first free all modules, which takes a while.
-    logging.shutdown()
     os._exit(0)
 
 
