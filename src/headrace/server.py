@@ -42,7 +42,8 @@ from headrace.intake.intake import Intake
 from headrace.metrics.metrics import Metrics
 from headrace.streams.store import Store
 from headrace.text.model_names import settled_aliases, with_unique_names
-from headrace.workers.pool import WorkerPool
+from headrace.workers.pool import Begin, WorkerPool
+from headrace.workers.process import WorkerProcess
 from headrace_common.config.settings import ModelConfig, ServerConfig
 
 
@@ -63,12 +64,13 @@ def build_server(
     batch_store: BatchStore,
     auth: Auth,
     metrics: Metrics,
+    begin_worker: Begin = WorkerProcess.begin,
 ) -> Server:
     """Build a server for the models in `sources`.
 
     `model` is given if the server has one model and that model was already read; `metrics` then
-    also counts the model's requests. `start` starts an engine. `store` holds the streams,
-    `batch_store` the files and batches.
+    also counts the model's requests. `start` starts an engine, `begin_worker` a worker process.
+    `store` holds the streams, `batch_store` the files and batches.
     """
     cache_bytes = None if config.loading.models_memory_bytes is None else CACHE_BYTES
 
@@ -82,7 +84,8 @@ def build_server(
     config = msgspec.structs.replace(config, alias=aliases)
     hosts = tuple(map(make_host, configs))
     known = functools.partial(_known_to_workers, aliases=aliases)
-    workers = WorkerPool("headrace.protocols.worker", *known(hosts), has_keys=auth.num_keys > 0)
+    has_keys = auth.num_keys > 0
+    workers = WorkerPool("headrace.protocols.worker", *known(hosts), has_keys, begin_worker)
     changes = ModelChanges(sources, make_host, lambda hosts: workers.renew(*known(hosts)))
     generation = Generation(config, hosts, store, workers, metrics, changes)
     return build_gateway(generation, config, batch_store, auth)

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -45,6 +46,8 @@ MAX_SILENT_PINGS = 10
 _LATE_S = 0.5
 _STOP_S = 5.0
 
+Spawn = Callable[[int, tuple[int, ...]], Awaitable[Child]]
+
 
 class Supervisor:
     """Owns the engine process and each process that replaces it.
@@ -58,13 +61,14 @@ class Supervisor:
         load_timeout_s: float,
         number: int = 0,
         lock_fds: tuple[int, ...] = (),
+        spawn: Spawn = Child.spawn,
     ) -> None:
         """Start the engine in a task.
 
         `number` is the engine's index among the engines of this server. `lock_fds` are descriptors
-        of lock files. The server's engines use the locks to take turns.
+        of lock files. The server's engines use the locks to take turns. `spawn` starts a process.
         """
-        self._number, self._lock_fds = number, lock_fds
+        self._number, self._lock_fds, self._spawn = number, lock_fds, spawn
         self._config = config
         self._load_timeout_s = load_timeout_s
         self.news = NewsQueue()
@@ -151,7 +155,7 @@ class Supervisor:
         The second value is None if the supervisor was closed.
         """
         try:
-            self._child = child = await Child.spawn(self._number, self._lock_fds)
+            self._child = child = await self._spawn(self._number, self._lock_fds)
         # The system lacks descriptors, memory or processes, perhaps only for a short time.
         except OSError as error:
             words = f"The system could not start an engine process: {error}."

@@ -8,6 +8,7 @@ threads.
 import asyncio
 import logging
 import signal
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -74,6 +75,10 @@ After any other death of a worker, its job is tried once more.
 """
 
 
+Begin = Callable[[str, bytes, Sequence[str]], Awaitable[WorkerProcess]]
+"""Starts a worker process from a module, its first message and its options."""
+
+
 class JobRunner(Protocol):
     """Runs jobs of any size."""
 
@@ -137,25 +142,30 @@ class WorkerPool:
     """Runs jobs in worker processes (`python -m MODULE SOCKET`).
 
     Each process first receives `start`. With `has_keys`, an additional worker runs, so that the
-    large bodies of two keys can be processed at the same time.
+    large bodies of two keys can be processed at the same time. `begin` starts a process.
     """
 
     def __init__(
-        self, module: str, start: bytes, has_images: bool = False, has_keys: bool = False
+        self,
+        module: str,
+        start: bytes,
+        has_images: bool = False,
+        has_keys: bool = False,
+        begin: Begin = WorkerProcess.begin,
     ) -> None:
         num_workers = _NUM_WORKERS + has_keys
         # Set while `run` is running.
         self._tasks: asyncio.TaskGroup | None = None
         self._queue = JobQueue(num_workers)
-        self._source = _ProcessSource(module, start)
+        self._source = _ProcessSource(begin, module, start)
         self._workers = [
             _Worker(self._queue, self._source, takes_large=number > 0)
             for number in range(num_workers)
         ]
-        self._module = module
+        self._module, self._begin = module, begin
         self._image_queue = JobQueue(1)
         self._images: _ProcessSource | None = (
-            _ProcessSource(module, start, IMAGES) if has_images else None
+            _ProcessSource(begin, module, start, IMAGES) if has_images else None
         )
 
     async def do(self, job: Job[R], body: Body = ()) -> R:
@@ -191,7 +201,7 @@ class WorkerPool:
         if self._images is not None:
             self._images.start = start
         elif has_images:
-            self._images = _ProcessSource(self._module, start, IMAGES)
+            self._images = _ProcessSource(self._begin, self._module, start, IMAGES)
             self._run_images()
 
 
@@ -201,8 +211,9 @@ class _ProcessSource:
     A spare process is kept ready, so that jobs need not wait for a start.
     """
 
-    def __init__(self, module: str, start: bytes, *options: str) -> None:
+    def __init__(self, begin: Begin, module: str, start: bytes, *options: str) -> None:
         self.start = start
+        self._begin_process = begin
         self._module, self._options = module, options
         self._spare: WorkerProcess | None = None
         self._wants_spare = asyncio.Event()
@@ -238,7 +249,7 @@ class _ProcessSource:
                 await self._spare.end()
 
     async def _begin(self) -> WorkerProcess:
-        return await WorkerProcess.begin(self._module, self.start, self._options)
+        return await self._begin_process(self._module, self.start, self._options)
 
 
 class _Worker:

@@ -1,0 +1,61 @@
+"""What goes wrong in a run, how often, and how often each of it happened."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from detangle._choices import FAULT
+
+from stress.simulated_server.system import world_loop
+
+
+@dataclass
+class Faults:
+    """The probability of each fault, per occasion. After `stop`, nothing fails any more."""
+
+    rates: dict[str, float] = field(default_factory=dict)
+    injected: Counter[str] = field(default_factory=Counter)
+
+    def hits(self, kind: str) -> bool:
+        """Return whether this fault happens now, and count it."""
+        rate = self.rates.get(kind, 0.0)
+        if not rate or not world_loop().flip(rate, FAULT):
+            return False
+        self.injected[kind] += 1
+        return True
+
+    def note(self, kind: str) -> None:
+        """Count something that happened to the server, and that no rate controls."""
+        self.injected[kind] += 1
+
+    def stop(self) -> None:
+        self.rates = {}
+
+
+RATES = {
+    "engine: death in a step": 0.01,
+    "engine: death while idle": 0.0,
+    "engine: death while loading": 0.1,
+    "engine: hangs in a step": 0.002,
+    "engine: answers no ping": 0.001,
+    "engine: slow step": 0.02,
+    "engine: step error": 0.005,
+    "engine: message cut by its death": 0.5,
+    "engine: cannot be started": 0.05,
+    "worker: death in a job": 0.02,
+    "worker: hangs in a job": 0.005,
+    "worker: cannot be started": 0.05,
+    "disk: slow job": 0.01,
+    "disk: stalled job": 0.001,
+}
+"""The highest rate of each fault in a run."""
+
+
+def draw() -> Faults:
+    """Choose which faults this run has. About half of the runs have few."""
+    loop = world_loop()
+    rates = {}
+    for kind, most in RATES.items():
+        share = (0.0, 0.0, 0.3, 1.0)[loop.choose(4, "data")]
+        if share * most:
+            rates[kind] = share * most
+    return Faults(rates)

@@ -1,0 +1,143 @@
+"""HTTP without sockets: one request to the server's ASGI application."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+from stress.simulated_server.server import SimServer
+
+MAX_UNREAD = 8
+"""The server's `send` waits while a client has this many unread messages."""
+
+
+class Broken(Exception):
+    """Raised if the connection ended before the answer was complete."""
+
+
+class Connection:
+    """One request and its answer. The request runs in the server's process."""
+
+    def __init__(
+        self, server: SimServer, method: str, target: str, headers: dict[str, str], body: bytes
+    ) -> None:
+        assert server.app is not None
+        path, _, query = target.partition("?")
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._server = server
+        self._unread: deque[bytes] = deque()
+        self._is_complete = False
+        self._is_closed = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._body: bytes | None = body
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [
+                (name.lower().encode(), value.encode())
+                for name, value in {"host": "localhost:8000", **headers}.items()
+            ],
+            "client": ("127.0.0.1", 1234),
+            "server": ("127.0.0.1", 8000),
+            "state": {},
+        }
+        self.task = asyncio.get_running_loop().create_task(
+            self._answer(server.app, scope),
+            name=f"{method} {path}",
+            context=server.context.copy(),
+        )
+        server.requests[self.task] = None
+        self.task.add_done_callback(server.requests.pop)
+
+    async def _answer(self, app: Any, scope: dict[str, Any]) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+        finally:
+            # uvicorn closes a connection whose answer is incomplete.
+            self._is_closed.set()
+            self._changed.set()
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._is_closed.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if self._is_closed.is_set():
+            return
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {k.decode().lower(): v.decode() for k, v in message["headers"]}
+        else:
+            if body := message.get("body", b""):
+                self._unread.append(bytes(body))
+            self._is_complete = not message.get("more_body", False)
+        self._changed.set()
+        if len(self._unread) >= MAX_UNREAD:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def close(self) -> None:
+        """Leave: the server notices, and nothing more arrives."""
+        self._is_closed.set()
+        self._has_room.set()
+
+    async def begin(self) -> int:
+        """Wait for the head of the answer, and return the status."""
+        while not self.status:
+            await self._wait()
+        return self.status
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body's pieces. Raise Broken if the connection ends before the body does."""
+        while True:
+            while self._unread:
+                piece = self._unread.popleft()
+                self._has_room.set()
+                yield piece
+            if self._is_complete:
+                return
+            await self._wait()
+
+    async def read(self) -> bytes:
+        await self.begin()
+        return b"".join([piece async for piece in self.chunks()])
+
+    async def _wait(self) -> None:
+        """Wait until something arrives. Raise Broken if nothing can arrive any more."""
+        if self._unread or self._is_complete:
+            return
+        if self._server.has_ended.is_set() or self._is_closed.is_set():
+            raise Broken
+        self._changed.clear()
+        changed = asyncio.create_task(self._changed.wait())
+        ended = asyncio.create_task(self._server.has_ended.wait())
+        try:
+            await asyncio.wait((changed, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+            ended.cancel()
+
+
+def connect(
+    server: SimServer | None, method: str, target: str, headers: dict[str, str], body: Any = None
+) -> Connection:
+    """Send a request. Raise Broken if no server listens."""
+    if server is None or server.app is None or server.has_ended.is_set():
+        raise Broken
+    data = b"" if body is None else json.dumps(body).encode()
+    given = {"content-type": "application/json", "content-length": str(len(data)), **headers}
+    return Connection(server, method, target, given, data)

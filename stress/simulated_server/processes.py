@@ -1,0 +1,281 @@
+"""The processes that a server starts: engines and workers, inside the simulated system."""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import signal
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.engines.client import EngineDown
+from headrace.protocols.worker import Jobs
+from headrace.protocols.worker_model import WorkerModel
+from headrace.text.model_names import Aliases, adapters_of, names_of, paths_of
+from headrace.text.text_model import TextModel
+from headrace.workers.job_queue import Body
+from headrace.workers.pool import perform
+from headrace.workers.process import Reply
+from headrace_common import wire
+from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import RequestError
+from headrace_common.ids import SequenceId
+from headrace_common.layout import MemoryLayout
+from headrace_common.messages import (
+    Loading,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Submit,
+)
+from headrace_common.plan import StepPlan, StepResult
+from headrace_common.system.step_record import StepRecord
+from headrace_common.wire import Start
+from headrace_common.worker_jobs import Refusal
+from headrace_engine.engine import Engine
+from headrace_engine.scheduler.budget import resolve
+from headrace_engine.scheduler.scheduler import Scheduler
+from stress.simulated_server.faults import Faults
+from stress.simulated_server.system import LIFE, Life, SimpleQueue, Thread, sleep, world_loop
+from stress.simulator.fake_runner import FakeRunner
+
+LOAD_S = 0.5
+LAYOUT = MemoryLayout(block_size=16, num_blocks=120)
+MAX_MODEL_LEN = 512
+MAX_NUM_SEQS = 4
+
+_pids = itertools.count(1000)
+
+
+class SimChild:
+    """Stands in for `headrace.engines.child.Child`: an engine process.
+
+    The process has the real engine loop and scheduler. Only its runner computes no model.
+    """
+
+    def __init__(self, faults: Faults) -> None:
+        self.pid = next(_pids)
+        self.reader = asyncio.StreamReader()
+        self.step_record = StepRecord()
+        self._faults = faults
+        self._life = Life(f"engine {self.pid}")
+        self._inbox = SimpleQueue()
+        self._code: int | None = None
+        self._exited = asyncio.Event()
+        self._was_killed = self._is_mute = False
+        self._suspects: tuple[SequenceId, ...] = ()
+        self._salts: dict[int, str] = {}
+
+    @classmethod
+    async def spawn(
+        cls, number: int = 0, lock_fds: tuple[int, ...] = (), *, faults: Faults
+    ) -> "SimChild":
+        await asyncio.sleep(0.01)
+        if faults.hits("engine: cannot be started"):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return cls(faults)
+
+    def send(self, message: Message) -> None:
+        if self._code is not None:
+            return
+        # What the gateway sends is decoded by another process.
+        decoded = wire._DECODER.decode(wire.encode(message)[4:])
+        if isinstance(decoded, Start):
+            self._start(decoded.config)
+        elif isinstance(decoded, Ping):
+            self._is_mute = self._is_mute or self._faults.hits("engine: answers no ping")
+            if not self._is_mute:
+                self.put(Pong(decoded.number))
+        else:
+            if isinstance(decoded, Submit):
+                self._salts.update((new.sequence_id, decoded.salt) for new in decoded.sequences)
+            self._inbox.put(decoded)
+
+    def kill(self) -> None:
+        if self._code is None:
+            self._was_killed = True
+            self.die(-signal.SIGKILL)
+
+    def die(self, code: int, cut: bytes = b"") -> None:
+        """End the process. `cut` are the bytes that it could still send."""
+        if self._code is not None:
+            return
+        self._code = code
+        self._life.kill()
+        self.reader.feed_data(cut)
+        self.reader.feed_eof()
+        self._exited.set()
+
+    async def end(self) -> None:
+        try:
+            async with asyncio.timeout(1.0):
+                await self._exited.wait()
+        except TimeoutError:
+            self.kill()
+        self._suspects = self.step_record.read()
+        self.step_record.close()
+
+    def death_report(self) -> EngineDown:
+        assert self._code is not None
+        return EngineDown(
+            "engine_failed",
+            f"The engine ended with status {self._code}.",
+            given_up=False,
+            suspects=self._suspects,
+            from_outside=self._code == -signal.SIGKILL and not self._was_killed,
+        )
+
+    # The methods below belong to the engine's process.
+
+    def put(self, message: Message) -> None:
+        frame = wire.encode(message)
+        if self._code is None:
+            self.reader.feed_data(frame)
+
+    def num_unsent(self) -> int:
+        return 0
+
+    def _start(self, config: ModelConfig) -> None:
+        token = LIFE.set(self._life)
+        try:
+            Thread(target=self._run, args=(config,), name="engine").start()
+        finally:
+            LIFE.reset(token)
+
+    def _run(self, config: ModelConfig) -> None:
+        self.put(Loading(0.5))
+        sleep(LOAD_S)
+        if self._faults.hits("engine: death while loading"):
+            self.die(-signal.SIGKILL)
+            return
+        ready, scheduler = _scheduler(config)
+        runner = SimRunner(self, FakeRunner(LAYOUT, self._salts), self._faults)
+        self.put(ready)
+        Engine(scheduler, runner, self, self.step_record).run(self._inbox)  # type: ignore[arg-type]
+        self.die(0)
+
+
+def _scheduler(config: ModelConfig) -> tuple[Ready, Scheduler]:
+    limits = resolve(config.scheduler, LAYOUT, "cpu", MAX_NUM_SEQS, MAX_MODEL_LEN)
+    ready = Ready(
+        lane="native-text",
+        device="cpu",
+        dtype="float32",
+        vocab_size=1536,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        num_parameters=1000,
+        weight_bytes=4000,
+        layout=LAYOUT,
+        fingerprint="0123456789ab",
+        max_step_tokens=limits.max_step_tokens,
+        max_stall_s=limits.max_stall_s,
+        highest_stall_s=limits.max_stall_s,
+    )
+    return ready, Scheduler(config.scheduler, LAYOUT, limits)
+
+
+class SimRunner:
+    """A runner that takes time and fails; FakeRunner chooses the tokens."""
+
+    def __init__(self, child: SimChild, runner: FakeRunner, faults: Faults) -> None:
+        self._child, self._runner, self._faults = child, runner, faults
+
+    def launch(self, plan: StepPlan) -> "SimRunner":
+        self._plan = plan
+        return self
+
+    def result(self) -> StepResult:
+        faults, plan = self._faults, self._plan
+        seconds = 0.01 + sum(
+            5e-4 * c.length + 1e-8 * c.length * (2 * c.start + c.length) for c in plan.chunks
+        )
+        if faults.hits("engine: slow step"):
+            seconds *= 30
+        if faults.hits("engine: hangs in a step"):
+            sleep(1e6)
+        if faults.hits("engine: death in a step"):
+            sleep(seconds * world_loop().choose(4, "data") / 4)
+            # The message of an earlier step may be cut by the death.
+            cut = (
+                wire.encode(Pong(1))[:5] if faults.hits("engine: message cut by its death") else b""
+            )
+            self._child.die((-signal.SIGSEGV, -signal.SIGKILL)[world_loop().choose(2, "data")], cut)
+            sleep(1e6)
+        sleep(seconds)
+        if faults.hits("engine: step error"):
+            raise RuntimeError("a step failed")
+        return self._runner.execute(plan, (seconds, ()), {})
+
+
+class SimWorker:
+    """Stands in for `headrace.workers.process.WorkerProcess`: a worker process."""
+
+    def __init__(self, start: bytes, faults: Faults) -> None:
+        self.start = start
+        self._faults = faults
+        self._code: int | None = None
+
+    @classmethod
+    async def begin(
+        cls, module: str, start: bytes, options: Sequence[str], *, faults: Faults
+    ) -> "SimWorker":
+        await asyncio.sleep(0.2)
+        if faults.hits("worker: cannot be started"):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return cls(start, faults)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._code is not None
+
+    async def ask(self, head: bytes, body: Body) -> Reply:
+        await asyncio.sleep(0.001 * (1 + world_loop().choose(4, "data")))
+        if self._code is not None:
+            raise EOFError
+        if self._faults.hits("worker: death in a job"):
+            self._code = (-signal.SIGKILL, 0)[world_loop().choose(2, "data")]
+            raise EOFError
+        if self._faults.hits("worker: hangs in a job"):
+            await asyncio.sleep(15)
+            raise TimeoutError
+        return _answer(_jobs(self.start), head, b"".join(body))
+
+    async def end(self, within_s: float = 1.0) -> int:
+        if self._code is None:
+            self._code = 0
+        return self._code
+
+
+@functools.lru_cache(maxsize=32)
+def _jobs(start: bytes) -> Jobs:
+    start_type = tuple[tuple[ModelConfig, ...], tuple[str, ...]]
+    configs, aliases = msgspec.msgpack.decode(start, type=start_type)
+    texts = [
+        WorkerModel(
+            (*names_of(config), *adapters_of(config)),
+            functools.partial(_text_model, config),
+            contextlib.nullcontext,
+            paths_of(config),
+        )
+        for config in configs
+    ]
+    return Jobs(*texts, aliases=Aliases(aliases))
+
+
+def _text_model(config: ModelConfig) -> TextModel:
+    return _cached_text(msgspec.msgpack.encode(config))
+
+
+@functools.lru_cache(maxsize=32)
+def _cached_text(packed: bytes) -> TextModel:
+    return TextModel(msgspec.msgpack.decode(packed, type=ModelConfig))
+
+
+def _answer(jobs: Jobs, head: bytes, body: bytes) -> Reply:
+    try:
+        return b"", perform(jobs, head, body)
+    except RequestError as error:
+        return msgspec.msgpack.encode(Refusal.of(error)), b""

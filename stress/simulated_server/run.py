@@ -1,0 +1,104 @@
+"""Runs one seed, in a process of its own, and returns what happened."""
+
+import hashlib
+import logging
+import random
+import shutil
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from detangle import SimConfig, randint
+from detangle.strategies import PCT, RandomWalk, Replay, Strategy
+
+from headrace.fleet.served_model import ServedModel
+from headrace_common.config.settings import ModelConfig
+from stress.simulated_server.clients import asks_for_a_while
+from stress.simulated_server.requests import MODEL
+from stress.simulated_server.system import WorldLoop, simulated
+from stress.simulated_server.world import StoryHandler, World, restarts
+
+CONFIG = SimConfig(
+    patch_time=True, max_steps=3_000_000, timer_jitter=0.003, step_cost=2e-5, max_time=20_000
+)
+
+
+class Outcome(NamedTuple):
+    """What one run did. `values` are all decisions; they replay the run."""
+
+    failure: str
+    num_steps: int
+    virtual_s: float
+    injected: dict[str, int]
+    counts: dict[str, int]
+    digest: str
+    values: list[int]
+    story: list[tuple[float, str]]
+
+
+def strategy_of(seed: int) -> Strategy:
+    """Return what decides for a seed: half of the seeds change the order of tasks rarely."""
+    chosen: Strategy = RandomWalk(seed) if seed % 2 else PCT(seed, depth=5, horizon=5000)
+    chosen.start(0)
+    return chosen
+
+
+def replay(values: Sequence[int]) -> Strategy:
+    return Replay(values)
+
+
+def read_model() -> ServedModel:
+    return ServedModel(ModelConfig(model=MODEL))
+
+
+def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
+    """Run one world. The calling process must end afterwards, because dead servers stay in it."""
+    folder = Path(tempfile.mkdtemp(prefix="headrace-world-", dir=_memory()))
+    loop = WorldLoop(CONFIG, strategy)
+    worlds: list[World] = []
+
+    async def main() -> None:
+        random.seed(randint(0, 1 << 30))
+        worlds.append(world := World(folder, model))
+        logging.getLogger().handlers = [StoryHandler(world)]
+        logging.getLogger().setLevel(logging.INFO)
+        clients = [asks_for_a_while] * randint(1, 6)
+        await world.run(clients, [restarts])
+
+    failure = ""
+    try:
+        with simulated():
+            loop.run_until_complete(main())
+        _check_background(loop)
+    except Exception as error:
+        failure = "".join(traceback.format_exception(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    faults, counts = (worlds[0].faults.injected, worlds[0].counts) if worlds else ({}, {})
+    digest = hashlib.sha256(repr((loop.order_hash, loop.time())).encode()).hexdigest()[:16]
+    return Outcome(
+        failure,
+        loop.steps,
+        loop.time(),
+        dict(faults),
+        dict(counts),
+        digest,
+        [decision.value for decision in loop.decisions],
+        worlds[0].story if worlds else [],
+    )
+
+
+def _check_background(loop: WorldLoop) -> None:
+    """Raise the error of a task that nobody awaited, or of a callback."""
+    for context in loop.unhandled:
+        raise context.get("exception") or AssertionError(context.get("message"))
+    for task in loop.tasks:
+        is_unseen = task.done() and not task.cancelled() and getattr(task, "_log_traceback", False)
+        if is_unseen and (error := task.exception()) is not None:
+            raise error
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

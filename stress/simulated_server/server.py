@@ -1,0 +1,173 @@
+"""A server inside the simulated system, from its start to its stop or its death."""
+
+import asyncio
+import itertools
+import shutil
+from contextvars import Context, copy_context
+from functools import partial
+from pathlib import Path
+
+from starlette.applications import Starlette
+
+from headrace.batches.folder import folder_batch_store
+from headrace.engines.client import EngineClient
+from headrace.engines.supervisor import Supervisor
+from headrace.fleet.model_list import ModelSources
+from headrace.fleet.pulls import Pulls
+from headrace.fleet.replicas import Replicas, between
+from headrace.fleet.served_model import ServedModel
+from headrace.gateway.auth import Auth
+from headrace.generation.generation import Generation
+from headrace.metrics.metrics import Metrics
+from headrace.server import build_server
+from headrace.streams.store import Store
+from headrace.streams.stores.sqlite import SqliteStore
+from headrace_common.config.settings import ModelConfig, ServerConfig
+from stress.simulated_server.faults import Faults
+from stress.simulated_server.processes import SimChild, SimWorker
+from stress.simulated_server.system import LIFE, Life
+
+FAREWELL_S = 5.0
+
+
+class Machine:
+    """The computer of a server: its disk outlives the server's processes."""
+
+    def __init__(
+        self, folder: Path, config: ServerConfig, model: ServedModel, faults: Faults
+    ) -> None:
+        self._folder, self.config, self.model, self._faults = folder, config, model, faults
+        self._numbers = itertools.count()
+        self.disk = self._next_disk()
+        self.disk.mkdir(parents=True)
+        self.server: SimServer | None = None
+
+    def start(self) -> "SimServer":
+        """Start a server process; it runs until it stops or is killed."""
+        life = Life(f"server {next(self._numbers)}")
+        token = LIFE.set(life)
+        try:
+            self.server = SimServer(life, self.disk, self.config, self.model, self._faults)
+        finally:
+            LIFE.reset(token)
+        return self.server
+
+    def kill(self) -> None:
+        """End the server and all processes that it started, without a chance to clean up.
+
+        The next server gets a copy of the files, because the dead one still has them open.
+        """
+        assert self.server is not None
+        self.server.life.kill()
+        self.server.has_ended.set()
+        before, self.disk = self.disk, self._next_disk()
+        shutil.copytree(before, self.disk)
+
+    def _next_disk(self) -> Path:
+        return self._folder / f"disk{next(self._numbers)}"
+
+
+class SimServer:
+    """One server process. `app` is set once the server accepts requests."""
+
+    def __init__(
+        self, life: Life, disk: Path, config: ServerConfig, model: ServedModel, faults: Faults
+    ) -> None:
+        self.life = life
+        self.context: Context = copy_context()
+        self.app: Starlette | None = None
+        self.generation: Generation
+        self.store: Store
+        # The tasks of open requests, in the order of their arrival.
+        self.requests: dict[asyncio.Task[None], None] = {}
+        self.accepts = asyncio.Event()
+        self.has_ended = asyncio.Event()
+        self.error: BaseException | None = None
+        self._disk, self._config, self._model, self._faults = disk, config, model, faults
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self.task = asyncio.create_task(self._run(), name=life.name)
+
+    def stop(self) -> None:
+        """Do what a signal does; a second call skips the drain."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def _run(self) -> None:
+        try:
+            await self._serve()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.app = None
+            self.has_ended.set()
+
+    async def _serve(self) -> None:
+        self.store = store = SqliteStore.open(self._disk)
+        try:
+            metrics, config = Metrics(), self._config
+            sources = ModelSources(
+                config.models, Pulls(None), lambda: config.models, None, is_one=True
+            )
+            batch_store = folder_batch_store(self._disk / "batches")
+            server = build_server(
+                config,
+                sources,
+                self._model,
+                self._start,
+                store,
+                batch_store,
+                Auth(config.http),
+                metrics,
+                partial(SimWorker.begin, faults=self._faults),  # type: ignore[arg-type]
+            )
+            self.generation = generation = server.generation
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    generating = tasks.create_task(generation.run(), name="generation")
+                    batching = tasks.create_task(server.batches.run(), name="batches")
+                    self.app = server.app
+                    self.accepts.set()
+                    await _first(self._stop, generation.died, generating, batching)
+                    if self._stop.is_set():
+                        draining = tasks.create_task(
+                            generation.drain(config.streams.drain_s), name="drain"
+                        )
+                        await _first(self._hurry, draining)
+                        draining.cancel()
+                    batching.cancel()
+                    self.app = None
+                    await generation.fleet.close()
+                    await self._end_requests()
+            finally:
+                await generation.fleet.close()
+        finally:
+            await store.close()
+
+    async def _end_requests(self) -> None:
+        """Do what uvicorn does at its end: wait for the open requests, then cancel them."""
+        if self.requests:
+            await asyncio.wait([*self.requests], timeout=FAREWELL_S)
+        for task in self.requests:
+            task.cancel()
+        if self.requests:
+            await asyncio.wait([*self.requests])
+
+    def _start(self, model: ModelConfig) -> EngineClient:
+        timeout_s = self._config.streams.load_timeout_s
+        spawn = partial(SimChild.spawn, faults=self._faults)
+        start_one = partial(Supervisor, model, timeout_s, spawn=spawn)  # type: ignore[arg-type]
+        if model.replicas == 1:
+            return start_one()
+        return Replicas(start_one, *between(model), self._config.loading.idle_unload_s)
+
+
+async def _first(*things: "asyncio.Event | asyncio.Task[None]") -> None:
+    waits = [
+        asyncio.create_task(it.wait()) if isinstance(it, asyncio.Event) else it for it in things
+    ]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait, thing in zip(waits, things, strict=True):
+        if isinstance(thing, asyncio.Event):
+            wait.cancel()

@@ -1,0 +1,199 @@
+"""A run: a machine with a server, its clients, its operator, and what goes wrong."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from detangle import choice, flip, randint, uniform
+
+from headrace.fleet.served_model import ServedModel
+from headrace_common.config.settings import ModelConfig, ServerConfig, StreamConfig
+from stress.simulated_server import faults as fault_rates
+from stress.simulated_server.http import Broken, Connection
+from stress.simulated_server.requests import MODEL, Request
+from stress.simulated_server.requests import draw as draw_request
+from stress.simulated_server.server import Machine, SimServer
+from stress.simulated_server.system import LIFE, world_loop
+
+T = TypeVar("T")
+
+PATIENCE_S = 1800.0
+"""The virtual time within which every client must be done. Faults may last for some of it."""
+SILENCE_S = 15.0
+"""Clients treat a connection as dead after this time without a byte, as the docs advise."""
+STOP_S = 120.0
+"""The virtual time within which a server must stop after its signal."""
+
+Client = Callable[["World"], Awaitable[None]]
+
+
+class World:
+    """Everything in one run. Clients and operators are coroutines that take the world."""
+
+    def __init__(self, folder: Path, model: ServedModel) -> None:
+        self.faults = fault_rates.draw()
+        self.model = model
+        self.machine = Machine(folder, self._config(), model, self.faults)
+        # How many answers were compared with the reference, and other things worth counting.
+        self.counts: Counter[str] = Counter()
+        self._num_requests = 0
+        self.story: list[tuple[float, str]] = []
+
+    def _config(self) -> ServerConfig:
+        streams = StreamConfig(
+            linger_s=choice((0.0, 1.0, 10.0)),
+            drain_s=choice((0.0, 2.0, 30.0)),
+            max_num_queued_reqs=choice((512, 2)),
+        )
+        return ServerConfig(models=(ModelConfig(model=MODEL),), streams=streams)
+
+    @property
+    def server(self) -> SimServer | None:
+        """The running server; None, or a server that has ended, while there is none."""
+        return self.machine.server
+
+    @property
+    def is_up(self) -> bool:
+        server = self.server
+        return server is not None and server.app is not None and not server.has_ended.is_set()
+
+    def tell(self, text: str) -> None:
+        """Add a line to the story of this run, which is printed if the run fails."""
+        self.story.append((world_loop().time(), text))
+
+    def new_request(self) -> Request:
+        self._num_requests += 1
+        return draw_request(self._num_requests)
+
+    def compare(self, request: Request, text: str, finish_reason: str) -> None:
+        """Check an answer against the reference."""
+        answer = request.answer(self.model.tokenizer)
+        found = (text, finish_reason)
+        assert found == answer[:2], f"{request.key}: {found} instead of {answer[:2]}"
+        self.counts["answers"] += 1
+
+    def may_fail(self, code: str) -> bool:
+        """Return whether a stream may end with this error, given the faults of this run."""
+        happened = self.faults.injected
+        reasons = {
+            "engine_failed": (
+                "engine: death in a step",
+                "engine: step error",
+                "engine: hangs in a step",
+            ),
+            "internal_error": ("engine: step error", "worker: death in a job"),
+        }
+        return any(happened[reason] for reason in reasons.get(code, ()))
+
+    async def in_time(self, connection: Connection, work: Awaitable[T]) -> T:
+        """Return the result of `work`, which waits for bytes; an open connection is never silent.
+
+        Raises Broken if the server has ended.
+        """
+        server = self.server
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await work
+        except TimeoutError:
+            if server is None or server.has_ended.is_set():
+                raise Broken from None
+            name = connection.task.get_name()
+            raise AssertionError(f"{name}: no byte for {SILENCE_S:g} s") from None
+
+    async def run(self, clients: Sequence[Client], operators: Sequence[Client]) -> None:
+        """Run clients and operators to their ends, then check that nothing is left over."""
+        world_loop().job_delay_s = self._job_delay_s
+        self.machine.start()
+        operating = [asyncio.create_task(it(self), name="operator") for it in operators]
+        asking = [asyncio.create_task(it(self), name="client") for it in clients]
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*asking)
+        except TimeoutError:
+            raise AssertionError(f"clients are not done after {PATIENCE_S:g} s") from None
+        self.faults.stop()
+        for task in operating:
+            task.cancel()
+        await asyncio.gather(*operating, return_exceptions=True)
+        for task in operating:
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+        await self._finish()
+
+    def _job_delay_s(self) -> float:
+        if self.faults.hits("disk: slow job"):
+            return uniform(0.01, 1.0)
+        return uniform(9.0, 30.0) if self.faults.hits("disk: stalled job") else 0.0
+
+    async def _finish(self) -> None:
+        """Let a healthy server finish all streams, stop it, and look for what is left over."""
+        server = self.server
+        if server is None or server.has_ended.is_set():
+            server = self.machine.start()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await server.accepts.wait()
+                while len(server.generation.streams):
+                    await asyncio.sleep(1)
+        except TimeoutError:
+            left = [stream.record.id for stream in server.generation.streams]
+            raise AssertionError(f"streams never end: {left}") from None
+        await self.stop(server)
+        # Callbacks that are due at the end may still run.
+        await asyncio.sleep(1.0)
+        left = [it.get_name() for it in world_loop().living_tasks(server.life)]
+        assert not left, f"tasks outlive the server: {left}"
+
+    async def stop(self, server: SimServer) -> None:
+        """Stop a server like a signal does, and wait for its end."""
+        server.stop()
+        await self.ended(server)
+
+    async def ended(self, server: SimServer) -> None:
+        """Wait for the end of a server that was told to stop."""
+        try:
+            async with asyncio.timeout(STOP_S):
+                await asyncio.wait([server.task])
+        except TimeoutError:
+            raise AssertionError(f"{server.life.name} does not stop") from None
+        server.task.result()
+
+
+async def restarts(world: World) -> None:
+    """Stop, kill and restart the server at random times."""
+    for _ in range(randint(0, 4)):
+        await asyncio.sleep(uniform(0.0, 20.0))
+        server = world.server
+        assert server is not None
+        if server.has_ended.is_set():
+            world.tell("the server has ended by itself")
+        elif flip(0.5):
+            world.faults.note("server: killed")
+            world.machine.kill()
+        else:
+            world.faults.note("server: stopped")
+            server.stop()
+            if flip(0.3):
+                await asyncio.sleep(uniform(0.0, 3.0))
+                world.faults.note("server: stopped twice")
+                server.stop()
+            await world.ended(server)
+        await asyncio.sleep(uniform(0.0, 5.0))
+        world.tell("the server starts")
+        world.machine.start()
+
+
+class StoryHandler(logging.Handler):
+    """Adds the server's log to the story."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.INFO)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        life = LIFE.get()
+        name = life.name if life else "world"
+        self._world.tell(f"{name}: {record.getMessage()}")
