@@ -1,4 +1,4 @@
-"""What goes wrong in a run, how often, and how often each of it happened."""
+"""Defines the faults of a run: how often each of them happens, and how often it happened."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -80,7 +80,7 @@ class SimChild:
     def send(self, message: Message) -> None:
         if self._code is not None:
             return
-        # What the gateway sends is decoded by another process.
+        # The engine decodes a copy, as another process does.
         decoded = wire._DECODER.decode(wire.encode(message)[4:])
         if isinstance(decoded, Start):
             self._start(decoded.config)

@@ -26,7 +26,7 @@ CONFIG = SimConfig(
 
 
 class Outcome(NamedTuple):
-    """What one run did. `values` are all decisions; they replay the run."""
+    """The result of a run. `values` are all decisions; they replay the run."""
 
     failure: str
     num_steps: int
