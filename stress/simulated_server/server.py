@@ -7,9 +7,12 @@ from contextvars import Context, copy_context
 from functools import partial
 from pathlib import Path
 
+from detangle._context import current_host
 from starlette.applications import Starlette
 
 from headrace.batches.folder import folder_batch_store
+from headrace.batches.redis_store import redis_batch_store
+from headrace.batches.store import BatchStore
 from headrace.engines.client import EngineClient
 from headrace.engines.supervisor import Supervisor
 from headrace.fleet.model_list import ModelSources
@@ -21,6 +24,7 @@ from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.server import build_server
 from headrace.streams.store import Store
+from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.config.settings import ModelConfig, ServerConfig
 from stress.simulated_server.faults import Faults
@@ -31,12 +35,22 @@ FAREWELL_S = 5.0
 
 
 class Machine:
-    """The computer of a server: its disk outlives the server's processes."""
+    """The computer of a server: its disk outlives the server's processes.
+
+    With `redis`, the address of a Redis, the server stores its streams there.
+    """
 
     def __init__(
-        self, folder: Path, config: ServerConfig, model: ServedModel, faults: Faults
+        self,
+        folder: Path,
+        config: ServerConfig,
+        model: ServedModel,
+        faults: Faults,
+        name: str = "server",
+        redis: str = "",
     ) -> None:
         self._folder, self.config, self.model, self._faults = folder, config, model, faults
+        self.name, self.redis = name, redis
         self._numbers = itertools.count()
         self.disk = self._next_disk()
         self.disk.mkdir(parents=True)
@@ -44,12 +58,15 @@ class Machine:
 
     def start(self) -> "SimServer":
         """Start a server process; it runs until it stops or is killed."""
-        life = Life(f"server {next(self._numbers)}")
-        token = LIFE.set(life)
+        life = Life(f"{self.name} {next(self._numbers)}")
+        token, host = LIFE.set(life), current_host.set(self.name)
         try:
-            self.server = SimServer(life, self.disk, self.config, self.model, self._faults)
+            self.server = SimServer(
+                life, self.disk, self.config, self.model, self._faults, self.redis
+            )
         finally:
             LIFE.reset(token)
+            current_host.reset(host)
         return self.server
 
     def kill(self) -> None:
@@ -71,7 +88,13 @@ class SimServer:
     """One server process. `app` is set once the server accepts requests."""
 
     def __init__(
-        self, life: Life, disk: Path, config: ServerConfig, model: ServedModel, faults: Faults
+        self,
+        life: Life,
+        disk: Path,
+        config: ServerConfig,
+        model: ServedModel,
+        faults: Faults,
+        redis: str = "",
     ) -> None:
         self.life = life
         self.context: Context = copy_context()
@@ -84,6 +107,7 @@ class SimServer:
         self.has_ended = asyncio.Event()
         self.error: BaseException | None = None
         self._disk, self._config, self._model, self._faults = disk, config, model, faults
+        self._redis = redis
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self.task = asyncio.create_task(self._run(), name=life.name)
 
@@ -104,13 +128,13 @@ class SimServer:
             self.has_ended.set()
 
     async def _serve(self) -> None:
-        self.store = store = SqliteStore.open(self._disk)
+        store, batch_store = await self._open_stores()
+        self.store = store
         try:
             metrics, config = Metrics(), self._config
             sources = ModelSources(
                 config.models, Pulls(None), lambda: config.models, None, is_one=True
             )
-            batch_store = folder_batch_store(self._disk / "batches")
             server = build_server(
                 config,
                 sources,
@@ -144,6 +168,12 @@ class SimServer:
                 await generation.fleet.close()
         finally:
             await store.close()
+
+    async def _open_stores(self) -> tuple[Store, BatchStore]:
+        if self._redis:
+            store = await RedisStore.open(self._redis)
+            return store, redis_batch_store(store)
+        return SqliteStore.open(self._disk), folder_batch_store(self._disk / "batches")
 
     async def _end_requests(self) -> None:
         """Do what uvicorn does at its end: wait for the open requests, then cancel them."""

@@ -39,14 +39,36 @@ class Life:
         self.name = name
         self.is_dead = False
         self.parent = LIFE.get()
+        # Callbacks that became due during a pause, in order; None unless the process is paused.
+        self._held: list[tuple[Lane, asyncio.Handle]] | None = None
 
     @property
     def has_ended(self) -> bool:
         """Return whether this process or the process that started it has ended."""
         return self.is_dead or (self.parent is not None and self.parent.has_ended)
 
+    @property
+    def is_paused(self) -> bool:
+        return self._held is not None
+
     def kill(self) -> None:
         self.is_dead = True
+
+    def pause(self) -> None:
+        """Run nothing of this process until `unpause`; processes that it started go on."""
+        self._held = self._held or []
+
+    def hold(self, lane: Lane, handle: asyncio.Handle) -> bool:
+        """Keep a callback for later if the process is paused; return whether it was kept."""
+        if self._held is None:
+            return False
+        self._held.append((lane, handle))
+        return True
+
+    def unpause(self) -> None:
+        held, self._held = self._held or [], None
+        for lane, handle in held:
+            world_loop()._enqueue_lane(lane, handle)
 
 
 class _Task(asyncio.Task[Any]):
@@ -88,7 +110,7 @@ class WorldLoop(SimLoop):
 
     def _execute(self, lane: Lane, handle: asyncio.Handle) -> None:
         life = handle._context.get(LIFE)  # type: ignore[attr-defined]
-        if life is None or not life.has_ended:
+        if life is None or not (life.has_ended or life.hold(lane, handle)):
             super()._execute(lane, handle)
 
     def resume(self, thread: "Thread") -> None:
