@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from headrace.batches.answers import LineAnswers
 from headrace.batches.batches import Batches
 from headrace.batches.store import BatchStore
-from headrace.fleet.model_host import CACHE_BYTES, ModelHost, Start
+from headrace.fleet.model_host import CACHE_BYTES, FILES, ModelFiles, ModelHost, Start
 from headrace.fleet.model_list import ModelChanges, ModelSources
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.adapter_routes import AdapterRoutes
@@ -65,19 +65,21 @@ def build_server(
     auth: Auth,
     metrics: Metrics,
     begin_worker: Begin = WorkerProcess.begin,
+    files: ModelFiles = FILES,
 ) -> Server:
     """Build a server for the models in `sources`.
 
     `model` is given if the server has one model and that model was already read; `metrics` then
     also counts the model's requests. `start` starts an engine, `begin_worker` a worker process.
+    `files` fetches and reads models.
     `store` holds the streams, `batch_store` the files and batches.
     """
     cache_bytes = None if config.loading.models_memory_bytes is None else CACHE_BYTES
 
     def make_host(one: ModelConfig) -> ModelHost:
         if model is not None and one.model == config.models[0].model:
-            return ModelHost(one, start, metrics, model)
-        return ModelHost(one, start, Metrics(), cache_bytes=cache_bytes)
+            return ModelHost(one, start, metrics, model, files=files)
+        return ModelHost(one, start, Metrics(), cache_bytes=cache_bytes, files=files)
 
     configs = sources.all()
     aliases = settled_aliases(config.alias, (*with_unique_names(config.models), *configs))

@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from headrace.engines.client import EngineDown, EngineUp
-from headrace.fleet import model_host
 from headrace.fleet.fleet import Fleet
-from headrace.fleet.model_host import ModelHost
+from headrace.fleet.model_host import ModelFiles, ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.metrics.metrics import Metrics
 from headrace_common.config.settings import LoadingConfig, ModelConfig, ServerConfig, StreamConfig
@@ -373,12 +372,17 @@ async def told(gone: list[str]) -> None:
 
 
 async def test_a_request_that_waits_for_a_model_s_files_hears_of_the_shutdown_at_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
 ) -> None:
     may_go_on = threading.Event()
-    monkeypatch.setattr(model_host, "fetch_apart", lambda *_: may_go_on.wait(30))
+
+    def fetch(*_: object) -> str:
+        may_go_on.wait(30)
+        return ""
+
     async with running(folder) as made:
-        unread = ModelHost(ModelConfig(model="far/away"), made._start, Metrics())
+        files = ModelFiles(fetch)
+        unread = ModelHost(ModelConfig(model="far/away"), made._start, Metrics(), files=files)
         waiting = asyncio.create_task(made.fleet.read(unread))
         await settle()
         assert not waiting.done()

@@ -35,11 +35,11 @@ async def test_a_download_that_was_stopped_and_begun_again_while_the_list_was_ke
         may_write.wait(30)
         keep_file(file, content)
 
-    async def fetch(pull: Pull) -> None:
+    async def fetch(pull: Pull, _: object) -> None:
         nonlocal running_now
         running_now += 1
         try:
-            await never(pull)
+            await never(pull, None)
         finally:
             running_now -= 1
 
@@ -64,7 +64,7 @@ async def test_a_download_that_was_stopped_and_begun_again_while_the_list_was_ke
         assert (running_now, pull.state) == (0, "stopped")
 
 
-async def never(pull: Pull) -> None:
+async def never(pull: Pull, _: object) -> None:
     await asyncio.Event().wait()
 
 
@@ -126,7 +126,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
         command = tmp_path / "python"
         command.write_text(f"#!/bin/sh\nexec {sys.executable} {script}\n")
         command.chmod(0o700)
-        monkeypatch.setattr(pulls.sys, "executable", str(command))
+        monkeypatch.setattr(sys, "executable", str(command))
 
     return tell
 
@@ -162,7 +162,7 @@ async def test_of_a_million_lines_the_last_one_counts(told: Callable[[str], None
 async def test_an_error_that_nobody_foresaw_ends_one_download(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def fail(pull: Pull) -> None:
+    async def fail(pull: Pull, _: object) -> None:
         raise KeyError("x")
 
     monkeypatch.setattr(pulls, "_fetch", fail)
@@ -176,7 +176,7 @@ async def test_an_error_that_nobody_foresaw_ends_one_download(
 async def test_of_failed_downloads_the_newest_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def fail(pull: Pull) -> FetchFailed:
+    async def fail(pull: Pull, _: object) -> FetchFailed:
         return FetchFailed("download_failed", "The hub says no.")
 
     monkeypatch.setattr(pulls, "_fetch", fail)

@@ -23,6 +23,7 @@ from headrace.metrics.metrics import Metrics
 from headrace.text.model_names import adapters_of, names_of, paths_of, root_of
 from headrace_common.adapter import Adapter
 from headrace_common.checkpoints.find import MINI, find_model, may_have_images
+from headrace_common.checkpoints.hub import OnProgress
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import ModelError
 from headrace_common.loading import READING
@@ -38,6 +39,19 @@ Start = Callable[[ModelConfig], EngineClient]
 # Seconds until a failed read is repeated although the files have not changed. The cause may be
 # temporary, such as a full disk.
 _REMEMBERED_S = 600.0
+
+
+class ModelFiles(NamedTuple):
+    """How a host gets a model: `fetch` returns its local path, `read` reads it from this path.
+
+    Both run in a thread, and raise ModelError.
+    """
+
+    fetch: Callable[[ModelConfig, OnProgress], str] = fetch_apart
+    read: Callable[[ModelConfig, str], ServedModel] = read_checked
+
+
+FILES = ModelFiles()
 
 
 class _Failure(NamedTuple):
@@ -68,6 +82,7 @@ class ModelHost:
         metrics: Metrics,
         known: ServedModel | None = None,
         cache_bytes: int | None = None,
+        files: ModelFiles = FILES,
     ) -> None:
         if config.kv_cache_memory_bytes is None and cache_bytes is not None:
             config = replace(config, kv_cache_memory_bytes=cache_bytes)
@@ -84,7 +99,7 @@ class ModelHost:
         self.loading = LoadProgressWatch("" if known else self.name)
         self.users = EngineUsers(self.loading)
         self.engine = EngineLife(self.users, self.loading, metrics.engine)
-        self._start = start
+        self._start, self._files = start, files
         # Set while a thread reads the model. The future gets the result of the thread.
         self._reading: asyncio.Future[ServedModel] | None = None
         self._failure: _Failure | None = None
@@ -204,11 +219,11 @@ class ModelHost:
         if failed is not None and failed.holds():
             raise ModelError(failed.message, failed.code)
         try:
-            path = fetch_apart(self.config, self.loading.download)
+            path = self._files.fetch(self.config, self.loading.download)
             files = replace(self.config, model=path)
             stamp = file_stamp(files)
             try:
-                return read_checked(self.config, path)
+                return self._files.read(self.config, path)
             except NotChecked:
                 raise
             except ModelError as error:

@@ -7,20 +7,17 @@ were running.
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from headrace.fleet.atomic_file import StateFile
+from headrace.fleet.download_process import DownloadProcess
 from headrace_common.checkpoints.fetch import (
-    MAX_LINE,
     MAX_SILENCE_S,
     SILENT,
     Fetched,
@@ -30,7 +27,6 @@ from headrace_common.checkpoints.fetch import (
     read_news,
 )
 from headrace_common.checkpoints.find import can_be_fetched
-from headrace_common.config.sources import environment_without_keys
 from headrace_common.errors import KINDS, RequestError
 from headrace_common.system.state_files import read_kept
 
@@ -47,6 +43,8 @@ _MAX_FILE_BYTES = 64 << 20
 _MAX_FAILED = 64
 
 PullState = Literal["downloading", "stopped", "failed", "here"]
+Begin = Callable[[str], Awaitable[DownloadProcess]]
+"""Starts the download process of a model."""
 
 
 class StoredPull(msgspec.Struct, frozen=True):
@@ -130,10 +128,14 @@ class Pull:
 
 
 class Pulls:
-    """The models that clients asked to download; `file` stores the list across restarts."""
+    """The models that clients asked to download; `file` stores the list across restarts.
 
-    def __init__(self, file: Path | None) -> None:
+    `begin_process` starts a download process.
+    """
+
+    def __init__(self, file: Path | None, begin_process: Begin = DownloadProcess.begin) -> None:
         self._file = StateFile(file) if file else None
+        self._begin_process = begin_process
         self._pulls = {kept.model: Pull(kept) for kept in _read(file)}
         self._group: asyncio.TaskGroup
         self._on_arrival: Callable[[], None]
@@ -228,7 +230,7 @@ class Pulls:
         await self._save()
         logger.info("Downloading %s", pull.model)
         try:
-            error = await _fetch(pull)
+            error = await _fetch(pull, self._begin_process)
             if error is None:
                 logger.info("%s was downloaded", pull.model)
                 pull.settle("here")
@@ -268,20 +270,9 @@ _INVALID_ID = (
 )
 
 
-async def _fetch(pull: Pull) -> FetchFailed | None:
+async def _fetch(pull: Pull, begin: Begin) -> FetchFailed | None:
     """Run the download process, and end the process when this task ends."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "headrace_common.checkpoints.fetch", pull.model),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        # Ctrl-C must reach only the gateway. A new session would also work. But Linux may divide
-        # the processor among sessions first, and then many workers, each in a session, would
-        # starve the gateway.
-        preexec_fn=os.setpgrp,
-        env=environment_without_keys(),
-    )
+    process = await begin(pull.model)
     try:
         return await _follow(process, pull)
     except NotNews as error:
@@ -289,12 +280,11 @@ async def _fetch(pull: Pull) -> FetchFailed | None:
     except TimeoutError:
         return FetchFailed("download_failed", SILENT)
     finally:
-        await _end_process(process)
+        await process.end()
 
 
-async def _follow(process: asyncio.subprocess.Process, pull: Pull) -> FetchFailed | None:
+async def _follow(process: DownloadProcess, pull: Pull) -> FetchFailed | None:
     """Handle the download process's reports until the process has ended."""
-    assert process.stdout is not None
     clock, last = asyncio.get_running_loop().time, None
     async with asyncio.timeout(MAX_SILENCE_S) as patience:
         async for news in read_news(process.stdout):
@@ -315,22 +305,6 @@ async def _follow(process: asyncio.subprocess.Process, pull: Pull) -> FetchFaile
 def _how_it_ended(code: int) -> str:
     how = f"was killed (signal {-code})" if code < 0 else f"ended early (exit code {code})"
     return f"The download process {how}; the downloaded part is kept. Try again."
-
-
-async def _end_process(process: asyncio.subprocess.Process) -> None:
-    """Terminate the process; after `_END_S` seconds, kill the process if it still runs."""
-    with contextlib.suppress(ProcessLookupError, TimeoutError):
-        process.terminate()
-        await asyncio.wait_for(process.wait(), _END_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
-    # asyncio keeps the pipe open while it has unread output.
-    assert process.stdout is not None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_END_S):
-            while await process.stdout.read(MAX_LINE):
-                pass
 
 
 _NOT_NEWS = (
