@@ -1,6 +1,7 @@
 """Defines the faults of a run: how often each of them happens, and how often it happened."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from detangle._choices import FAULT
@@ -10,9 +11,13 @@ from stress.simulated_server.system import world_loop
 
 @dataclass
 class Faults:
-    """The probability of each fault, per occasion. After `stop`, nothing fails any more."""
+    """The probability of each fault, per occasion. After `stop`, nothing fails any more.
 
-    rates: dict[str, float] = field(default_factory=dict)
+    `tell` adds a line to the story of the run.
+    """
+
+    rates: dict[str, float]
+    tell: Callable[[str], None]
     injected: Counter[str] = field(default_factory=Counter)
 
     def hits(self, kind: str) -> bool:
@@ -20,12 +25,13 @@ class Faults:
         rate = self.rates.get(kind, 0.0)
         if not rate or not world_loop().flip(rate, FAULT):
             return False
-        self.injected[kind] += 1
+        self.note(kind)
         return True
 
     def note(self, kind: str) -> None:
         """Count something that happened to the server, and that no rate controls."""
         self.injected[kind] += 1
+        self.tell(kind)
 
     def stop(self) -> None:
         self.rates = {}
@@ -33,7 +39,6 @@ class Faults:
 
 RATES = {
     "engine: death in a step": 0.01,
-    "engine: death while idle": 0.0,
     "engine: death while loading": 0.1,
     "engine: hangs in a step": 0.002,
     "engine: answers no ping": 0.001,
@@ -50,7 +55,7 @@ RATES = {
 """The highest rate of each fault in a run."""
 
 
-def draw() -> Faults:
+def draw(tell: Callable[[str], None]) -> Faults:
     """Choose which faults this run has. About half of the runs have few."""
     loop = world_loop()
     rates = {}
@@ -58,4 +63,4 @@ def draw() -> Faults:
         share = (0.0, 0.0, 0.3, 1.0)[loop.choose(4, "data")]
         if share * most:
             rates[kind] = share * most
-    return Faults(rates)
+    return Faults(rates, tell)

@@ -69,13 +69,15 @@ class SimChild:
         self._salts: dict[int, str] = {}
 
     @classmethod
-    async def spawn(
-        cls, number: int = 0, lock_fds: tuple[int, ...] = (), *, faults: Faults
-    ) -> "SimChild":
+    async def spawn(cls, faults: Faults) -> "SimChild":
         await asyncio.sleep(0.01)
         if faults.hits("engine: cannot be started"):
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return cls(faults)
+
+    @property
+    def is_running(self) -> bool:
+        return self._code is None
 
     def send(self, message: Message) -> None:
         if self._code is not None:

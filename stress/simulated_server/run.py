@@ -18,7 +18,7 @@ from headrace_common.config.settings import ModelConfig
 from stress.simulated_server.clients import asks_for_a_while
 from stress.simulated_server.requests import MODEL
 from stress.simulated_server.system import WorldLoop, simulated
-from stress.simulated_server.world import StoryHandler, World, restarts
+from stress.simulated_server.world import StoryHandler, World, kills_engines, restarts
 
 CONFIG = SimConfig(
     patch_time=True, max_steps=3_000_000, timer_jitter=0.003, step_cost=2e-5, max_time=20_000
@@ -29,6 +29,8 @@ class Outcome(NamedTuple):
     """The result of a run. `values` are all decisions; they replay the run."""
 
     failure: str
+    # The kind of the failure: the error's type, and where it was raised.
+    signature: tuple[str, ...]
     num_steps: int
     virtual_s: float
     injected: dict[str, int]
@@ -65,21 +67,25 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
         logging.getLogger().handlers = [StoryHandler(world)]
         logging.getLogger().setLevel(logging.INFO)
         clients = [asks_for_a_while] * randint(1, 6)
-        await world.run(clients, [restarts])
+        await world.run(clients, [restarts, kills_engines])
 
     failure = ""
+    signature: tuple[str, ...] = ()
     try:
         with simulated():
             loop.run_until_complete(main())
         _check_background(loop)
     except Exception as error:
         failure = "".join(traceback.format_exception(error))
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        signature = (type(error).__name__, place.filename, place.name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     faults, counts = (worlds[0].faults.injected, worlds[0].counts) if worlds else ({}, {})
     digest = hashlib.sha256(repr((loop.order_hash, loop.time())).encode()).hexdigest()[:16]
     return Outcome(
         failure,
+        signature,
         loop.steps,
         loop.time(),
         dict(faults),

@@ -108,6 +108,7 @@ class SimServer:
         self.error: BaseException | None = None
         self._disk, self._config, self._model, self._faults = disk, config, model, faults
         self._redis = redis
+        self._children: list[SimChild] = []
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self.task = asyncio.create_task(self._run(), name=life.name)
 
@@ -116,6 +117,10 @@ class SimServer:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
+
+    def engines(self) -> list[SimChild]:
+        """Return the running engine processes."""
+        return [child for child in self._children if child.is_running]
 
     async def _run(self) -> None:
         try:
@@ -186,11 +191,15 @@ class SimServer:
 
     def _start(self, model: ModelConfig) -> EngineClient:
         timeout_s = self._config.streams.load_timeout_s
-        spawn = partial(SimChild.spawn, faults=self._faults)
-        start_one = partial(Supervisor, model, timeout_s, spawn=spawn)  # type: ignore[arg-type]
+        start_one = partial(Supervisor, model, timeout_s, spawn=self._spawn)  # type: ignore[arg-type]
         if model.replicas == 1:
             return start_one()
         return Replicas(start_one, *between(model), self._config.loading.idle_unload_s)
+
+    async def _spawn(self, number: int, lock_fds: tuple[int, ...]) -> SimChild:
+        child = await SimChild.spawn(self._faults)
+        self._children = [*self.engines(), child]
+        return child
 
 
 async def _first(*things: "asyncio.Event | asyncio.Task[None]") -> None:

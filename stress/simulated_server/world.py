@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TypeVar
 from detangle import choice, flip, randint, uniform
 
 from headrace.fleet.served_model import ServedModel
+from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.config.settings import ModelConfig, ServerConfig, StreamConfig
 from stress.simulated_server import faults as fault_rates
 from stress.simulated_server.http import Broken, Connection
@@ -34,13 +36,13 @@ class World:
     """Everything in one run. Clients and operators are coroutines that take the world."""
 
     def __init__(self, folder: Path, model: ServedModel) -> None:
-        self.faults = fault_rates.draw()
+        self.story: list[tuple[float, str]] = []
+        self.faults = fault_rates.draw(self.tell)
         self.model = model
         self.machine = Machine(folder, self._config(), model, self.faults)
         # How many answers were compared with the reference, and other things worth counting.
         self.counts: Counter[str] = Counter()
         self._num_requests = 0
-        self.story: list[tuple[float, str]] = []
 
     def _config(self) -> ServerConfig:
         streams = StreamConfig(
@@ -141,6 +143,9 @@ class World:
         except TimeoutError:
             left = [stream.record.id for stream in server.generation.streams]
             raise AssertionError(f"streams never end: {left}") from None
+        # Connections, cancels and acknowledgements that are under way may still arrive.
+        await asyncio.sleep(20.0)
+        check_nothing_is_kept(server)
         await self.stop(server)
         # Callbacks that are due at the end may still run.
         await asyncio.sleep(1.0)
@@ -160,6 +165,34 @@ class World:
         except TimeoutError:
             raise AssertionError(f"{server.life.name} does not stop") from None
         server.task.result()
+
+
+def check_nothing_is_kept(server: SimServer) -> None:
+    """Check that a server without requests and streams remembers none of them."""
+    generation = server.generation
+    kept: dict[str, int] = {
+        "requests": len(server.requests),
+        "streams": len(generation.streams),
+        "writers": len(generation.writers.tasks),
+        "jobs": len(server.generation.work._queue),  # type: ignore[attr-defined]
+    }
+    for host in generation.fleet.hosts.all():
+        for queue in generation.queues._by_host.get(host, ()):
+            kept["places in a queue"] = queue.num_live + queue.num_waiting + queue.num_tokens
+        kept["users of an engine"] = len(list(host.users))
+        kept["sequences of an engine"] = len(host.users._owners)
+    if isinstance(server.store, SqliteStore):
+        kept["open logs"] = len(server.store._live)
+    assert not any(kept.values()), f"left although nothing runs: {kept}"
+
+
+async def kills_engines(world: World) -> None:
+    """Kill the running engine from outside at random times, whatever it does."""
+    for _ in range(randint(0, 3)):
+        await asyncio.sleep(uniform(0.0, 30.0))
+        if world.is_up and world.server is not None and (engines := world.server.engines()):
+            world.faults.note("engine: killed from outside")
+            choice(engines).die(-signal.SIGKILL)
 
 
 async def restarts(world: World) -> None:
