@@ -1,0 +1,58 @@
+"""Faults planted in the server are found by the simulated system."""
+
+import pytest
+
+from headrace.fleet.served_model import ServedModel
+from stress.simulated_server.planted import ALL, look_for, run_seed, summary_of
+from stress.simulated_server.planting import Edit, Fault, Planted, Stale
+from stress.simulated_server.run import read_model
+
+FOUND_SOON = (
+    "the_end_of_a_log_wakes_nobody",
+    "the_end_precedes_the_last_token",
+    "a_reader_resumes_one_event_too_late",
+    "heartbeats_go_on_after_the_answer",
+    "the_sweep_cannot_be_cancelled",
+)
+BUDGET_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model() -> ServedModel:
+    return read_model()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_fault_fits_the_code(name: str) -> None:
+    Planted(ALL[name])
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit("headrace.streams.log:Tail.extend", "if self._sleeping:", "pass"),
+        Edit("headrace.streams.log:Tail.grow", "if self._waiting:", "pass"),
+        Edit("headrace.streams.logs:Tail.extend", "if self._waiting:", "pass"),
+        Edit("headrace.batches.redis_store:_CLAIM", "return 2", "return 1"),
+    ],
+)
+def test_a_fault_whose_code_is_gone_is_an_error(edit: Edit) -> None:
+    with pytest.raises(Stale):
+        Planted(Fault("any", "", (edit,)))
+
+
+@pytest.mark.parametrize("name", FOUND_SOON)
+def test_a_planted_fault_is_found(name: str, model: ServedModel) -> None:
+    report = look_for(ALL[name], model, BUDGET_S)
+    assert report.failure
+    assert report.num_reached
+
+
+def test_nothing_is_planted_in_the_process_that_asks(model: ServedModel) -> None:
+    name = "the_end_precedes_the_last_token"
+    report = look_for(ALL[name], model, BUDGET_S)
+    assert not run_seed(report.seed, None, model).failure
+
+
+def test_the_summary_is_the_violation() -> None:
+    assert summary_of("Traceback\n  x\nAssertionError: too slow\n") == "AssertionError: too slow"
