@@ -2,17 +2,19 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import itertools
 import signal
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from headrace.engines.client import EngineDown
 from headrace.protocols.worker import Jobs
 from headrace.protocols.worker_model import WorkerModel
-from headrace.text.model_names import Aliases, adapters_of, names_of, paths_of
+from headrace.text.model_names import Aliases, adapters_of, names_of, paths_of, root_of
 from headrace.text.text_model import TextModel
 from headrace.workers.job_queue import Body
 from headrace.workers.pool import perform
@@ -30,7 +32,7 @@ from headrace_common.messages import (
     Ready,
     Submit,
 )
-from headrace_common.plan import StepPlan, StepResult
+from headrace_common.plan import Chunk, ChunkResult, StepPlan, StepResult
 from headrace_common.system.step_record import StepRecord
 from headrace_common.wire import Start
 from headrace_common.worker_jobs import Refusal
@@ -38,6 +40,7 @@ from headrace_engine.engine import Engine
 from headrace_engine.scheduler.budget import resolve
 from headrace_engine.scheduler.scheduler import Scheduler
 from stress.simulated_server.faults import Faults
+from stress.simulated_server.requests import MODEL
 from stress.simulated_server.system import LIFE, Life, SimpleQueue, Thread, sleep, world_loop
 from stress.simulator.fake_runner import FakeRunner
 
@@ -45,6 +48,7 @@ LOAD_S = 0.5
 LAYOUT = MemoryLayout(block_size=16, num_blocks=120)
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 4
+VECTOR_SIZE = 3
 
 _pids = itertools.count(1000)
 
@@ -55,8 +59,10 @@ class SimChild:
     The process has the real engine loop and scheduler. Only its runner computes no model.
     """
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, on_start: "OnEngine") -> None:
         self.pid = next(_pids)
+        self.config: ModelConfig
+        self._on_start = on_start
         self.reader = asyncio.StreamReader()
         self.step_record = StepRecord()
         self._faults = faults
@@ -69,15 +75,15 @@ class SimChild:
         self._salts: dict[int, str] = {}
 
     @classmethod
-    async def spawn(cls, faults: Faults) -> "SimChild":
+    async def spawn(cls, faults: Faults, on_start: "OnEngine") -> "SimChild":
         await asyncio.sleep(0.01)
         if faults.hits("engine: cannot be started"):
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        return cls(faults)
+        return cls(faults, on_start)
 
     @property
     def is_running(self) -> bool:
-        return self._code is None
+        return self._code is None and not self._life.has_ended
 
     def send(self, message: Message) -> None:
         if self._code is not None:
@@ -140,6 +146,8 @@ class SimChild:
         return 0
 
     def _start(self, config: ModelConfig) -> None:
+        self.config = config
+        self._on_start(self)
         token = LIFE.set(self._life)
         try:
             Thread(target=self._run, args=(config,), name="engine").start()
@@ -159,6 +167,9 @@ class SimChild:
         self.die(0)
 
 
+OnEngine = Callable[[SimChild], None]
+
+
 def _scheduler(config: ModelConfig) -> tuple[Ready, Scheduler]:
     limits = resolve(config.scheduler, LAYOUT, "cpu", MAX_NUM_SEQS, MAX_MODEL_LEN)
     ready = Ready(
@@ -175,8 +186,16 @@ def _scheduler(config: ModelConfig) -> tuple[Ready, Scheduler]:
         max_step_tokens=limits.max_step_tokens,
         max_stall_s=limits.max_stall_s,
         highest_stall_s=limits.max_stall_s,
+        tasks=("generate", "embed"),
+        vector_size=VECTOR_SIZE,
     )
     return ready, Scheduler(config.scheduler, LAYOUT, limits)
+
+
+def vector_of(token_ids: "array[int]") -> bytes:
+    """Return the embedding of a prompt. Equal prompts have equal vectors."""
+    sums = (sum(token_ids[n::VECTOR_SIZE], n + 1) for n in range(VECTOR_SIZE))
+    return array("f", sums).tobytes()
 
 
 class SimRunner:
@@ -209,7 +228,19 @@ class SimRunner:
         sleep(seconds)
         if faults.hits("engine: step error"):
             raise RuntimeError("a step failed")
-        return self._runner.execute(plan, (seconds, ()), {})
+        result = self._runner.execute(plan, (seconds, ()), {})
+        chunks = zip(plan.chunks, result.chunks, strict=True)
+        pooled = tuple(self._pool(chunk, it) for chunk, it in chunks)
+        return msgspec.structs.replace(result, chunks=pooled)
+
+    def _pool(self, chunk: Chunk, result: ChunkResult) -> ChunkResult:
+        """Add the vector of a sequence for an embedding that this chunk completes."""
+        remembered = self._runner.remembered(chunk.sequence_id)
+        begin, end = remembered.begin, chunk.start + chunk.length
+        if begin.sampling.pooling is None or end < begin.num_prompt:
+            return result
+        vector = vector_of(remembered.tokens[: begin.num_prompt])
+        return msgspec.structs.replace(result, vector=vector)
 
 
 class SimWorker:
@@ -268,12 +299,15 @@ def _jobs(start: bytes) -> Jobs:
 
 
 def _text_model(config: ModelConfig) -> TextModel:
-    return _cached_text(msgspec.msgpack.encode(config))
+    """Return the text side of a model. All models have the files of the model in the package."""
+    made = copy.copy(packaged_text())
+    made.root, made.names, made.paths = root_of(config), names_of(config), paths_of(config)
+    return made
 
 
-@functools.lru_cache(maxsize=32)
-def _cached_text(packed: bytes) -> TextModel:
-    return TextModel(msgspec.msgpack.decode(packed, type=ModelConfig))
+@functools.lru_cache(maxsize=1)
+def packaged_text() -> TextModel:
+    return TextModel(ModelConfig(model=MODEL))
 
 
 def _answer(jobs: Jobs, head: bytes, body: bytes) -> Reply:

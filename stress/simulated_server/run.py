@@ -16,6 +16,7 @@ from detangle.strategies import PCT, RandomWalk, Replay, Strategy
 from headrace.fleet.served_model import ServedModel
 from headrace_common.config.settings import ModelConfig
 from stress.simulated_server.clients import asks_for_a_while
+from stress.simulated_server.processes import packaged_text
 from stress.simulated_server.requests import MODEL
 from stress.simulated_server.system import WorldLoop, simulated
 from stress.simulated_server.world import StoryHandler, World, kills_engines, restarts
@@ -52,6 +53,8 @@ def replay(values: Sequence[int]) -> Strategy:
 
 
 def read_model() -> ServedModel:
+    """Read the model for all runs, so that each run only needs a copy."""
+    packaged_text()
     return ServedModel(ModelConfig(model=MODEL))
 
 

@@ -15,7 +15,9 @@ from headrace.batches.redis_store import redis_batch_store
 from headrace.batches.store import BatchStore
 from headrace.engines.client import EngineClient
 from headrace.engines.supervisor import Supervisor
-from headrace.fleet.model_list import ModelSources
+from headrace.fleet.fleet import pinned_model
+from headrace.fleet.model_host import ModelFiles
+from headrace.fleet.model_list import ModelSources, kept
 from headrace.fleet.pulls import Pulls
 from headrace.fleet.replicas import Replicas, between
 from headrace.fleet.served_model import ServedModel
@@ -27,8 +29,9 @@ from headrace.streams.store import Store
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.config.settings import ModelConfig, ServerConfig
+from stress.simulated_server.downloads import Hub
 from stress.simulated_server.faults import Faults
-from stress.simulated_server.processes import SimChild, SimWorker
+from stress.simulated_server.processes import OnEngine, SimChild, SimWorker
 from stress.simulated_server.system import LIFE, Life
 
 FAREWELL_S = 5.0
@@ -37,7 +40,8 @@ FAREWELL_S = 5.0
 class Machine:
     """The computer of a server: its disk outlives the server's processes.
 
-    With `redis`, the address of a Redis, the server stores its streams there.
+    With `redis`, the address of a Redis, the server stores its streams there. `on_engine` is
+    called at the start of each engine.
     """
 
     def __init__(
@@ -48,8 +52,11 @@ class Machine:
         faults: Faults,
         name: str = "server",
         redis: str = "",
+        on_engine: OnEngine = lambda engine: None,
     ) -> None:
-        self._folder, self.config, self.model, self._faults = folder, config, model, faults
+        self._folder, self.config, self._faults = folder, config, faults
+        self._on_engine = on_engine
+        self.hub = Hub(folder / f"hub of {name}", model, faults)
         self.name, self.redis = name, redis
         self._numbers = itertools.count()
         self.disk = self._next_disk()
@@ -62,7 +69,13 @@ class Machine:
         token, host = LIFE.set(life), current_host.set(self.name)
         try:
             self.server = SimServer(
-                life, self.disk, self.config, self.model, self._faults, self.redis
+                life,
+                self.disk,
+                self.config,
+                self.hub,
+                self._faults,
+                self.redis,
+                self._on_engine,
             )
         finally:
             LIFE.reset(token)
@@ -92,9 +105,10 @@ class SimServer:
         life: Life,
         disk: Path,
         config: ServerConfig,
-        model: ServedModel,
+        hub: Hub,
         faults: Faults,
         redis: str = "",
+        on_engine: OnEngine = lambda engine: None,
     ) -> None:
         self.life = life
         self.context: Context = copy_context()
@@ -103,10 +117,12 @@ class SimServer:
         self.store: Store
         # The tasks of open requests, in the order of their arrival.
         self.requests: dict[asyncio.Task[None], None] = {}
+        self.auth: Auth
         self.accepts = asyncio.Event()
         self.has_ended = asyncio.Event()
         self.error: BaseException | None = None
-        self._disk, self._config, self._model, self._faults = disk, config, model, faults
+        self._disk, self._config, self._hub, self._faults = disk, config, hub, faults
+        self._on_engine = on_engine
         self._redis = redis
         self._children: list[SimChild] = []
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
@@ -137,19 +153,19 @@ class SimServer:
         self.store = store
         try:
             metrics, config = Metrics(), self._config
-            sources = ModelSources(
-                config.models, Pulls(None), lambda: config.models, None, is_one=True
-            )
+            self.auth = Auth(config.http)
+            pinned = pinned_model(config)
             server = build_server(
                 config,
-                sources,
-                self._model,
+                self._sources(),
+                None if pinned is None else self._hub.model(pinned),
                 self._start,
                 store,
                 batch_store,
-                Auth(config.http),
+                self.auth,
                 metrics,
                 partial(SimWorker.begin, faults=self._faults),  # type: ignore[arg-type]
+                ModelFiles(self._hub.fetch, self._hub.read),
             )
             self.generation = generation = server.generation
             try:
@@ -180,6 +196,14 @@ class SimServer:
             return store, redis_batch_store(store)
         return SqliteStore.open(self._disk), folder_batch_store(self._disk / "batches")
 
+    def _sources(self) -> ModelSources:
+        """Return the models to serve, as `headrace serve` does."""
+        config, is_one = self._config, pinned_model(self._config) is not None
+        file = None if is_one else self._disk / "desired.json"
+        configs = (file and kept(file)) or config.models
+        pulls = Pulls(self._disk / "pulled.json", self._hub.begin)  # type: ignore[arg-type]
+        return ModelSources(configs, pulls, lambda: config.models, file, is_one)
+
     async def _end_requests(self) -> None:
         """Do what uvicorn does at its end: wait for the open requests, then cancel them."""
         if self.requests:
@@ -197,7 +221,7 @@ class SimServer:
         return Replicas(start_one, *between(model), self._config.loading.idle_unload_s)
 
     async def _spawn(self, number: int, lock_fds: tuple[int, ...]) -> SimChild:
-        child = await SimChild.spawn(self._faults)
+        child = await SimChild.spawn(self._faults, self._on_engine)
         self._children = [*self.engines(), child]
         return child
 

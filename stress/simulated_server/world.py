@@ -15,6 +15,7 @@ from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.config.settings import ModelConfig, ServerConfig, StreamConfig
 from stress.simulated_server import faults as fault_rates
 from stress.simulated_server.http import Broken, Connection
+from stress.simulated_server.processes import SimChild
 from stress.simulated_server.requests import MODEL, Request
 from stress.simulated_server.requests import draw as draw_request
 from stress.simulated_server.server import Machine, SimServer
@@ -39,7 +40,9 @@ class World:
         self.story: list[tuple[float, str]] = []
         self.faults = fault_rates.draw(self.tell)
         self.model = model
-        self.machine = Machine(folder, self._config(), model, self.faults)
+        self.machine = Machine(
+            folder, self._config(), model, self.faults, on_engine=self.engine_starts
+        )
         # How many answers were compared with the reference, and other things worth counting.
         self.counts: Counter[str] = Counter()
         self._num_requests = 0
@@ -51,6 +54,9 @@ class World:
             max_num_queued_reqs=choice((512, 2)),
         )
         return ServerConfig(models=(ModelConfig(model=MODEL),), streams=streams)
+
+    def engine_starts(self, engine: SimChild) -> None:
+        """Check the engines of the machine when another one starts."""
 
     @property
     def server(self) -> SimServer | None:

@@ -89,6 +89,9 @@ class FakeRunner:
         total_s = computing_s + sum(encode_s) + load_s
         return StepResult(tuple(results), total_s, encode_s, load_s)
 
+    def remembered(self, sequence_id: int) -> Remembered:
+        return self._sequences[sequence_id]
+
     def copy_out(self, kept: SegmentToSave) -> FakeNumbers:
         """Return a copy of a segment's blocks, and of the state after them."""
         blocks = [(self._blocks[i][0][:], self._blocks[i][1]) for i in kept.block_ids]
