@@ -1,10 +1,12 @@
-"""Builds all parts of a server except its engines.
+"""Builds all parts of a server except its engines, and runs the parts.
 
-The caller provides engines, stores and files, so that a simulation can pass simulated parts.
+The caller provides engines, stores, files and HTTP, so that a simulation can pass simulated parts.
 """
 
+import asyncio
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -45,6 +47,8 @@ from headrace.text.model_names import settled_aliases, with_unique_names
 from headrace.workers.pool import Begin, WorkerPool
 from headrace.workers.process import WorkerProcess
 from headrace_common.config.settings import ModelConfig, ServerConfig
+from headrace_common.errors import HeadraceError
+from headrace_common.system.race import race
 
 
 class Server(NamedTuple):
@@ -130,6 +134,66 @@ def build_gateway(
         prefix=http.api_prefix,
     )
     return Server(generation, batches, create_app(endpoints, http, auth, generation.metrics))
+
+
+class Signals:
+    """The reasons to stop a server from outside. A second `stop` skips the drain."""
+
+    def __init__(self) -> None:
+        self.has_stopped = asyncio.Event()
+        self.is_in_hurry = asyncio.Event()
+        # Set when a thread of the server has failed.
+        self.lost_thread = asyncio.Event()
+
+    def stop(self) -> None:
+        if self.has_stopped.is_set():
+            self.is_in_hurry.set()
+        self.has_stopped.set()
+
+
+class HttpPart(Protocol):
+    """The part of uvicorn.Server that ends the HTTP server."""
+
+    should_exit: bool
+
+
+async def run_server(
+    server: Server,
+    http: HttpPart,
+    serving: Coroutine[Any, Any, None],
+    signals: Signals,
+    drain: Callable[[Generation], Coroutine[Any, Any, None]],
+    ends: Callable[[], None],
+) -> None:
+    """Run all parts until a signal arrives or the engine ends; then stop the parts in order.
+
+    `serving` runs `http`. `drain` gives the running streams time to end after a signal. `ends` is
+    called when the server begins to end. If a part ends unexpectedly, raise ExceptionGroup.
+    """
+    generation = server.generation
+    async with asyncio.TaskGroup() as tasks:
+        works = (
+            tasks.create_task(generation.run(), name="generation"),
+            tasks.create_task(serving, name="http"),
+            batching := tasks.create_task(server.batches.run(), name="batches"),
+        )
+        await _first(signals.has_stopped, signals.lost_thread, generation.died, *works)
+        if signals.has_stopped.is_set():
+            draining = tasks.create_task(drain(generation), name="drain")
+            await _first(signals.is_in_hurry, draining)
+            draining.cancel()
+        elif not generation.died.is_set():
+            raise HeadraceError("Generation, HTTP or a thread ended unexpectedly.")
+        ends()
+        batching.cancel()
+        http.should_exit = True
+        await generation.fleet.close()
+
+
+async def _first(*things: "asyncio.Event | asyncio.Future[None]") -> None:
+    """Wait until one of the events is set or one of the futures is done."""
+    async with race(*(it.wait() if isinstance(it, asyncio.Event) else it for it in things)):
+        pass
 
 
 def _known_to_workers(hosts: tuple[ModelHost, ...], aliases: tuple[str, ...]) -> tuple[bytes, bool]:

@@ -24,7 +24,7 @@ from headrace.fleet.served_model import ServedModel
 from headrace.gateway.auth import Auth
 from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
-from headrace.server import build_server
+from headrace.server import Signals, build_server, run_server
 from headrace.streams.store import Store
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.sqlite import SqliteStore
@@ -125,14 +125,12 @@ class SimServer:
         self._on_engine = on_engine
         self._redis = redis
         self._children: list[SimChild] = []
-        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._signals = Signals()
         self.task = asyncio.create_task(self._run(), name=life.name)
 
     def stop(self) -> None:
         """Do what a signal does; a second call skips the drain."""
-        if self._stop.is_set():
-            self._hurry.set()
-        self._stop.set()
+        self._signals.stop()
 
     def engines(self) -> list[SimChild]:
         """Return the running engine processes."""
@@ -168,23 +166,9 @@ class SimServer:
                 ModelFiles(self._hub.fetch, self._hub.read),
             )
             self.generation = generation = server.generation
+            http = SimHttp(self, server.app)
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    generating = tasks.create_task(generation.run(), name="generation")
-                    batching = tasks.create_task(server.batches.run(), name="batches")
-                    self.app = server.app
-                    self.accepts.set()
-                    await _first(self._stop, generation.died, generating, batching)
-                    if self._stop.is_set():
-                        draining = tasks.create_task(
-                            generation.drain(config.streams.drain_s), name="drain"
-                        )
-                        await _first(self._hurry, draining)
-                        draining.cancel()
-                    batching.cancel()
-                    self.app = None
-                    await generation.fleet.close()
-                    await self._end_requests()
+                await run_server(server, http, http.serve(), self._signals, self._drain, _nothing)
             finally:
                 await generation.fleet.close()
         finally:
@@ -204,14 +188,8 @@ class SimServer:
         pulls = Pulls(self._disk / "pulled.json", self._hub.begin)  # type: ignore[arg-type]
         return ModelSources(configs, pulls, lambda: config.models, file, is_one)
 
-    async def _end_requests(self) -> None:
-        """Do what uvicorn does at its end: wait for the open requests, then cancel them."""
-        if self.requests:
-            await asyncio.wait([*self.requests], timeout=FAREWELL_S)
-        for task in self.requests:
-            task.cancel()
-        if self.requests:
-            await asyncio.wait([*self.requests])
+    async def _drain(self, generation: Generation) -> None:
+        await generation.drain(self._config.streams.drain_s)
 
     def _start(self, model: ModelConfig) -> EngineClient:
         timeout_s = self._config.streams.load_timeout_s
@@ -226,11 +204,29 @@ class SimServer:
         return child
 
 
-async def _first(*things: "asyncio.Event | asyncio.Task[None]") -> None:
-    waits = [
-        asyncio.create_task(it.wait()) if isinstance(it, asyncio.Event) else it for it in things
-    ]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait, thing in zip(waits, things, strict=True):
-        if isinstance(thing, asyncio.Event):
-            wait.cancel()
+class SimHttp:
+    """Stands in for `HttpServer`: accepts requests until `should_exit` is set."""
+
+    def __init__(self, server: SimServer, app: Starlette) -> None:
+        self.should_exit = False
+        self._server, self._app = server, app
+
+    async def serve(self) -> None:
+        """Accept requests. At the end, do what uvicorn does: wait for them, then cancel them."""
+        server = self._server
+        server.app = self._app
+        server.accepts.set()
+        # uvicorn also looks ten times a second.
+        while not self.should_exit:
+            await asyncio.sleep(0.1)
+        server.app = None
+        if server.requests:
+            await asyncio.wait([*server.requests], timeout=FAREWELL_S)
+        for task in server.requests:
+            task.cancel()
+        if server.requests:
+            await asyncio.wait([*server.requests])
+
+
+def _nothing() -> None:
+    """Do nothing when the server begins to end."""

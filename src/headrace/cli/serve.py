@@ -45,7 +45,7 @@ from headrace.generation.generation import Generation
 from headrace.metrics.metrics import Metrics
 from headrace.metrics.otlp import open_traces
 from headrace.metrics.traces import Traces
-from headrace.server import Server, build_server
+from headrace.server import Server, Signals, build_server, run_server
 from headrace.streams.store import OnCommit, Retention, Store, StoreStalled
 from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.sqlite import SqliteStore
@@ -54,10 +54,9 @@ from headrace.text.model_names import settled_aliases, with_unique_names
 from headrace_common.config.document import reread_folder
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace_common.config.sources import check_names
-from headrace_common.errors import ConfigError, HeadraceError
+from headrace_common.errors import ConfigError
 from headrace_common.loading import READING
 from headrace_common.system.core_lock import open_core_lock
-from headrace_common.system.race import race
 from headrace_common.version import __version__
 from headrace_common.without_engine import WITHOUT_ENGINE, has_engine
 
@@ -236,9 +235,7 @@ class _Serving:
         self._store = store
         self._model = model
         self._listener = listener
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self._lost_thread = asyncio.Event()
+        self._signals = Signals()
 
     async def run(self, lines: LoadLines, metrics: Metrics) -> int:
         self._watch_signals()
@@ -304,25 +301,18 @@ class _Serving:
         http = self._config.http
         bounds = Bounds(http.max_connections, http.headers_timeout_s)
         server = HttpServer(built.app, _KEEP_ALIVE_S, _FAREWELL_S, self._tls, most, bounds)
-        async with asyncio.TaskGroup() as tasks:
-            generating = tasks.create_task(generation.run(), name="generation")
-            serving = tasks.create_task(server.serve(sockets=[self._listener]), name="http")
-            batching = tasks.create_task(built.batches.run(), name="batches")
-            announcing = tasks.create_task(self._announce(generation), name="announce")
-            works = (generating, serving, batching)
-            await _first(self._stop, self._lost_thread, generation.died, *works)
-            if self._stop.is_set():
-                draining = tasks.create_task(self._drain(generation), name="drain")
-                await _first(self._hurry, draining)
-                draining.cancel()
-            elif not generation.died.is_set():
-                raise HeadraceError("Generation, HTTP or a thread ended unexpectedly.")
+        code = exit_codes.DONE
+
+        def ends() -> None:
+            nonlocal code
             code = self._verdict(generation)
             _end_within(_LAST_S, code)
             announcing.cancel()
-            batching.cancel()
-            server.should_exit = True
-            await generation.fleet.close()
+
+        async with asyncio.TaskGroup() as tasks:
+            announcing = tasks.create_task(self._announce(generation), name="announce")
+            serving = server.serve(sockets=[self._listener])
+            await run_server(built, server, serving, self._signals, self._drain, ends)
         return code
 
     async def _drain(self, generation: Generation) -> None:
@@ -373,14 +363,12 @@ class _Serving:
             threading.__excepthook__(lost)
             # The loop has already ended.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._lost_thread.set)
+                loop.call_soon_threadsafe(self._signals.lost_thread.set)
 
         threading.excepthook = on_failure
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
-            self._hurry.set()
-        self._stop.set()
+        self._signals.stop()
 
     async def _announce(self, generation: Generation) -> None:
         """Report that the server is ready. First warn if the server can be used without a key."""
@@ -415,9 +403,3 @@ def _end_within(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
-
-
-async def _first(*things: "asyncio.Event | asyncio.Task[None]") -> None:
-    """Wait until one of the events is set or one of the tasks is done."""
-    async with race(*(it if isinstance(it, asyncio.Task) else it.wait() for it in things)):
-        pass
