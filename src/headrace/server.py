@@ -6,7 +6,7 @@ The caller provides engines, stores, files and HTTP, so that a simulation can pa
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.applications import Starlette
@@ -151,15 +151,8 @@ class Signals:
         self.has_stopped.set()
 
 
-class HttpPart(Protocol):
-    """The part of uvicorn.Server that ends the HTTP server."""
-
-    should_exit: bool
-
-
 async def run_server(
     server: Server,
-    http: HttpPart,
     serving: Coroutine[Any, Any, None],
     signals: Signals,
     drain: Callable[[Generation], Coroutine[Any, Any, None]],
@@ -167,8 +160,8 @@ async def run_server(
 ) -> None:
     """Run all parts until a signal arrives or the engine ends; then stop the parts in order.
 
-    `serving` runs `http`. `drain` gives the running streams time to end after a signal. `ends` is
-    called when the server begins to end. If a part ends unexpectedly, raise ExceptionGroup.
+    `serving` runs the HTTP server. After a signal, `drain` gives the running streams time to end.
+    Then `ends` must make the HTTP server stop. If a part ends unexpectedly, raise ExceptionGroup.
     """
     generation = server.generation
     async with asyncio.TaskGroup() as tasks:
@@ -186,7 +179,6 @@ async def run_server(
             raise HeadraceError("Generation, HTTP or a thread ended unexpectedly.")
         ends()
         batching.cancel()
-        http.should_exit = True
         await generation.fleet.close()
 
 

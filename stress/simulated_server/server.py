@@ -168,7 +168,7 @@ class SimServer:
             self.generation = generation = server.generation
             http = SimHttp(self, server.app)
             try:
-                await run_server(server, http, http.serve(), self._signals, self._drain, _nothing)
+                await run_server(server, http.serve(), self._signals, self._drain, http.stop)
             finally:
                 await generation.fleet.close()
         finally:
@@ -205,11 +205,14 @@ class SimServer:
 
 
 class SimHttp:
-    """Stands in for `HttpServer`: accepts requests until `should_exit` is set."""
+    """Stands in for `HttpServer`: accepts requests until `stop`."""
 
     def __init__(self, server: SimServer, app: Starlette) -> None:
-        self.should_exit = False
+        self._has_stopped = False
         self._server, self._app = server, app
+
+    def stop(self) -> None:
+        self._has_stopped = True
 
     async def serve(self) -> None:
         """Accept requests. At the end, do what uvicorn does: wait for them, then cancel them."""
@@ -217,7 +220,7 @@ class SimHttp:
         server.app = self._app
         server.accepts.set()
         # uvicorn also looks ten times a second.
-        while not self.should_exit:
+        while not self._has_stopped:
             await asyncio.sleep(0.1)
         server.app = None
         if server.requests:
@@ -226,7 +229,3 @@ class SimHttp:
             task.cancel()
         if server.requests:
             await asyncio.wait([*server.requests])
-
-
-def _nothing() -> None:
-    """Do nothing when the server begins to end."""

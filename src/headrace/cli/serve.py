@@ -308,11 +308,12 @@ class _Serving:
             code = self._verdict(generation)
             _end_within(_LAST_S, code)
             announcing.cancel()
+            server.should_exit = True
 
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self._announce(generation), name="announce")
             serving = server.serve(sockets=[self._listener])
-            await run_server(built, server, serving, self._signals, self._drain, ends)
+            await run_server(built, serving, self._signals, self._drain, ends)
         return code
 
     async def _drain(self, generation: Generation) -> None:
