@@ -132,12 +132,14 @@ class SimDownload:
             await asyncio.sleep(uniform(0.1, 2.0))
             if faults.hits("download: death"):
                 self._die(choice((-signal.SIGKILL, 1, 0)))
-            elif faults.hits("download: hangs"):
+                return
+            if faults.hits("download: hangs"):
                 await asyncio.sleep(1e6)
-            elif faults.hits("download: failure"):
+            if faults.hits("download: failure"):
                 self._tell(FetchFailed("download_denied", "The hub refuses this model."))
                 self._die(0)
-            elif faults.hits("download: garbage"):
+                return
+            if faults.hits("download: garbage"):
                 self.stdout.feed_data(b"Traceback\n")
             else:
                 self._hub.add_piece(model)

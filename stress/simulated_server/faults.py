@@ -49,6 +49,12 @@ RATES = {
     "worker: death in a job": 0.02,
     "worker: hangs in a job": 0.005,
     "worker: cannot be started": 0.05,
+    "download: cannot be started": 0.1,
+    "download: death": 0.1,
+    "download: hangs": 0.03,
+    "download: failure": 0.1,
+    "download: garbage": 0.05,
+    "download: ends late": 0.5,
     "disk: slow job": 0.01,
     "disk: stalled job": 0.001,
 }

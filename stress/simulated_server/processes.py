@@ -62,6 +62,7 @@ class SimChild:
     def __init__(self, faults: Faults, on_start: "OnEngine") -> None:
         self.pid = next(_pids)
         self.config: ModelConfig
+        self.has_started = False
         self._on_start = on_start
         self.reader = asyncio.StreamReader()
         self.step_record = StepRecord()
@@ -98,7 +99,9 @@ class SimChild:
                 self.put(Pong(decoded.number))
         else:
             if isinstance(decoded, Submit):
-                self._salts.update((new.sequence_id, decoded.salt) for new in decoded.sequences)
+                # The runner takes the first line for the name of an adapter.
+                salt = decoded.salt if decoded.adapter else f"\n{decoded.salt}"
+                self._salts.update((new.sequence_id, salt) for new in decoded.sequences)
             self._inbox.put(decoded)
 
     def kill(self) -> None:
@@ -146,7 +149,7 @@ class SimChild:
         return 0
 
     def _start(self, config: ModelConfig) -> None:
-        self.config = config
+        self.config, self.has_started = config, True
         self._on_start(self)
         token = LIFE.set(self._life)
         try:

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from detangle import SimConfig, randint
+from detangle import SimConfig, flip, randint
 from detangle.strategies import PCT, RandomWalk, Replay, Strategy
 
 from headrace.fleet.served_model import ServedModel
 from headrace_common.config.settings import ModelConfig
 from stress.simulated_server.clients import asks_for_a_while
+from stress.simulated_server.fleet_clients import asks_models
+from stress.simulated_server.fleet_world import FleetWorld
+from stress.simulated_server.operators import OPERATORS
 from stress.simulated_server.processes import packaged_text
 from stress.simulated_server.requests import MODEL
 from stress.simulated_server.system import WorldLoop, simulated
@@ -66,11 +69,14 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
 
     async def main() -> None:
         random.seed(randint(0, 1 << 30))
-        worlds.append(world := World(folder, model))
+        has_fleet = flip(0.3)
+        worlds.append(world := (FleetWorld if has_fleet else World)(folder, model))
         logging.getLogger().handlers = [StoryHandler(world)]
         logging.getLogger().setLevel(logging.INFO)
-        clients = [asks_for_a_while] * randint(1, 6)
-        await world.run(clients, [restarts, kills_engines])
+        if has_fleet:
+            await world.run([asks_models] * randint(1, 6), [*OPERATORS, kills_engines])
+        else:
+            await world.run([asks_for_a_while] * randint(1, 6), [restarts, kills_engines])
 
     failure = ""
     signature: tuple[str, ...] = ()

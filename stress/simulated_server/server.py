@@ -121,6 +121,7 @@ class SimServer:
         self.accepts = asyncio.Event()
         self.has_ended = asyncio.Event()
         self.error: BaseException | None = None
+        self.config = config
         self._disk, self._config, self._hub, self._faults = disk, config, hub, faults
         self._on_engine = on_engine
         self._redis = redis
