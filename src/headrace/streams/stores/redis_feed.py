@@ -12,7 +12,7 @@ _PING_S = 2.0
 
 
 class Feed:
-    """Subscribes to channels; `run` is its task.
+    """Subscribes to `channel` and to the channels that are joined; `run` is its task.
 
     The feed misses messages that are published while the feed is not connected. So `on_join` is
     called each time a channel has been joined. The caller must then read earlier events from the
@@ -20,13 +20,17 @@ class Feed:
     """
 
     def __init__(
-        self, link: Link, on_message: Callable[[str, bytes], None], on_join: Callable[[str], None]
+        self,
+        link: Link,
+        channel: str,
+        on_message: Callable[[str, bytes], None],
+        on_join: Callable[[str], None],
     ) -> None:
         self._link = link
         self._on_message = on_message
         self._on_join = on_join
         # The asyncio event of each channel is set while the channel is joined.
-        self._channels: dict[str, asyncio.Event] = {}
+        self._channels = {channel: asyncio.Event()}
         self._to_leave: set[str] = set()
         self._pubsub: PubSub | None = None
 

@@ -42,9 +42,8 @@ class LiveTails:
         self._on_ask = on_ask
         self._on_joined = on_joined
         self._tails: dict[StreamId, Tail] = {}
-        self._feed = Feed(link, self._receive, self._joined)
+        self._feed = Feed(link, link.key("ask"), self._receive, self._joined)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.spawn(self._feed.join(link.key("ask")))
 
     async def run(self) -> None:
         await self._feed.run()
