@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from detangle import SimConfig, flip, randint
+from detangle import SimConfig, choice, randint
 from detangle.strategies import PCT, RandomWalk, Replay, Strategy
 
 from headrace.fleet.served_model import ServedModel
 from headrace_common.config.settings import ModelConfig
 from stress.simulated_server.clients import asks_for_a_while
+from stress.simulated_server.cluster import ClusterWorld, breaks_gateways, breaks_redis
+from stress.simulated_server.cluster_clients import uses_the_cluster
 from stress.simulated_server.fleet_clients import asks_models
 from stress.simulated_server.fleet_world import FleetWorld
 from stress.simulated_server.operators import OPERATORS
@@ -27,6 +29,9 @@ from stress.simulated_server.world import StoryHandler, World, kills_engines, re
 CONFIG = SimConfig(
     patch_time=True, max_steps=3_000_000, timer_jitter=0.003, step_cost=2e-5, max_time=20_000
 )
+
+
+WORLDS: dict[str, type[World]] = {"server": World, "fleet": FleetWorld, "cluster": ClusterWorld}
 
 
 class Outcome(NamedTuple):
@@ -61,6 +66,11 @@ def read_model() -> ServedModel:
     return ServedModel(ModelConfig(model=MODEL))
 
 
+def draw_kind() -> str:
+    """Choose between one server, a server with several models, and several gateways."""
+    return choice(("server",) * 5 + ("fleet",) * 3 + ("cluster",) * 2)
+
+
 def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
     """Run one world. The calling process must end afterwards, because dead servers stay in it."""
     folder = Path(tempfile.mkdtemp(prefix="headrace-world-", dir=_memory()))
@@ -69,12 +79,15 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
 
     async def main() -> None:
         random.seed(randint(0, 1 << 30))
-        has_fleet = flip(0.3)
-        worlds.append(world := (FleetWorld if has_fleet else World)(folder, model))
+        kind = draw_kind()
+        worlds.append(world := WORLDS[kind](folder, model))
         logging.getLogger().handlers = [StoryHandler(world)]
         logging.getLogger().setLevel(logging.INFO)
-        if has_fleet:
+        if kind == "fleet":
             await world.run([asks_models] * randint(1, 6), [*OPERATORS, kills_engines])
+        elif kind == "cluster":
+            operators = [breaks_gateways, breaks_gateways, breaks_redis]
+            await world.run([uses_the_cluster] * randint(1, 4), operators)
         else:
             await world.run([asks_for_a_while] * randint(1, 6), [restarts, kills_engines])
 

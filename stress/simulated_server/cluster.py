@@ -1,0 +1,276 @@
+"""A run with several gateways, each on its own machine with its own engine, and one Redis.
+
+Clients reach a random gateway, and another one after each break. Gateways are killed, stopped,
+paused and cut off from Redis; Redis stalls, restarts and loses connections.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from detangle import choice, randint, uniform
+
+from headrace.fleet.served_model import ServedModel
+from headrace.streams.stores.redis_lease import LEASE_S, NUM_CHECKS, RENEW_S
+from headrace.streams.stores.state_dir import StateError
+from headrace_common.config.settings import HttpConfig, ServerConfig
+from stress.simulated_server import redis_model
+from stress.simulated_server.http import Broken, Connection
+from stress.simulated_server.redis_model import RedisModel
+from stress.simulated_server.server import Machine, SimServer
+from stress.simulated_server.system import world_loop
+from stress.simulated_server.world import (
+    PATIENCE_S,
+    SILENCE_S,
+    Client,
+    World,
+    check_nothing_is_kept,
+)
+
+T = TypeVar("T")
+
+API_KEYS = ("one", "two")
+TAKEOVER_S = LEASE_S + (NUM_CHECKS + 1) * RENEW_S + 2.0
+"""Within this time after a death, a stream has another gateway; 2 s allow for slow answers."""
+RATES = {
+    "redis: connection lost before a command": 0.005,
+    "redis: connection lost before an answer": 0.005,
+    "redis: stalls": 0.003,
+}
+
+
+class Gateway:
+    """A machine of the cluster. An operator that works on it sets `is_busy`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.name = machine.name
+        self.is_busy = False
+        # The time until which connections may be silent, because the process was paused.
+        self.paused_until = 0.0
+
+    @property
+    def server(self) -> SimServer:
+        assert self.machine.server is not None
+        return self.machine.server
+
+    @property
+    def is_up(self) -> bool:
+        server = self.machine.server
+        return server is not None and server.app is not None and not server.has_ended.is_set()
+
+
+class ClusterWorld(World):
+    """Several gateways and a Redis."""
+
+    def __init__(self, folder: Path, model: ServedModel) -> None:
+        super().__init__(folder, model)
+        # Such an engine is killed after up to ten minutes, which other runs cover.
+        self.faults.rates.pop("engine: hangs in a step", None)
+        for kind, most in RATES.items():
+            self.faults.rates[kind] = choice((0.0, 0.0, 0.3, 1.0)) * most
+        self.redis = RedisModel(self.faults)
+        self.gateways = [
+            Gateway(self._machine(folder, f"gateway{number}")) for number in range(randint(2, 3))
+        ]
+        # All events that any client has read, by stream and number.
+        self.seen: dict[tuple[str, int], object] = {}
+        self._by_id: dict[str, SimServer] = {}
+        self._orphans: dict[str, float] = {}
+        self._calm_since = 0.0
+        self._num_faults = 0
+
+    def _machine(self, folder: Path, name: str) -> Machine:
+        config, redis = self.machine.config, redis_model.URL
+        return Machine(folder / name, config, self.model, self.faults, name, redis)
+
+    def _config(self) -> ServerConfig:
+        return msgspec.structs.replace(super()._config(), http=HttpConfig(api_key=API_KEYS))
+
+    @property
+    def server(self) -> SimServer | None:
+        """A random running gateway, as a load balancer chooses one."""
+        up = [it.server for it in self.gateways if it.is_up]
+        return choice(up) if up else None
+
+    def disturbed(self) -> None:
+        """Note that a fault begins or ends, so that a takeover may take longer."""
+        self._calm_since = world_loop().time()
+
+    async def in_time(self, connection: Connection, work: Awaitable[T]) -> T:
+        server = connection._server
+        gateway = next(it for it in self.gateways if it.name == server.life.name.split()[0])
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await work
+        except TimeoutError:
+            was_paused = gateway.paused_until > world_loop().time() - SILENCE_S
+            if server.has_ended.is_set() or was_paused:
+                raise Broken from None
+            name = connection.task.get_name()
+            raise AssertionError(f"{name}: no byte for {SILENCE_S:g} s") from None
+
+    async def run(self, clients: Sequence[Client], operators: Sequence[Client]) -> None:
+        await self.redis.start()
+        for gateway in self.gateways:
+            gateway.machine.start()
+        watching = asyncio.create_task(self._watch(), name="watch")
+        operating = [asyncio.create_task(it(self), name="operator") for it in operators]
+        asking = asyncio.gather(*(asyncio.create_task(it(self), name="client") for it in clients))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.wait((asking, watching), return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    watching.result()
+                await asking
+        except TimeoutError:
+            raise AssertionError(f"clients are not done after {PATIENCE_S:g} s") from None
+        self.faults.stop()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*operating)
+        await self._finish()
+        watching.cancel()
+        await asyncio.wait((watching,))
+
+    async def _watch(self) -> None:
+        """Check the logs and the takeovers; restart gateways that could not start."""
+        while True:
+            await asyncio.sleep(0.5)
+            for gateway in self.gateways:
+                self._look_after(gateway)
+            num_faults = sum(self.faults.injected[kind] for kind in RATES)
+            if num_faults > self._num_faults:
+                self._num_faults = num_faults
+                self.disturbed()
+            self.counts["logs compared"] += self.redis.check_logs()
+            self._check_takeovers()
+
+    def _look_after(self, gateway: Gateway) -> None:
+        server = gateway.machine.server
+        if server is None:
+            return
+        if hasattr(server, "store"):
+            self._by_id[server.store.gateway] = server  # type: ignore[attr-defined]
+        if server.has_ended.is_set() and not gateway.is_busy:
+            error = server.error
+            assert isinstance(error, StateError), f"{gateway.name} has ended by itself: {error!r}"
+            server.task.exception()
+            self.faults.note("gateway: start without Redis")
+            self.disturbed()
+            gateway.machine.start()
+
+    def _check_takeovers(self) -> None:
+        now = world_loop().time()
+        orphans = {}
+        for id in self.redis.live():
+            owner = self._by_id.get(self.redis.field(id, "gateway"))
+            if owner is None or owner.has_ended.is_set():
+                orphans[id] = self._orphans.get(id, now)
+        self.counts["takeovers"] += len(self._orphans.keys() - orphans.keys())
+        self._orphans = orphans
+        for id, since in orphans.items():
+            waited = now - max(since, self._calm_since)
+            assert waited < TAKEOVER_S, f"{id} has had no gateway for {waited:.1f} s"
+
+    async def _finish(self) -> None:
+        """Let healthy gateways finish everything, stop them, and look for what is left over."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while self.redis.live() or self.redis.keys("batches:open"):
+                    await asyncio.sleep(1)
+        except TimeoutError:
+            left = self.redis.live(), self.redis.keys("batches:open")
+            raise AssertionError(f"streams or batches never end: {left}") from None
+        # Connections, cancels and leases of dead gateways may still end.
+        await asyncio.sleep(20.0)
+        for gateway in self.gateways:
+            check_nothing_is_kept(gateway.server)
+            gateway.is_busy = True
+        for gateway in self.gateways:
+            await self.stop(gateway.server)
+        await asyncio.sleep(1.0)
+        for gateway in self.gateways:
+            left = [it.get_name() for it in world_loop().living_tasks(gateway.server.life)]
+            assert not left, f"tasks outlive {gateway.name}: {left}"
+        kept = [key for start in ("g:", "o:", "gateways", "live") for key in self.redis.keys(start)]
+        assert not kept, f"stopped gateways leave {kept}"
+
+
+async def breaks_gateways(world: World) -> None:
+    """Kill, stop, pause and cut off gateways at random times."""
+    assert isinstance(world, ClusterWorld)
+    for _ in range(randint(0, 4)):
+        await asyncio.sleep(uniform(0.0, 20.0))
+        gateway = choice(world.gateways)
+        if gateway.is_busy or gateway.server.has_ended.is_set():
+            continue
+        gateway.is_busy = True
+        await choice((_kill, _stop, _pause, _cut_off))(world, gateway)
+        gateway.is_busy = False
+
+
+async def _kill(world: ClusterWorld, gateway: Gateway) -> None:
+    world.faults.note("gateway: killed")
+    world.tell(f"{gateway.name} is killed")
+    gateway.machine.kill()
+    await asyncio.sleep(uniform(0.0, 25.0))
+    gateway.machine.start()
+
+
+async def _stop(world: ClusterWorld, gateway: Gateway) -> None:
+    world.faults.note("gateway: stopped")
+    server = gateway.server
+    server.stop()
+    done, _ = await asyncio.wait((server.task,), timeout=120.0)
+    assert done, f"{gateway.name} does not stop"
+    if not isinstance(server.task.exception(), StateError):
+        server.task.result()
+    await asyncio.sleep(uniform(0.0, 15.0))
+    gateway.machine.start()
+
+
+async def _pause(world: ClusterWorld, gateway: Gateway) -> None:
+    """Pause a gateway's process, often for longer than its lease."""
+    seconds = choice((uniform(0.5, 6.0), uniform(6.0, 30.0)))
+    world.faults.note("gateway: paused")
+    world.tell(f"{gateway.name} is paused for {seconds:.1f} s")
+    gateway.paused_until = world_loop().time() + seconds
+    life = gateway.server.life
+    life.pause()
+    await asyncio.sleep(seconds)
+    life.unpause()
+    world.disturbed()
+
+
+async def _cut_off(world: ClusterWorld, gateway: Gateway) -> None:
+    """Cut the network between a gateway and Redis. What was sent arrives later."""
+    world.faults.note("gateway: cut off from Redis")
+    world.tell(f"{gateway.name} is cut off from Redis")
+    net = world_loop().net
+    net.disconnect(gateway.name, redis_model.HOST)
+    await asyncio.sleep(uniform(0.5, 30.0))
+    net.reconnect(gateway.name, redis_model.HOST)
+    world.tell(f"{gateway.name} reaches Redis again")
+    world.disturbed()
+
+
+async def breaks_redis(world: World) -> None:
+    """Restart and stall Redis at random times."""
+    assert isinstance(world, ClusterWorld)
+    for _ in range(choice((0, 0, 1, 2))):
+        await asyncio.sleep(uniform(0.0, 30.0))
+        world.disturbed()
+        if choice((True, False)):
+            seconds = uniform(0.5, 15.0)
+            world.faults.note("redis: stalls for long")
+            world.redis.stall(seconds)
+            await asyncio.sleep(seconds)
+        else:
+            world.faults.note("redis: restarted")
+            world.redis.stop()
+            await asyncio.sleep(uniform(0.1, 20.0))
+            await world.redis.start()
+            world.tell("Redis is back")
+        world.disturbed()

@@ -1,0 +1,224 @@
+"""Clients of a cluster: each request may go to another gateway."""
+
+import asyncio
+import json
+from typing import Any
+
+from detangle import choice, flip, randint, uniform
+
+from stress.simulated_server.clients import Backoff, server_sent_events
+from stress.simulated_server.cluster import API_KEYS, ClusterWorld
+from stress.simulated_server.http import Broken, Connection, connect
+from stress.simulated_server.requests import MODEL, Request
+from stress.simulated_server.world import World
+
+BUSY = (429, 503)
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+_ENDS = ("finish", "error")
+
+
+class User:
+    """Somebody with an API key, who repeats requests until they are answered."""
+
+    def __init__(self, world: ClusterWorld, key: str) -> None:
+        self.world, self.key = world, key
+
+    def connect(self, method: str, target: str, body: Any = None, **headers: str) -> Connection:
+        given = {"authorization": f"Bearer {self.key}", **headers}
+        return connect(self.world.server, method, target, given, body)
+
+    async def ask(self, method: str, target: str, body: Any = None, **headers: str) -> Any:
+        """Repeat a request until a gateway answers it; return the status and the body."""
+        backoff = Backoff()
+        while True:
+            try:
+                async with asyncio.timeout(120.0):
+                    connection = self.connect(method, target, body, **headers)
+                    found = await connection.read()
+                if connection.status not in BUSY:
+                    return connection.status, found
+            except Broken:
+                pass
+            except TimeoutError:
+                connection.close()
+            await backoff.pause()
+
+    async def begin(self, request: Request) -> str:
+        """Create a stream, or find the stream with the request's key; return its id."""
+        backoff = Backoff()
+        headers = {"idempotency-key": request.key}
+        while True:
+            try:
+                connection = self.connect(
+                    "POST", "/v1/chat/completions", request.body(is_stream=True), **headers
+                )
+                async with asyncio.timeout(60.0):
+                    status = await connection.begin()
+                    if status == 200:
+                        connection.close()
+                        return connection.headers["x-stream-id"]
+                    body = await connection.read()
+                assert status in BUSY, f"{request.key}: {status} {body!r}"
+            except Broken:
+                pass
+            except TimeoutError:
+                connection.close()
+            await backoff.pause()
+
+    async def read(self, stream_id: str) -> list[dict[str, Any]]:
+        """Read a whole log; continue at another gateway after each break."""
+        events: list[dict[str, Any]] = []
+        backoff = Backoff()
+        while not (events and events[-1]["kind"] in _ENDS):
+            target = f"/v1/streams/{stream_id}/events"
+            target += f"?after={len(events) - 1}" if events else ""
+            try:
+                connection = self.connect("GET", target)
+                status = await self.world.in_time(connection, connection.begin())
+                assert status in (200, *BUSY), f"{stream_id}: status {status}"
+                if status != 200:
+                    raise Broken
+                await self._read_some(connection, stream_id, events)
+            except Broken:
+                await backoff.pause()
+        return events
+
+    async def _read_some(
+        self, connection: Connection, stream_id: str, events: list[dict[str, Any]]
+    ) -> None:
+        world = self.world
+        num_left = randint(0, 40) if flip(0.3) else None
+        async for event in server_sent_events(world, connection):
+            if "seq" not in event:
+                continue
+            assert event["seq"] == len(events), f"event {event['seq']} after {len(events) - 1}"
+            before = world.seen.setdefault((stream_id, event["seq"]), event)
+            assert before == event, f"{stream_id}: {event} was {before}"
+            events.append(event)
+            if num_left is not None:
+                num_left -= 1
+                if num_left < 0:
+                    world.faults.note("client: connection cut")
+                    connection.close()
+                    raise Broken
+
+    def check(self, request: Request, events: list[dict[str, Any]], *allowed: str) -> None:
+        """Compare a whole log with the reference; `allowed` are errors that may end it."""
+        world, last = self.world, events[-1]
+        if last["kind"] == "error":
+            is_allowed = last["code"] in allowed or world.may_fail(last["code"])
+            assert is_allowed, f"{request.key} failed without a reason: {last}"
+            world.counts["allowed failures"] += 1
+            return
+        text = "".join(piece["text"] for event in events for piece in event.get("pieces", ()))
+        world.compare(request, text, last["ends"][0]["finish_reason"])
+
+
+async def uses_the_cluster(world: World) -> None:
+    """Do a few things, each as another kind of client."""
+    assert isinstance(world, ClusterWorld)
+    for _ in range(randint(1, 3)):
+        await asyncio.sleep(uniform(0.0, 10.0))
+        kind = choice(
+            (_reads_everywhere, _repeats, _stops_elsewhere, _shares_a_name, _runs_a_batch)
+        )
+        await kind(User(world, choice(API_KEYS)))
+
+
+async def _reads_everywhere(user: User) -> None:
+    """Send a request to several gateways at once, and read its only stream at all of them."""
+    request = user.world.new_request()
+
+    async def once() -> str:
+        stream_id = await user.begin(request)
+        user.check(request, await user.read(stream_id))
+        return stream_id
+
+    ids = await asyncio.gather(*(once() for _ in range(randint(1, 3))))
+    assert len(set(ids)) == 1, f"{request.key} has the streams {ids}"
+    other = User(user.world, next(key for key in API_KEYS if key != user.key))
+    status, _ = await other.ask("GET", f"/v1/streams/{ids[0]}")
+    assert status == 404, f"another key reads {ids[0]}: {status}"
+    user.world.counts["streams hidden from other keys"] += 1
+
+
+async def _repeats(user: User) -> None:
+    """Repeat a request with a key until a whole answer arrives."""
+    request = user.world.new_request()
+    body, headers = request.body(is_stream=False), {"idempotency-key": request.key}
+    status, found = await user.ask("POST", "/v1/chat/completions", body, **headers)
+    answer = json.loads(found)
+    if status != 200:
+        code = answer["error"]["code"]
+        assert user.world.may_fail(code), f"{request.key}: {status} {found!r}"
+        user.world.counts["allowed failures"] += 1
+        return
+    choices = answer["choices"][0]
+    user.world.compare(request, choices["message"]["content"], choices["finish_reason"])
+
+
+async def _stops_elsewhere(user: User) -> None:
+    """Stop a stream through any gateway; its log then ends soon, at all gateways."""
+    request = user.world.new_request()
+    stream_id = await user.begin(request)
+    reading = asyncio.create_task(user.read(stream_id))
+    await asyncio.sleep(uniform(0.0, 3.0))
+    status, found = await user.ask("POST", f"/v1/streams/{stream_id}/cancel")
+    assert status == 200, f"{stream_id} cannot be stopped: {status} {found!r}"
+    events = await reading
+    user.check(request, events, "cancelled")
+    user.world.counts["streams stopped"] += 1
+
+
+async def _shares_a_name(user: User) -> None:
+    """Use the idempotency key of another user's request: each gets the own answer."""
+    one = user.world.new_request()
+    two = user.world.new_request()._replace(key=one.key)
+    users = [User(user.world, key) for key in API_KEYS]
+    for own, request in zip(users, (one, two), strict=True):
+        own.check(request, await own.read(await own.begin(request)))
+
+
+async def _runs_a_batch(user: User) -> None:
+    """Create a batch at one gateway, and read the results at another: each line once."""
+    world = user.world
+    requests = {f"line-{number}": world.new_request() for number in range(randint(1, 6))}
+    lines = [{"custom_id": id, "params": _message(request)} for id, request in requests.items()]
+    status, found = await user.ask("POST", "/v1/messages/batches", {"requests": lines})
+    assert status == 200, f"a batch is refused: {status} {found!r}"
+    target = f"/v1/messages/batches/{json.loads(found)['id']}"
+    while True:
+        status, found = await user.ask("GET", target)
+        assert status == 200, f"{target}: {status} {found!r}"
+        if json.loads(found)["processing_status"] == "ended":
+            break
+        await asyncio.sleep(2.0)
+    status, found = await user.ask("GET", f"{target}/results")
+    assert status == 200, f"{target}: {status} {found!r}"
+    results = [json.loads(line) for line in found.splitlines()]
+    ids = sorted(it["custom_id"] for it in results)
+    assert ids == sorted(requests), f"results of {ids}"
+    for it in results:
+        _check_result(world, requests[it["custom_id"]], it["result"])
+    world.counts["batches"] += 1
+
+
+def _message(request: Request) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": request.content}],
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+    }
+
+
+def _check_result(world: ClusterWorld, request: Request, result: dict[str, Any]) -> None:
+    if result["type"] != "succeeded":
+        is_allowed = any(world.may_fail(code) for code in ("engine_failed", "internal_error"))
+        assert is_allowed, f"{request.key} failed without a reason: {result}"
+        world.counts["allowed failures"] += 1
+        return
+    message = result["message"]
+    text = "".join(block["text"] for block in message["content"])
+    reasons = {value: key for key, value in _STOP_REASONS.items()}
+    world.compare(request, text, reasons[message["stop_reason"]])

@@ -1,0 +1,261 @@
+"""A Redis server on the simulated network. fakeredis runs its commands and the product's scripts.
+
+The gateways connect with the real client. The model also checks each append to a log, independently
+of the scripts: one gateway appends per epoch, epochs never fall, and a log only grows.
+"""
+
+import asyncio
+import copy
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from detangle import uniform
+from fakeredis._clients._tcp_server import encode_reply
+from fakeredis._core import FakeServer
+from fakeredis._socket._fakesocket import FakeSocket
+from redis import Redis
+
+from stress.simulated_server.faults import Faults
+from stress.simulated_server.system import world_loop
+
+HOST, PORT = "redis", 6379
+URL = f"redis://{HOST}:{PORT}/0"
+_PREFIX = b"headrace:"
+_numbers = itertools.count(1)
+
+
+class Append(NamedTuple):
+    """One entry of a log, as the model saw it."""
+
+    entry: bytes
+    data: bytes
+
+
+class RedisModel:
+    """The server and its data, which outlives a restart."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.data = FakeServer(version=(7, 4))
+        # All appends to each log since its creation, by the log's key.
+        self.logs: defaultdict[bytes, list[Append]] = defaultdict(list)
+        # The host that appends, by stream and epoch.
+        self._writers: dict[tuple[bytes, int], str] = {}
+        self._epochs: dict[bytes, int] = {}
+        self._listener: Any = None
+        self._clients: dict[_Client, None] = {}
+        # Bytes in both directions that wait until the server runs again; None while it runs.
+        self._waiting: list[Callable[[], None]] | None = None
+        self._num_stalls = 0
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(lambda: _Client(self), HOST, PORT)
+
+    def stop(self) -> None:
+        """End the process: its connections break, and its scripts are forgotten."""
+        self._listener.close()
+        for client in list(self._clients):
+            client.drop()
+        self.data.script_cache.clear()
+        self._waiting = None
+
+    def stall(self, seconds: float) -> None:
+        """Do nothing for some time, as a server whose disk is slow does. Nothing is lost."""
+        self._waiting = [] if self._waiting is None else self._waiting
+        self._num_stalls += 1
+        world_loop().call_later(seconds, self._go_on, self._num_stalls)
+
+    def _go_on(self, number: int) -> None:
+        if number != self._num_stalls or self._waiting is None:
+            return
+        waiting, self._waiting = self._waiting, None
+        for work in waiting:
+            self.do(work)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do something with a connection now, or once the server runs again."""
+        if self._waiting is None:
+            work()
+        else:
+            self._waiting.append(work)
+
+    def copy(self) -> Any:
+        """Return a copy of what is on the disk now."""
+        return copy.deepcopy((self._database()._dict, self.logs, self._epochs))
+
+    def restore(self, before: Any) -> None:
+        """Lose everything since a copy was made."""
+        database = self._database()
+        database._dict.clear()
+        found, self.logs, self._epochs = before
+        database._dict.update(found)
+        self._writers = {
+            (key, epoch): host
+            for (key, epoch), host in self._writers.items()
+            if epoch <= self._epochs.get(key, 0)
+        }
+
+    def _database(self) -> Any:
+        return self.data.dbs[0]
+
+    # The methods below read the data, for checks.
+
+    def field(self, id: str, name: str) -> str:
+        """Return a field of a stream's hash; "" if there is none."""
+        item = self._database()._dict.get(_PREFIX + b"s:" + id.encode())
+        value = item.value.get(name.encode()) if item else None
+        return value.decode() if value else ""
+
+    def live(self) -> list[str]:
+        """Return the ids of the live streams."""
+        item = self._database()._dict.get(_PREFIX + b"live")
+        return [id.decode() for id in item.value] if item else []
+
+    def keys(self, prefix: str) -> list[str]:
+        """Return all keys that begin with `prefix`, without the prefix of all keys."""
+        start = _PREFIX + prefix.encode()
+        found = self._database()
+        names = [it for it in list(found._dict) if it.startswith(start) and it in found]
+        return sorted(it.removeprefix(_PREFIX).decode() for it in names)
+
+    def check_logs(self) -> int:
+        """Compare the stored logs with the appends that the model saw; return their number."""
+        num = 0
+        for key, appends in self.logs.items():
+            item = self._database()._dict.get(key)
+            # A deleted stream has no log.
+            if item is None:
+                continue
+            num += 1
+            entries = item.value._values_dict.items()
+            stored = [Append(entry.encode(), fields[1]) for entry, fields in entries]
+            assert stored == appends, f"{key!r} was changed"
+        return num
+
+    def appended(self, host: str, key: bytes, entry: bytes, data: bytes) -> None:
+        """Check an append: each epoch has one writer, and a log has no gap."""
+        id = key.removeprefix(_PREFIX + b"l:")
+        epoch = int(self.field(id.decode(), "epoch"))
+        writer = self._writers.setdefault((id, epoch), host)
+        assert writer == host, f"{host} and {writer} write {id!r} in epoch {epoch}"
+        assert epoch >= self._epochs.get(id, 0), f"epoch {epoch} of {id!r} has ended"
+        self._epochs[id] = epoch
+        self.logs[key].append(Append(entry, data))
+
+
+class _Client(asyncio.Protocol):
+    """A connection of a client."""
+
+    def __init__(self, model: RedisModel) -> None:
+        self.model = model
+        self.is_open = True
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self.host = transport.get_extra_info("peername")[0]
+        self.model._clients[self] = None
+        self._socket = _Socket(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.model.do(lambda: self._take(data))
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        self.model.do(self._end)
+
+    def drop(self) -> None:
+        """Break the connection."""
+        self._transport.abort()
+        self._end()
+
+    def answer(self, value: Any) -> None:
+        data = encode_reply(value, 2)
+        self.model.do(lambda: self._transport.write(data))
+
+    def _take(self, data: bytes) -> None:
+        if self.is_open:
+            self._socket.sendall(data)
+
+    def _end(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.model._clients.pop(self, None)
+            self._socket.kill()
+
+
+class _Socket(FakeSocket):
+    """fakeredis's side of a connection."""
+
+    def __init__(self, client: _Client) -> None:
+        self._number = next(_numbers)
+        self._client = client
+        super().__init__(client.model.data, 0, set(), Redis, client_info={"protocol_version": 2})
+
+    def __hash__(self) -> int:
+        # Sets of subscribers must have the same order in every run.
+        return self._number
+
+    def put_response(self, msg: Any) -> None:
+        if self._client.is_open:
+            self._client.answer(msg)
+
+    def _process_command(self, fields: list[bytes]) -> None:
+        client, faults = self._client, self._client.model.faults
+        if not client.is_open:
+            return
+        if faults.hits("redis: connection lost before a command"):
+            client.drop()
+            return
+        if faults.hits("redis: connection lost before an answer"):
+            client.is_open = False
+            super()._process_command(fields)
+            client.is_open = True
+            client.drop()
+            return
+        if fields[0] == b"CONFIG":
+            client.answer([fields[2], _SETTINGS.get(fields[2], b"")])
+            return
+        if faults.hits("redis: stalls"):
+            client.model.stall(uniform(0.1, 6.0))
+        super()._process_command(fields)
+
+    def _get_server_runtime(self, server: FakeServer) -> Any:
+        runtime = super()._get_server_runtime(server)
+        cached = server.__dict__.get("cached_runtime")
+        if cached is None:
+            cached = server.__dict__["cached_runtime"] = _Runtime(runtime)
+        return cached
+
+    def smembers(self, key: Any) -> list[bytes]:
+        # The order of Python's sets differs between processes.
+        return sorted(super().smembers(key))
+
+    def xadd(self, key: Any, *args: bytes) -> bytes | None:
+        added: bytes | None = super().xadd(key, *args)
+        self._client.model.appended(self._client.host, key.key, args[0], args[-1])
+        return added
+
+
+_SETTINGS = {b"appendonly": b"yes", b"appendfsync": b"always", b"maxmemory": b"0"}
+
+
+class _Runtime:
+    """A Lua runtime that compiles each script once."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._compiled: dict[bytes, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def execute(self, script: bytes | str) -> Any:
+        if isinstance(script, str):
+            # fakeredis collects garbage after each script, which takes longer than most scripts.
+            return None
+        found = self._compiled.get(script)
+        if found is None:
+            found = self._compiled[script] = self._runtime.compile(script)
+        return found()
