@@ -125,6 +125,16 @@ async def test_a_client_that_leaves_is_a_reader_that_left() -> None:
     assert stream.num_left == 1
 
 
+async def test_a_client_that_leaves_before_the_first_byte_is_a_reader_that_left() -> None:
+    stream = await open_stream(response_options=STREAMED)
+    client = Connection(stream)
+    async with client.stuck():
+        await settle()
+        client.task.cancel()
+        await asyncio.wait((client.task,))
+    assert (client.messages, stream.num_left) == ([], 1)
+
+
 async def test_leaving_is_noticed_while_a_whole_answer_is_being_made() -> None:
     stream = await open_stream()
     stream.record = make_record(make_request(response_options={"heartbeat": False}))

@@ -21,6 +21,7 @@ from headrace.gateway.http_responses import (
     notice_of,
     request_id_of,
 )
+from headrace.generation.readers import Reader
 from headrace.generation.registry import Found
 from headrace.intake.answers import NUM_NEW, AnswerBody, encoded, is_old
 from headrace.protocols.dialect import PING, VISIBLE_SIGN_S, UnnamedFrames, WireFrames, dialect_of
@@ -237,14 +238,17 @@ class LiveAnswer:
             "x-stream-mode": self._stream.record.mode,
             **self._headers,
         }
-        await send(live_start(headers))
-        await while_connected(receive, self._deliver(send))
+        # The client is a reader from the start. A stream that never had a reader would also never
+        # lose its last reader, and would stay in memory after its end.
+        async with self._stream.audience.reader(self._after) as reader:
+            await send(live_start(headers))
+            await while_connected(receive, self._deliver(send, reader))
 
-    async def _deliver(self, send: Send) -> None:
+    async def _deliver(self, send: Send, reader: Reader) -> None:
         self._data_at = self._byte_at = self._sign_at = asyncio.get_running_loop().time()
         beating = asyncio.create_task(self._beat(send))
         try:
-            await self._stream.audience.pause.unless(self._follow(send))
+            await self._stream.audience.pause.unless(self._follow(send, reader))
         except Exception as error:
             notice = notice_of(error)
             # If clients count bytes, a byte that is not in the log would shift all later offsets.
@@ -256,52 +260,51 @@ class LiveAnswer:
             self._has_ended = True
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _follow(self, send: Send) -> None:
+    async def _follow(self, send: Send, reader: Reader) -> None:
         """Send the events of the log.
 
         This method runs for every token. So the method is one loop with three numbered steps, and
         not several short functions.
         """
         log, audience, pace = self._stream.log, self._stream.audience, self.pace
-        async with audience.reader(self._after) as reader:
-            after, has_ended = self._after, False
-            while not has_ended:
-                # 1. Wait for events and read all that exist. The events of a few steps are sent
-                # together. A longer page is sent event by event, so that other tasks can run in
-                # between.
-                await log.wait(after)
-                page, has_ended = await log.read(after, _PAGE)
-                after += len(page)
-                is_long = len(page) > self._num_joined
-                messages = [[event] for event in page] if is_long else [page]
-                for events in messages:
-                    if is_long and is_old(log, events[0]):
-                        await slice_of_loop()
-                    # 2. Render the events. If one fails, the frames before it are still sent.
-                    frames, shown, failure = list[bytes](), list[AnyEvent](), None
-                    try:
-                        for event in events:
-                            if rendered := self._rendering.render(event):
-                                frames += rendered
-                                shown.append(event)
-                    except Exception as error:
-                        failure = error
-                    # 3. Send the frames, and note which events have reached the client. A
-                    # heartbeat comment from the log is not data, even if the reader's byte offset
-                    # cuts off its beginning.
-                    if frames:
-                        is_data = not pace.is_logged or any(not PING.endswith(it) for it in frames)
-                        await self._write(send, b"".join(frames), is_data)
-                        if has_ended or not audience.has_seen_tokens:
-                            for event in shown:
-                                reader.sent(event)
-                    if failure is not None:
-                        raise failure
-                    if pace.sign_s < math.inf and any(map(_is_sign, events)):
-                        self._sign_at = asyncio.get_running_loop().time()
-            if self._finish is not None:
-                await self._write(send, await self._finish())
-                reader.sent(page[-1])
+        after, has_ended = self._after, False
+        while not has_ended:
+            # 1. Wait for events and read all that exist. The events of a few steps are sent
+            # together. A longer page is sent event by event, so that other tasks can run in
+            # between.
+            await log.wait(after)
+            page, has_ended = await log.read(after, _PAGE)
+            after += len(page)
+            is_long = len(page) > self._num_joined
+            messages = [[event] for event in page] if is_long else [page]
+            for events in messages:
+                if is_long and is_old(log, events[0]):
+                    await slice_of_loop()
+                # 2. Render the events. If one fails, the frames before it are still sent.
+                frames, shown, failure = list[bytes](), list[AnyEvent](), None
+                try:
+                    for event in events:
+                        if rendered := self._rendering.render(event):
+                            frames += rendered
+                            shown.append(event)
+                except Exception as error:
+                    failure = error
+                # 3. Send the frames, and note which events have reached the client. A
+                # heartbeat comment from the log is not data, even if the reader's byte offset
+                # cuts off its beginning.
+                if frames:
+                    is_data = not pace.is_logged or any(not PING.endswith(it) for it in frames)
+                    await self._write(send, b"".join(frames), is_data)
+                    if has_ended or not audience.has_seen_tokens:
+                        for event in shown:
+                            reader.sent(event)
+                if failure is not None:
+                    raise failure
+                if pace.sign_s < math.inf and any(map(_is_sign, events)):
+                    self._sign_at = asyncio.get_running_loop().time()
+        if self._finish is not None:
+            await self._write(send, await self._finish())
+            reader.sent(page[-1])
 
     async def _beat(self, send: Send) -> None:
         """Send a heartbeat whenever a limit of the pace is reached, even while `_follow` waits.
