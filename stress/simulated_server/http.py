@@ -4,12 +4,18 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from typing import Any
 
 from stress.simulated_server.server import SimServer
 
 MAX_UNREAD = 8
 """The server's `send` waits while a client has this many unread messages."""
+
+
+ADMIN_KEY, CLIENT_KEYS = "admin", ("key-a", "key-b")
+API_KEY: ContextVar[str] = ContextVar("api_key", default=ADMIN_KEY)
+"""The API key that a client sends. A server without keys ignores it."""
 
 
 class Broken(Exception):
@@ -23,7 +29,6 @@ class Connection:
         self, server: SimServer, method: str, target: str, headers: dict[str, str], body: bytes
     ) -> None:
         assert server.app is not None
-        path, _, query = target.partition("?")
         self.status = 0
         self.headers: dict[str, str] = {}
         self._server = server
@@ -34,7 +39,20 @@ class Connection:
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._body: bytes | None = body
-        scope = {
+        # Whether the server sent parts of the answer after this side had closed.
+        self.missed_parts = False
+        self.task = asyncio.get_running_loop().create_task(
+            self._answer(server.app, self._scope(method, target, headers)),
+            name=f"{method} {target.partition('?')[0]}",
+            context=server.context.copy(),
+        )
+        server.requests[self.task] = None
+        self.task.add_done_callback(server.requests.pop)
+
+    def _scope(self, method: str, target: str, headers: dict[str, str]) -> dict[str, Any]:
+        path, _, query = target.partition("?")
+        given = {"host": "localhost:8000", "authorization": f"Bearer {API_KEY.get()}", **headers}
+        return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
@@ -44,21 +62,11 @@ class Connection:
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [
-                (name.lower().encode(), value.encode())
-                for name, value in {"host": "localhost:8000", **headers}.items()
-            ],
+            "headers": [(name.lower().encode(), it.encode()) for name, it in given.items()],
             "client": ("127.0.0.1", 1234),
             "server": ("127.0.0.1", 8000),
             "state": {},
         }
-        self.task = asyncio.get_running_loop().create_task(
-            self._answer(server.app, scope),
-            name=f"{method} {path}",
-            context=server.context.copy(),
-        )
-        server.requests[self.task] = None
-        self.task.add_done_callback(server.requests.pop)
 
     async def _answer(self, app: Any, scope: dict[str, Any]) -> None:
         try:
@@ -77,18 +85,29 @@ class Connection:
 
     async def _send(self, message: dict[str, Any]) -> None:
         if self._is_closed.is_set():
+            self.missed_parts = True
             return
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {k.decode().lower(): v.decode() for k, v in message["headers"]}
         else:
-            if body := message.get("body", b""):
-                self._unread.append(bytes(body))
             self._is_complete = not message.get("more_body", False)
+            await self._take(bytes(message.get("body", b"")))
+        self._changed.set()
+
+    async def _take(self, piece: bytes) -> None:
+        """Keep a piece for the client, and wait while the client has too many unread pieces."""
+        if piece:
+            self._unread.append(piece)
         self._changed.set()
         if len(self._unread) >= MAX_UNREAD:
             self._has_room.clear()
             await self._has_room.wait()
+
+    @property
+    def unread(self) -> bytes:
+        """Return the part of the body that has arrived and was not read."""
+        return b"".join(self._unread)
 
     def close(self) -> None:
         """Leave: the server notices, and nothing more arrives."""

@@ -12,11 +12,15 @@ END_TOKEN_IDS = (2, 0)
 
 
 class Answer(NamedTuple):
-    """A whole answer: its text, why it ends, and how many tokens were generated."""
+    """A whole answer: its text, why it ends, and how many tokens were generated.
+
+    `stop` is the stop string that ended the answer, or empty.
+    """
 
     text: str
     finish_reason: str
     num_tokens: int
+    stop: str = ""
 
 
 class Request(NamedTuple):
@@ -27,27 +31,35 @@ class Request(NamedTuple):
     content: str
     # The idempotency key.
     key: str
+    num_choices: int = 1
+    stops: tuple[str, ...] = ()
 
     def body(self, is_stream: bool, **fields: Any) -> dict[str, Any]:
         """Return the body for /v1/chat/completions."""
+        several = {"n": self.num_choices} if self.num_choices > 1 else {}
         return {
             "model": MODEL,
             "messages": [{"role": "user", "content": self.content}],
             "seed": self.seed,
             "max_tokens": self.max_tokens,
             "stream": is_stream,
+            **several,
+            **({"stop": list(self.stops)} if self.stops else {}),
             **fields,
         }
 
-    def answer(self, tokenizer: Any) -> Answer:
+    def answer(self, tokenizer: Any, choice: int = 0) -> Answer:
         """Return the only right answer. The simulated engine draws tokens with `token_at`."""
         sampling = Sampling(seed=self.seed, max_tokens=self.max_tokens)
         tokens: list[int] = []
         while len(tokens) < self.max_tokens:
-            token = token_at(sampling, 0, len(tokens))
+            token = token_at(sampling, choice, len(tokens))
             if token in END_TOKEN_IDS:
                 return Answer(tokenizer.decode(tokens, True), "stop", len(tokens) + 1)
             tokens.append(token)
+            text = tokenizer.decode(tokens, True)
+            if stop := next((it for it in self.stops if it in text), ""):
+                return Answer(text[: text.index(stop)], "stop", len(tokens), stop)
         return Answer(tokenizer.decode(tokens, True), "length", len(tokens))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import shutil
+from collections.abc import Callable
 from contextvars import Context, copy_context
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,8 @@ class SimServer:
         self.store: Store
         # The tasks of open requests, in the order of their arrival.
         self.requests: dict[asyncio.Task[None], None] = {}
+        # Each of these tells an open WebSocket that the server ends.
+        self.farewells: list[Callable[[], None]] = []
         self.auth: Auth
         self.accepts = asyncio.Event()
         self.has_ended = asyncio.Event()
@@ -224,6 +227,8 @@ class SimHttp:
         while not self._has_stopped:
             await asyncio.sleep(0.1)
         server.app = None
+        for say_farewell in server.farewells:
+            say_farewell()
         if server.requests:
             await asyncio.wait([*server.requests], timeout=FAREWELL_S)
         for task in server.requests:

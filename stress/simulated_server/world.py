@@ -12,9 +12,9 @@ from detangle import choice, flip, randint, uniform
 
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.stores.sqlite import SqliteStore
-from headrace_common.config.settings import ModelConfig, ServerConfig, StreamConfig
+from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig, StreamConfig
 from stress.simulated_server import faults as fault_rates
-from stress.simulated_server.http import Broken, Connection
+from stress.simulated_server.http import ADMIN_KEY, CLIENT_KEYS, Broken, Connection
 from stress.simulated_server.processes import SimChild
 from stress.simulated_server.requests import MODEL, Request
 from stress.simulated_server.requests import draw as draw_request
@@ -53,7 +53,9 @@ class World:
             drain_s=choice((0.0, 2.0, 30.0)),
             max_num_queued_reqs=choice((512, 2)),
         )
-        return ServerConfig(models=(ModelConfig(model=MODEL),), streams=streams)
+        keys = choice(((), CLIENT_KEYS))
+        http = HttpConfig(api_key=keys, admin_key=ADMIN_KEY if keys else None)
+        return ServerConfig(models=(ModelConfig(model=MODEL),), streams=streams, http=http)
 
     def engine_starts(self, engine: SimChild) -> None:
         """Check the engines of the machine when another one starts."""
@@ -76,9 +78,9 @@ class World:
         self._num_requests += 1
         return draw_request(self._num_requests)
 
-    def compare(self, request: Request, text: str, finish_reason: str) -> None:
+    def compare(self, request: Request, text: str, finish_reason: str, choice: int = 0) -> None:
         """Check an answer against the reference."""
-        answer = request.answer(self.model.tokenizer)
+        answer = request.answer(self.model.tokenizer, choice)
         found = (text, finish_reason)
         assert found == answer[:2], f"{request.key}: {found} instead of {answer[:2]}"
         self.counts["answers"] += 1
@@ -93,23 +95,27 @@ class World:
                 "engine: hangs in a step",
             ),
             "internal_error": ("engine: step error", "worker: death in a job"),
+            # A hanging step is noticed after ten minutes, like the longest wait in the queue.
+            "queue_timeout": ("engine: hangs in a step",),
         }
         return any(happened[reason] for reason in reasons.get(code, ()))
 
-    async def in_time(self, connection: Connection, work: Awaitable[T]) -> T:
+    async def in_time(
+        self, connection: Connection, work: Awaitable[T], seconds: float = SILENCE_S
+    ) -> T:
         """Return the result of `work`, which waits for bytes; an open connection is never silent.
 
         Raises Broken if the server has ended.
         """
         server = self.server
         try:
-            async with asyncio.timeout(SILENCE_S):
+            async with asyncio.timeout(seconds):
                 return await work
         except TimeoutError:
             if server is None or server.has_ended.is_set():
                 raise Broken from None
             name = connection.task.get_name()
-            raise AssertionError(f"{name}: no byte for {SILENCE_S:g} s") from None
+            raise AssertionError(f"{name}: no byte for {seconds:g} s") from None
 
     async def run(self, clients: Sequence[Client], operators: Sequence[Client]) -> None:
         """Run clients and operators to their ends, then check that nothing is left over."""
@@ -235,4 +241,9 @@ class StoryHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         life = LIFE.get()
         name = life.name if life else "world"
-        self._world.tell(f"{name}: {record.getMessage()}")
+        text = record.getMessage()
+        if fields := getattr(record, "fields", None):
+            text += f" {fields.get('route')} {fields.get('outcome')}"
+        if record.exc_info:
+            text += f": {record.exc_info[1]!r}"
+        self._world.tell(f"{name}: {text}")
