@@ -54,7 +54,7 @@ def shrink(outcome: Outcome, num_processes: int, seconds: float) -> Shrunk:
     best, num_tried, ends = outcome, 0, time.monotonic() + seconds
     size = len(best.values) // 2
     with _processes(num_processes) as pool:
-        while size and time.monotonic() < ends:
+        while size and best.values and time.monotonic() < ends:
             size = min(size, len(best.values))
             simpler = None
             for start in range(0, len(best.values), size * num_processes):

@@ -253,6 +253,7 @@ class SimWorker:
         self.start = start
         self._faults = faults
         self._code: int | None = None
+        self._is_busy = False
 
     @classmethod
     async def begin(
@@ -268,6 +269,14 @@ class SimWorker:
         return self._code is not None
 
     async def ask(self, head: bytes, body: Body) -> Reply:
+        assert not self._is_busy, "two jobs run in one worker process"
+        self._is_busy = True
+        try:
+            return await self._do(head, body)
+        finally:
+            self._is_busy = False
+
+    async def _do(self, head: bytes, body: Body) -> Reply:
         await asyncio.sleep(0.001 * (1 + world_loop().choose(4, "data")))
         if self._code is not None:
             raise EOFError

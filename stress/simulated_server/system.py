@@ -14,6 +14,7 @@ import random
 import secrets
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
@@ -102,6 +103,8 @@ class WorldLoop(SimLoop):
         super().__init__(config, strategy, tracer=tracer)
         self.set_task_factory(lambda loop, coro, **options: _Task(coro, loop=loop, **options))
         self._executors: dict[int, _Executor] = {}
+        # Calls that are due after a number of steps, the earliest first.
+        self._due: list[tuple[int, Callable[[], None]]] = []
         # Returns the seconds for which a job of a thread pool waits before it begins.
         self.job_delay_s: Callable[[], float] = lambda: 0.0
 
@@ -112,6 +115,15 @@ class WorldLoop(SimLoop):
         life = handle._context.get(LIFE)  # type: ignore[attr-defined]
         if life is None or not (life.has_ended or life.hold(lane, handle)):
             super()._execute(lane, handle)
+        while self._due and self.steps >= self._due[0][0]:
+            self._due.pop(0)[1]()
+
+    def after_steps(self, number: int, call: Callable[[], None]) -> None:
+        """Call `call` between two steps, after `number` more steps.
+
+        Steps are many where much happens, so this hits windows that are too short for a timer.
+        """
+        insort(self._due, (self.steps + number, call), key=lambda due: due[0])
 
     def resume(self, thread: "Thread") -> None:
         """Make a thread ready; the loop chooses when it runs."""

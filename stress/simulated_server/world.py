@@ -30,6 +30,9 @@ SILENCE_S = 15.0
 STOP_S = 120.0
 """The virtual time within which a server must stop after its signal."""
 
+MAX_STEPS = 1500
+"""The most steps until an operator strikes. Most runs have a few thousand."""
+
 Client = Callable[["World"], Awaitable[None]]
 
 
@@ -46,6 +49,8 @@ class World:
         # How many answers were compared with the reference, and other things worth counting.
         self.counts: Counter[str] = Counter()
         self._num_requests = 0
+        # Set at the end, when nothing may go wrong any more.
+        self.is_calm = False
 
     def _config(self) -> ServerConfig:
         streams = StreamConfig(
@@ -129,6 +134,7 @@ class World:
         except TimeoutError:
             raise AssertionError(f"clients are not done after {PATIENCE_S:g} s") from None
         self.faults.stop()
+        self.is_calm = True
         for task in operating:
             task.cancel()
         await asyncio.gather(*operating, return_exceptions=True)
@@ -182,42 +188,61 @@ class World:
 def check_nothing_is_kept(server: SimServer) -> None:
     """Check that a server without requests and streams remembers none of them."""
     generation = server.generation
-    kept: dict[str, int] = {
-        "requests": len(server.requests),
-        "streams": len(generation.streams),
-        "writers": len(generation.writers.tasks),
-        "jobs": len(server.generation.work._queue),  # type: ignore[attr-defined]
-    }
+    jobs = generation.work._queue  # type: ignore[attr-defined]
+    kept = Counter(
+        {
+            "requests": len(server.requests),
+            "streams": len(generation.streams),
+            "writers": len(generation.writers.tasks),
+            "jobs": len(jobs) + len(jobs._running),
+        }
+    )
     for host in generation.fleet.hosts.all():
         for queue in generation.queues._by_host.get(host, ()):
-            kept["places in a queue"] = queue.num_live + queue.num_waiting + queue.num_tokens
-        kept["users of an engine"] = len(list(host.users))
-        kept["sequences of an engine"] = len(host.users._owners)
+            kept["places in a queue"] += queue.num_live + queue.num_waiting + queue.num_tokens
+        users = host.users
+        kept["users of an engine"] += len(users._users) + len(users._waiters)
+        kept["sequences of an engine"] += len(users._owners) + len(users._readings)
+        # The only model of a server stays in memory, so its uses are not counted.
+        if (entry := generation.fleet._policy._models.get(host)) is not None:
+            kept["uses of a model"] += entry.num_uses
     if isinstance(server.store, SqliteStore):
-        kept["open logs"] = len(server.store._live)
-    assert not any(kept.values()), f"left although nothing runs: {kept}"
+        kept["open logs"] += len(server.store._live)
+    assert not any(kept.values()), f"left although nothing runs: {+kept}"
 
 
 async def kills_engines(world: World) -> None:
-    """Kill the running engine from outside at random times, whatever it does."""
+    """Kill a running engine from outside at random moments, whatever it does."""
     for _ in range(randint(0, 3)):
-        await asyncio.sleep(uniform(0.0, 30.0))
+        await _some_time(30.0)
         if world.is_up and world.server is not None and (engines := world.server.engines()):
             world.faults.note("engine: killed from outside")
             choice(engines).die(-signal.SIGKILL)
 
 
+async def _some_time(most_s: float) -> None:
+    """Wait for a random time or for a random number of steps."""
+    if flip(0.5):
+        await asyncio.sleep(uniform(0.0, most_s))
+    else:
+        passed = asyncio.Event()
+        world_loop().after_steps(randint(1, MAX_STEPS), passed.set)
+        await passed.wait()
+
+
 async def restarts(world: World) -> None:
-    """Stop, kill and restart the server at random times."""
+    """Stop, kill and restart the server at random moments."""
     for _ in range(randint(0, 4)):
-        await asyncio.sleep(uniform(0.0, 20.0))
+        if flip(0.3):
+            await _kill_between_steps(world)
+        else:
+            await asyncio.sleep(uniform(0.0, 20.0))
         server = world.server
         assert server is not None
         if server.has_ended.is_set():
-            world.tell("the server has ended by itself")
+            world.tell("there is no server")
         elif flip(0.5):
-            world.faults.note("server: killed")
-            world.machine.kill()
+            _kill(world)
         else:
             world.faults.note("server: stopped")
             server.stop()
@@ -229,6 +254,25 @@ async def restarts(world: World) -> None:
         await asyncio.sleep(uniform(0.0, 5.0))
         world.tell("the server starts")
         world.machine.start()
+
+
+def _kill(world: World) -> None:
+    server = world.server
+    if server is not None and not server.has_ended.is_set() and not world.is_calm:
+        world.faults.note("server: killed")
+        world.machine.kill()
+
+
+async def _kill_between_steps(world: World) -> None:
+    """Kill the server between two steps of whatever is going on."""
+    has_come = asyncio.Event()
+
+    def strike() -> None:
+        _kill(world)
+        has_come.set()
+
+    world_loop().after_steps(randint(1, MAX_STEPS), strike)
+    await has_come.wait()
 
 
 class StoryHandler(logging.Handler):
