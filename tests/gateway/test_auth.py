@@ -85,6 +85,19 @@ def test_keys_of_a_file_count_as_it_is_read_again_and_their_names_are_known(tmp_
     assert KEY_NAME.get() == "bob"
 
 
+def test_a_request_whose_key_is_removed_after_the_check_gets_no_owner(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    auth = Auth(HttpConfig(api_key_file=str(file)))
+    removed = Headers({"x-api-key": "two"})
+    auth.check(removed)
+    file.write_text("one\n")
+    auth.reload()
+    with pytest.raises(RequestError) as refused:
+        auth.owner(removed)
+    assert refused.value.code == "invalid_api_key"
+
+
 def test_a_bad_file_of_keys_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n")

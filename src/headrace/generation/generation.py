@@ -227,6 +227,10 @@ class Generation:
         stored = await self.streams.put(record, place)
         if stored.record.id != record.id:
             return await self.streams.wrap(stored)
+        if (closed := self.streams.closed) is not None:
+            # The server ended while the stream was being stored.
+            place.close()
+            raise (closed if record.is_durable else _SHUTS_DOWN).with_traceback(None)
         stored = Stored(record, stored.log)
         figures = host.metrics.of(record.request.is_background)
         builder = EventBuilder(record, host.model, figures)

@@ -94,6 +94,11 @@ class Registry:
         self._closed[stream_id] = reason
         self._wake()
 
+    @property
+    def closed(self) -> RequestError | None:
+        """Return the reason why no stream gets a writer any more; None while the server runs."""
+        return self._closed.get(None)
+
     def open_again(self, stream_id: StreamId) -> None:
         self._closed.pop(stream_id, None)
 
@@ -241,7 +246,8 @@ class Registry:
         """End a stream; return once the engine has freed the stream's memory. Idempotent.
 
         Raises StoreStalled if the terminal event cannot be stored now. The stream still stops,
-        and the event is stored later.
+        and the event is stored later. Raises RequestError if the stream lost its writer before it
+        was stopped: the next writer would continue the stream.
         """
         state, asked_at = found.state, time.monotonic()
         if isinstance(found, RemoteStream):
@@ -250,6 +256,8 @@ class Registry:
             found.stop(cut_by("cancelled"))
         if isinstance(found, LiveStream):
             await self.unless_stalled(found.record, found.ended.wait())
+            if not await _has_ended(found.log):
+                found.audience.pause.check()
         self.figures.stopped(state, time.monotonic() - asked_at)
 
     async def unless_stalled(self, record: Record, work: Coroutine[Any, Any, Result]) -> Result:
