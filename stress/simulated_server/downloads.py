@@ -28,14 +28,14 @@ class Hub:
     """A machine's connection to the model hub. `folder` contains the downloaded models."""
 
     def __init__(self, folder: Path, model: ServedModel, faults: Faults) -> None:
-        self._folder, self._model, self._faults = folder, model, faults
+        self.folder, self._model, self._faults = folder, model, faults
         # The processes that run now.
         self.running: list[SimDownload] = []
 
     def file(self, model: str) -> Path:
         """Return the file whose length shows how many pieces of a model are here."""
         repo, _, name = model.partition(":")
-        return self._folder / f"models--{repo.replace('/', '--')}" / (name or "model")
+        return self.folder / f"models--{repo.replace('/', '--')}" / (name or "model")
 
     def num_pieces(self, model: str) -> int:
         file = self.file(model)

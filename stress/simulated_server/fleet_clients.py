@@ -51,6 +51,7 @@ class FleetClient:
         """Start a stream that survives, and read its log until its end."""
         connection = await self._post(request, {"idempotency-key": request.key})
         stream_id = connection.headers["x-stream-id"]
+        self.world.tell(f"{self.key}: {request.key} for {self.name} is {stream_id}")
         connection.close()
         self.world.streams.setdefault(self.key, []).append(stream_id)
         events: list[dict[str, Any]] = []
@@ -141,6 +142,7 @@ class FleetClient:
                 status, body = await call(self.world, method, target + path, None, self.key)
             except Broken:
                 continue
+            self.world.tell(f"{self.key}: {method} {target}{path} of {key}: {status}")
             # Deleting a stream is idempotent, also for a stream that does not exist.
             allowed = (404, 401, 429, 503) if method != "DELETE" else (404, 204, 401, 429, 503)
             assert status in allowed, f"{method} {path} of another key: {status} {body}"

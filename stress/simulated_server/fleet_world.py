@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from detangle import choice, randint
+from huggingface_hub import constants
 
 from headrace.fleet.fleet import pinned_model
 from headrace.fleet.served_model import ServedModel
@@ -43,7 +44,10 @@ class FleetWorld(World):
         self.key_file = folder / "keys"
         self.write_keys(self.keys)
         self.asked = Asked()
+        self.is_stopping = False
         super().__init__(folder, model)
+        # The server deletes models here.
+        constants.HF_HUB_CACHE = str(self.machine.hub.folder)
         # The ids of the streams that each key has started.
         self.streams: dict[str, list[str]] = {}
         # When a request was sent and answered, for each key and server process.
@@ -136,7 +140,10 @@ class FleetWorld(World):
 
     async def _finish(self) -> None:
         server = self.server
-        if server is None or server.has_ended.is_set():
+        assert server is not None
+        if self.is_stopping:
+            await self.ended(server)
+        if server.has_ended.is_set():
             server = self.machine.start()
         await server.accepts.wait()
         await self._check_document(server)
@@ -144,7 +151,8 @@ class FleetWorld(World):
         await self._check_unloading(server)
         self._check_quotas()
         await super()._finish()
-        assert not self.machine.hub.running, "downloads outlive the server"
+        running = [it for it in self.machine.hub.running if it.is_running]
+        assert not running, "downloads outlive the server"
         assert not server.engines(), "engines outlive the server"
 
     async def _check_document(self, server: SimServer) -> None:

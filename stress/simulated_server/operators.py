@@ -75,6 +75,8 @@ async def loads_and_unloads(world: "FleetWorld") -> None:
     for _ in range(randint(0, 8)):
         await asyncio.sleep(uniform(0.0, 10.0))
         name, route = choice(("a", "b", "c", "d", "far/one")), choice(("load", "unload"))
+        # Unloading a model of the hub also stops its download (see `_stop`).
+        route = "load" if name in HUB_MODELS else route
         try:
             status, body = await call(world, "POST", f"/models/{route}", {"model": name})
         except Broken:
@@ -241,7 +243,9 @@ async def _end(world: "FleetWorld", server: SimServer) -> None:
         return
     world.faults.note("server: stopped")
     server.stop()
+    world.is_stopping = True
     await world.ended(server)
+    world.is_stopping = False
 
 
 OPERATORS = (
