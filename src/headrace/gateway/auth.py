@@ -134,11 +134,15 @@ class Auth:
     def owner(self, headers: Headers) -> str:
         """Return the id of the key whose streams this client may see; "" if the server has no
         keys.
+
+        Raises RequestError `invalid_api_key` if the key was removed since `check`.
         """
         if not self._keys:
             return ""
         digest = _find_key(headers, self._keys | self._admins)
-        return _owner(digest) if digest else ""
+        if digest is None:
+            raise _no_key("The key of this request was removed; send a valid key")
+        return _owner(digest)
 
     def guard(self, endpoint: Endpoint) -> Endpoint:
         """Wrap an endpoint so that, on a server with keys, the endpoint needs a key."""
