@@ -80,6 +80,38 @@ async def test_a_stream_is_found_live_though_its_request_was_given_up_as_it_was_
             await opening
 
 
+async def test_a_stream_that_is_stored_as_the_server_ends_is_left_to_the_next_server(
+    folder: Path,
+) -> None:
+    store = SlowStore()
+    store.is_durable = True
+    async with running(folder, store) as (generation, _):
+        opening = asyncio.create_task(generation.open(make_request(), OPTED_IN))
+        while not await store.find(NAME):
+            await asyncio.sleep(0)
+        await generation.fleet.close()
+        await settle()
+        store.answers.set()
+        with pytest.raises(RequestError) as refused:
+            await opening
+        assert refused.value.code == "server_restarting"
+        assert not len(generation.streams)
+    async with running(folder, store) as (generation, _):
+        assert isinstance(await generation.streams.find("", NAME), LiveStream)
+
+
+async def test_a_stop_that_comes_too_late_for_the_writer_is_refused(folder: Path) -> None:
+    store = MemoryStore()
+    store.is_durable = True
+    async with running(folder, store) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN)
+        stopping = asyncio.create_task(generation.streams.stop(stream))
+        await settle()
+        await generation.fleet.close()  # before the engine confirms the cancel
+        await settle()
+        assert code_of(stopping) == "server_restarting"
+
+
 async def test_a_stream_that_has_ended_is_found_to_be_read(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
