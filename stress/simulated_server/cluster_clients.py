@@ -6,7 +6,7 @@ from typing import Any
 
 from detangle import choice, flip, randint, uniform
 
-from stress.simulated_server.clients import Backoff, server_sent_events
+from stress.simulated_server.clients.common import Backoff, server_sent_events
 from stress.simulated_server.cluster import API_KEYS, ClusterWorld
 from stress.simulated_server.http import Broken, Connection, connect
 from stress.simulated_server.requests import MODEL, Request
