@@ -76,7 +76,7 @@ STREAMS: dict[str, Fault] = {
             Edit(
                 "headrace.gateway.native_routes:Cursor.after",
                 "return self.seq if self.part is None else self.seq - 1",
-                "return self.seq + 1 if self.part is None else self.seq - 1",
+                "return self.seq + (self.seq >= 0) if self.part is None else self.seq - 1",
             ),
         ),
     ),

@@ -144,8 +144,30 @@ FLEET: dict[str, Fault] = {
         (
             Edit(
                 f"{_PULLS}._end",
+                """
+                while pull.state == "downloading":
+                    if (task := pull.task) is not None:
+                        task.cancel()
+                        await asyncio.wait([task])
+                    if pull.task is task and pull.state == "downloading":
+                        pull.settle("stopped")
+                """,
+                """
+                if (task := pull.task) is not None:
+                    task.cancel()
+                    await asyncio.wait([task])
+                """,
+            ),
+        ),
+    ),
+    "a_restarted_pull_counts_as_stopped": Fault(
+        "await after a check",
+        "A download that was started again during its stop is shown as stopped.",
+        (
+            Edit(
+                f"{_PULLS}._end",
                 'if pull.task is task and pull.state == "downloading":',
-                "if False:",
+                'if pull.state == "downloading":',
             ),
         ),
     ),
