@@ -1,22 +1,23 @@
 """Plants known faults in the server, and reports which of them the simulation finds.
 
-`python -m stress.simulated_server.planted --budget SECONDS [NAME...]` runs seeds with each fault
-until a check fails or the fault has used SECONDS of processor time. A seed counts only if the same
-seed has no violation without the fault.
+`python -m stress.simulated_server.planted --budget SECONDS [NAME...]` first runs
+seeds without a fault. Then it runs those of them that reach the lines of a fault with the fault,
+until a check fails or SECONDS of processor time are used up.
 """
 
 import argparse
 import multiprocessing
+import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import NamedTuple, TypeVar
 
 from headrace.fleet.served_model import ServedModel
 from stress.simulated_server.planted_faults import FAULTS
 from stress.simulated_server.planted_fixes import FIXES
-from stress.simulated_server.planting import Fault, Planted
+from stress.simulated_server.planting import Fault, Planted, Probe
 from stress.simulated_server.run import read_model, run_once, strategy_of
 
 T = TypeVar("T")
@@ -24,34 +25,34 @@ T = TypeVar("T")
 ALL: dict[str, Fault] = {**FAULTS, **FIXES}
 """All faults by name: invented ones, and faults that the server once had."""
 
-SEED_S = 120.0
-"""A seed that takes longer than this never ends."""
+SEED_S = 30
+"""The processor time of a seed that does not end."""
 _WIDTH = 110
 
 
 class SeedResult(NamedTuple):
-    """`failure` is empty if all checks passed. `num_visits` counts runs of the changed lines."""
+    """`failure` is empty if all checks passed."""
 
     failure: str
-    num_visits: int
+    # How often the lines of each fault ran, by the fault's place in ALL.
+    visits: Mapping[int, int]
     cpu_s: float
+    digest: str = ""
 
 
 class Report(NamedTuple):
     """The result for one fault. `failure` is empty if the fault was not found."""
 
     num_seeds: int
-    num_reached: int
     cpu_s: float
     seed: int
     failure: str
-    # Seeds with a violation that the server has without the fault, too.
-    unsound: tuple[int, ...] = ()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="stress.simulated_server.planted", description=__doc__)
     parser.add_argument("--budget", type=float, default=120.0, help="processor seconds per fault")
+    parser.add_argument("--seeds", type=int, default=200, help="seeds to choose from")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--show", action="store_true", help="print the whole violation")
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults; all if none is named")
@@ -62,52 +63,69 @@ def main() -> int:
     for fault in ALL.values():
         Planted(fault)
     model = read_model()
-    num_missed = num_unsound = 0
-    print(f"{'fault':44} {'kind':24} {'seeds':>5} {'reached':>7} {'cpu s':>6}  violation")
+    seeds = range(options.first, options.first + options.seeds)
+    sound = sound_seeds(seeds, model)
+    num_missed = 0
+    print(f"{'fault':48} {'kind':24} {'reach':>5} {'seeds':>5} {'cpu s':>6}  violation")
     for name in options.names or ALL:
-        report = look_for(ALL[name], model, options.budget, options.first)
+        reaching = seeds_of(name, sound)
+        report = look_for(ALL[name], reaching, model, options.budget)
         num_missed += not report.failure
-        num_unsound += len(report.unsound)
-        print(_line(name, report), flush=True)
+        print(_line(name, len(reaching), report), flush=True)
         if options.show:
             print(report.failure)
     print(f"{num_missed} faults were not found")
-    return 1 if num_missed or num_unsound else 0
+    return 1 if num_missed or len(sound) < len(seeds) else 0
 
 
-def look_for(fault: Fault, model: ServedModel, budget_s: float, first: int = 0) -> Report:
-    """Run seeds with a fault until a check fails or the budget of processor time is used up.
+def sound_seeds(seeds: Iterable[int], model: ServedModel) -> dict[int, SeedResult]:
+    """Run seeds without a fault; return those without a violation."""
+    sound: dict[int, SeedResult] = {}
+    began = time.monotonic()
+    for seed in seeds:
+        result = run_seed(seed, None, model)
+        if result.failure:
+            print(f"seed {seed} fails without a fault: {summary_of(result.failure)}")
+        else:
+            sound[seed] = result
+    cpu_s = sum(result.cpu_s for result in sound.values())
+    print(f"{len(sound)} seeds, {cpu_s:.0f} s of the processor, {time.monotonic() - began:.0f} s")
+    return sound
 
-    A quarter of the budget must be enough to reach the changed lines.
-    """
-    seed, num_reached, cpu_s = first, 0, 0.0
-    unsound: list[int] = []
-    while cpu_s < (budget_s if num_reached else budget_s / 4):
+
+def seeds_of(name: str, sound: Mapping[int, SeedResult]) -> list[int]:
+    """Return the seeds that run the lines that this fault changes."""
+    number = list(ALL).index(name)
+    return [seed for seed, result in sound.items() if result.visits.get(number)]
+
+
+def look_for(fault: Fault, seeds: Iterable[int], model: ServedModel, budget_s: float) -> Report:
+    """Run seeds with a fault until a check fails or the budget of processor time is used up."""
+    num_seeds, cpu_s = 0, 0.0
+    for seed in seeds:
         found = run_seed(seed, fault, model)
+        num_seeds += 1
         cpu_s += found.cpu_s
-        num_reached += found.num_visits > 0
-        seed += 1
-        if not found.failure:
-            continue
-        if not run_seed(seed - 1, None, model).failure:
-            num = seed - first
-            return Report(num, num_reached, cpu_s, seed - 1, found.failure, tuple(unsound))
-        unsound.append(seed - 1)
-    return Report(seed - first, num_reached, cpu_s, -1, "", tuple(unsound))
+        if found.failure:
+            return Report(num_seeds, cpu_s, seed, found.failure)
+        if cpu_s >= budget_s:
+            break
+    return Report(num_seeds, cpu_s, -1, "")
 
 
 def run_seed(seed: int, fault: Fault | None, model: ServedModel) -> SeedResult:
-    """Run a seed in a new process, in which the fault is planted."""
+    """Run a seed in a new process with this fault; without one, count the lines that run."""
 
     def work() -> SeedResult:
-        planted = Planted(fault) if fault else None
-        if planted:
-            planted.apply()
-        failure = run_once(strategy_of(seed), model).failure
-        num_visits = planted.visits.total() if planted else 0
-        return SeedResult(failure, num_visits, time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (SEED_S, SEED_S))
+        planted = Planted(fault) if fault else Probe([*ALL.values()])
+        planted.apply()
+        outcome = run_once(strategy_of(seed), model)
+        visits = dict(planted.visits) if isinstance(planted, Probe) else {}
+        return SeedResult(outcome.failure, visits, time.process_time(), outcome.digest)
 
-    return _in_child(work, SeedResult("the process died or never ended", 1, SEED_S))
+    message = f"the seed took more than {SEED_S} s of processor time"
+    return _in_child(work, SeedResult(message, {}, SEED_S))
 
 
 def _in_child(work: Callable[[], T], otherwise: T) -> T:
@@ -118,10 +136,9 @@ def _in_child(work: Callable[[], T], otherwise: T) -> T:
     child.start()
     sender.close()
     try:
-        result: T = receiver.recv() if receiver.poll(SEED_S) else otherwise
+        result: T = receiver.recv()
     except EOFError:
         result = otherwise
-    child.kill()
     child.join()
     receiver.close()
     return result
@@ -131,14 +148,12 @@ def _send(work: Callable[[], T], sender: Connection) -> None:
     sender.send(work())
 
 
-def _line(name: str, report: Report) -> str:
-    words = f"{report.num_seeds:5} {report.num_reached:7} {report.cpu_s:6.1f}"
-    result = "NOT FOUND"
+def _line(name: str, num_reaching: int, report: Report) -> str:
+    words = f"{num_reaching:5} {report.num_seeds:5} {report.cpu_s:6.1f}"
+    result = "NOT FOUND" if num_reaching else "NOT REACHED"
     if report.failure:
         result = f"seed {report.seed}: {summary_of(report.failure)[:_WIDTH]}"
-    if report.unsound:
-        result += f" (without the fault, seeds {[*report.unsound]} fail too)"
-    return f"{name:44} {ALL[name].kind:24} {words}  {result}"
+    return f"{name:48} {ALL[name].kind:24} {words}  {result}"
 
 
 def summary_of(failure: str) -> str:

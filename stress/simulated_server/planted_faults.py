@@ -569,6 +569,11 @@ BATCHES: dict[str, Fault] = {
         "Two servers run the same batch.",
         (
             Edit(
+                "headrace.batches.redis_store:RedisRecords.claim",
+                "words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))",
+                "words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))",
+            ),
+            Edit(
                 "headrace.batches.redis_store:_CLAIM",
                 "if holder ~= ARGV[1] and (holder or ARGV[3] == '1') then return 0 end",
                 "",

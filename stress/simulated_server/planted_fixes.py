@@ -223,6 +223,11 @@ BATCHES: dict[str, Fault] = {
         "A server that comes back from a pause answers lines a second time.",
         (
             Edit(
+                "headrace.batches.redis_store:RedisRecords.claim",
+                "words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))",
+                "words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))",
+            ),
+            Edit(
                 "headrace.batches.redis_store:_CLAIM",
                 "if holder ~= ARGV[1] and (holder or ARGV[3] == '1') then return 0 end",
                 "if holder and holder ~= ARGV[1] then return 0 end",
@@ -233,6 +238,11 @@ BATCHES: dict[str, Fault] = {
         "double claim",
         "A server that comes back from a pause undoes the end of a batch.",
         (
+            Edit(
+                "headrace.batches.redis_store:RedisRecords.put",
+                'gateway = self._gateway if holder else ""',
+                'gateway = self._gateway if holder else ""',
+            ),
             Edit(
                 "headrace.batches.redis_store:_PUT",
                 "if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return -1 end",

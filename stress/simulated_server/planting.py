@@ -50,31 +50,57 @@ class Planted:
         self.visits = Counter[str]()
         self._codes: list[tuple[FunctionType, CodeType]] = []
         self._texts: list[tuple[Any, str, str]] = []
-        targets = dict.fromkeys(edit.target for edit in fault.edits)
-        for target in targets:
-            self._prepare(target, [edit for edit in fault.edits if edit.target == target])
+        for target, edits in _by_target([fault]).items():
+            owner, name, found = _resolve(target)
+            if isinstance(found, str):
+                for _, edit in edits:
+                    found = _changed_text(found, edit)
+                self._texts.append((owner, name, found))
+                continue
+            function = _function(found, target)
+            lines = _lines(function)
+            for _, edit in edits:
+                lines = _changed_lines(lines, edit)
+            self._codes.append((function, _compiled(function, lines, target)))
 
     def apply(self) -> None:
         """Change the functions. Callers that already hold a function run the new code too."""
         for function, code in self._codes:
-            function.__globals__[_COUNTER] = self.visits
-            function.__code__ = code
+            _install(function, code, self.visits)
         for owner, name, text in self._texts:
             setattr(owner, name, text)
 
-    def _prepare(self, target: str, edits: Sequence[Edit]) -> None:
-        owner, name, found = _resolve(target)
-        if isinstance(found, str):
-            for edit in edits:
-                found = _changed_text(found, edit)
-            self._texts.append((owner, name, found))
-            return
-        function = _function(found, target)
-        lines = textwrap.dedent(inspect.getsource(function)).splitlines()
-        for edit in edits:
-            lines = _changed_lines(lines, edit)
-        code = _compiled(function, "\n".join(lines), target)
-        self._codes.append((function, code))
+
+class Probe:
+    """Counts how often the lines run that each of these faults would change; changes nothing."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        # How often the lines of a fault ran, by the fault's place in `faults`.
+        self.visits = Counter[int]()
+        self._codes: list[tuple[FunctionType, CodeType]] = []
+        for target, edits in _by_target(faults).items():
+            _, _, found = _resolve(target)
+            if not isinstance(found, str):
+                function = _function(found, target)
+                lines = _counted_lines(_lines(function), edits)
+                self._codes.append((function, _compiled(function, lines, target)))
+
+    def apply(self) -> None:
+        for function, code in self._codes:
+            _install(function, code, self.visits)
+
+
+def _by_target(faults: Sequence[Fault]) -> dict[str, list[tuple[int, Edit]]]:
+    by_target: dict[str, list[tuple[int, Edit]]] = {}
+    for number, fault in enumerate(faults):
+        for edit in fault.edits:
+            by_target.setdefault(edit.target, []).append((number, edit))
+    return by_target
+
+
+def _install(function: FunctionType, code: CodeType, visits: Counter[Any]) -> None:
+    function.__globals__[_COUNTER] = visits
+    function.__code__ = code
 
 
 def _resolve(target: str) -> tuple[Any, str, Any]:
@@ -106,27 +132,55 @@ def _changed_text(text: str, edit: Edit) -> str:
     return text.replace(edit.before, edit.after)
 
 
-def _changed_lines(lines: list[str], edit: Edit) -> list[str]:
-    """Replace the lines, and count each run of the place."""
+def _lines(function: FunctionType) -> list[str]:
+    return textwrap.dedent(inspect.getsource(function)).splitlines()
+
+
+def _place(lines: list[str], edit: Edit) -> tuple[int, int]:
+    """Return the first of the lines that an edit replaces, and their number."""
     before = [line.strip() for line in textwrap.dedent(edit.before).strip().splitlines()]
     stripped = [line.strip() for line in lines]
     num = len(before)
     places = [at for at in range(len(lines) - num + 1) if stripped[at : at + num] == before]
     if len(places) != 1:
         raise Stale(f"{edit.target} has {len(places)} times: {edit.before.strip()}")
-    (at,) = places
-    margin = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    return places[0], num
+
+
+def _changed_lines(lines: list[str], edit: Edit) -> list[str]:
+    """Replace the lines, and count each run of the place."""
+    at, num = _place(lines, edit)
+    margin = _margin(lines[at])
+    after = [margin + line for line in textwrap.dedent(edit.after).strip().splitlines()]
     count = f"{_COUNTER}[{edit.target!r}] += 1"
-    after = textwrap.dedent(edit.after).strip().splitlines()
-    if edit.before.lstrip().startswith(_BRANCHES):
-        after.insert(1, f"    {count}")
+    if _is_branch(edit):
+        after.insert(1, f"{margin}    {count}")
     else:
-        after.insert(0, count)
-    return [*lines[:at], *(margin + line for line in after), *lines[at + num :]]
+        after.insert(0, margin + count)
+    return [*lines[:at], *after, *lines[at + num :]]
 
 
-def _compiled(function: FunctionType, source: str, target: str) -> CodeType:
-    tree = ast.parse(source)
+def _counted_lines(lines: list[str], edits: Sequence[tuple[int, Edit]]) -> list[str]:
+    """Count each run of each place without a change."""
+    new: dict[int, list[str]] = {}
+    for number, edit in edits:
+        at, _ = _place(lines, edit)
+        margin = _margin(lines[at]) + "    " * _is_branch(edit)
+        before = at + _is_branch(edit)
+        new.setdefault(before, []).append(f"{margin}{_COUNTER}[{number}] += 1")
+    return [it for at, line in enumerate(lines) for it in (*new.get(at, ()), line)]
+
+
+def _margin(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _is_branch(edit: Edit) -> bool:
+    return edit.before.lstrip().startswith(_BRANCHES)
+
+
+def _compiled(function: FunctionType, lines: list[str], target: str) -> CodeType:
+    tree = ast.parse("\n".join(lines))
     head = tree.body[0]
     assert isinstance(head, ast.FunctionDef | ast.AsyncFunctionDef)
     head.decorator_list = []

@@ -3,7 +3,15 @@
 import pytest
 
 from headrace.fleet.served_model import ServedModel
-from stress.simulated_server.planted import ALL, look_for, run_seed, summary_of
+from stress.simulated_server.planted import (
+    ALL,
+    SeedResult,
+    look_for,
+    run_seed,
+    seeds_of,
+    sound_seeds,
+    summary_of,
+)
 from stress.simulated_server.planting import Edit, Fault, Planted, Stale
 from stress.simulated_server.run import read_model
 
@@ -11,7 +19,7 @@ FOUND_SOON = (
     "the_end_of_a_log_wakes_nobody",
     "the_end_precedes_the_last_token",
     "a_reader_resumes_one_event_too_late",
-    "heartbeats_go_on_after_the_answer",
+    "a_whole_answer_skips_an_event",
     "the_sweep_cannot_be_cancelled",
 )
 BUDGET_S = 60.0
@@ -41,17 +49,25 @@ def test_a_fault_whose_code_is_gone_is_an_error(edit: Edit) -> None:
         Planted(Fault("any", "", (edit,)))
 
 
+@pytest.fixture(scope="module")
+def sound(model: ServedModel) -> dict[int, SeedResult]:
+    return sound_seeds(range(12), model)
+
+
+def test_no_seed_fails_without_a_fault(sound: dict[int, SeedResult]) -> None:
+    assert len(sound) == 12
+
+
 @pytest.mark.parametrize("name", FOUND_SOON)
-def test_a_planted_fault_is_found(name: str, model: ServedModel) -> None:
-    report = look_for(ALL[name], model, BUDGET_S)
-    assert report.failure
-    assert report.num_reached
+def test_a_planted_fault_is_found(
+    name: str, sound: dict[int, SeedResult], model: ServedModel
+) -> None:
+    assert look_for(ALL[name], seeds_of(name, sound), model, BUDGET_S).failure
 
 
-def test_nothing_is_planted_in_the_process_that_asks(model: ServedModel) -> None:
-    name = "the_end_precedes_the_last_token"
-    report = look_for(ALL[name], model, BUDGET_S)
-    assert not run_seed(report.seed, None, model).failure
+def test_counting_visits_changes_nothing(sound: dict[int, SeedResult], model: ServedModel) -> None:
+    nothing = Fault("none", "", ())
+    assert run_seed(0, nothing, model).digest == sound[0].digest
 
 
 def test_the_summary_is_the_violation() -> None:
