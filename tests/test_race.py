@@ -1,6 +1,7 @@
 """Waiting for the first of several things, or for the end of one."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -45,3 +46,19 @@ async def test_the_wait_has_an_end() -> None:
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert not endless.done()
+
+
+def test_an_error_that_nobody_waits_for_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError
+
+    async def run() -> None:
+        caller = asyncio.create_task(uncut(fail()))
+        await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.wait([caller])
+
+    asyncio.run(run())
+    gc.collect()
+    assert not caplog.records

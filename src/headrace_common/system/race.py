@@ -44,4 +44,7 @@ async def uncut(work: Awaitable[T], patience_s: float | None = None) -> T:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait((task,), timeout=patience_s)
+        if task.done() and not task.cancelled():
+            # Nobody awaits the result any more. Otherwise asyncio would log its error.
+            task.exception()
         raise
