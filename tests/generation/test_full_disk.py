@@ -100,6 +100,38 @@ async def test_a_request_that_cannot_be_stored_is_refused_and_generates_nothing(
         assert not engine.submits
 
 
+async def test_a_retry_is_refused_while_its_refused_stream_is_still_to_end(
+    folder: Path, tmp_path: Path
+) -> None:
+    names = Names(key="k", digest=b"1")
+    async with serving(folder, tmp_path) as (generation, engine, _):
+        stream = await opened(generation, engine, names)
+        with locked(tmp_path):
+            assert isinstance(stream, LiveStream)
+            stream.stop(StoreStalled("The disk is full."))
+            await engine.let_go()
+            assert isinstance(await refused(generation.streams.find_equal(names)), StoreStalled)
+        await stream.ended.wait()
+        assert await generation.streams.find_equal(names) is None
+
+
+async def test_a_request_that_is_stored_after_the_server_stopped_is_left_to_the_next_server(
+    folder: Path, tmp_path: Path
+) -> None:
+    async with serving(folder, tmp_path) as (generation, engine, store):
+        with locked(tmp_path):
+            opening = asyncio.create_task(generation.open(make_request(), OPTED_IN))
+            while not store._writer._num_waiting:
+                await asyncio.sleep(0)
+            await generation.fleet.close()
+        assert (await refused(opening)).code == "server_restarting"
+        assert not engine.submits
+    store = SqliteStore.open(tmp_path)
+    (left,) = await store.unfinished()
+    assert left.record.names == OPTED_IN
+    await store.close()
+
+
 async def test_a_server_that_starts_on_a_full_disk_takes_its_streams_up_later(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -157,12 +157,15 @@ class Registry:
 
         With an idempotency key, return the key's stream in any state. Without opt-in, return a
         stream that lingers because its last reader has left. Raises RequestError
-        `idempotency_key_reused` if the key belongs to a different request.
+        `idempotency_key_reused` if the key belongs to a different request. If the key's stream is
+        about to end with an error after which the request can be retried, raises that error.
         """
         if names.key is not None:
             found = await self.find(names.owner, ByKey(names.owner, names.key))
             if found is not None:
                 _check_same(found.record, names)
+                if isinstance(found, LiveStream) and found.cut and found.cut.kind.retry:
+                    raise found.cut.with_traceback(None)
             return found
         if names.is_opted_in or not names.can_attach:
             return None
