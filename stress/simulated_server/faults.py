@@ -57,6 +57,7 @@ RATES = {
     "download: ends late": 0.5,
     "disk: slow job": 0.01,
     "disk: stalled job": 0.001,
+    "disk: single error": 0.005,
 }
 """The highest rate of each fault in a run."""
 

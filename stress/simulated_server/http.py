@@ -157,6 +157,6 @@ def connect(
     """Send a request. Raise Broken if no server listens."""
     if server is None or server.app is None or server.has_ended.is_set():
         raise Broken
-    data = b"" if body is None else json.dumps(body).encode()
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     given = {"content-type": "application/json", "content-length": str(len(data)), **headers}
     return Connection(server, method, target, given, data)

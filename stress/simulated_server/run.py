@@ -15,6 +15,7 @@ from detangle.strategies import PCT, RandomWalk, Replay, Strategy
 
 from headrace.fleet.served_model import ServedModel
 from headrace_common.config.settings import ModelConfig
+from stress.simulated_server import disk
 from stress.simulated_server.clients import asks_for_a_while
 from stress.simulated_server.cluster import ClusterWorld, breaks_gateways, breaks_redis
 from stress.simulated_server.cluster_clients import uses_the_cluster
@@ -89,12 +90,13 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
             operators = [breaks_gateways, breaks_gateways, breaks_redis]
             await world.run([uses_the_cluster] * randint(1, 4), operators)
         else:
-            await world.run([asks_for_a_while] * randint(1, 6), [restarts, kills_engines])
+            operators = [restarts, kills_engines, disk.disk_fails]
+            await world.run([asks_for_a_while] * randint(1, 6), operators)
 
     failure = ""
     signature: tuple[str, ...] = ()
     try:
-        with simulated():
+        with simulated(), disk.patched():
             loop.run_until_complete(main())
         _check_background(loop)
     except Exception as error:

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import shutil
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from functools import partial
@@ -30,6 +29,7 @@ from headrace.streams.store import Store
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.config.settings import ModelConfig, ServerConfig
+from stress.simulated_server.disk import Disk
 from stress.simulated_server.downloads import Hub
 from stress.simulated_server.faults import Faults
 from stress.simulated_server.processes import OnEngine, SimChild, SimWorker
@@ -60,12 +60,19 @@ class Machine:
         self.hub = Hub(folder / f"hub of {name}", model, faults)
         self.name, self.redis = name, redis
         self._numbers = itertools.count()
-        self.disk = self._next_disk()
-        self.disk.mkdir(parents=True)
+        self.storage = Disk(self._next_disk(), faults)
         self.server: SimServer | None = None
+
+    @property
+    def disk(self) -> Path:
+        """The folder of the running server's files."""
+        return self.storage.folder
 
     def start(self) -> "SimServer":
         """Start a server process; it runs until it stops or is killed."""
+        if self.server is not None and not self.server.life.is_dead:
+            # The end of a process also ends threads that a stopped server did not wait for.
+            self.kill()
         life = Life(f"{self.name} {next(self._numbers)}")
         token, host = LIFE.set(life), current_host.set(self.name)
         try:
@@ -88,11 +95,18 @@ class Machine:
 
         The next server gets a copy of the files, because the dead one still has them open.
         """
+        self._end_server()
+        self.storage.after_kill(self._next_disk())
+
+    def cut_power(self) -> None:
+        """End all processes. The next server gets what the disk has synced."""
+        self._end_server()
+        self.storage.after_power_cut(self._next_disk())
+
+    def _end_server(self) -> None:
         assert self.server is not None
         self.server.life.kill()
         self.server.has_ended.set()
-        before, self.disk = self.disk, self._next_disk()
-        shutil.copytree(before, self.disk)
 
     def _next_disk(self) -> Path:
         return self._folder / f"disk{next(self._numbers)}"

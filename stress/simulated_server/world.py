@@ -6,7 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from detangle import choice, flip, randint, uniform
 
@@ -14,6 +14,7 @@ from headrace.fleet.served_model import ServedModel
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig, StreamConfig
 from stress.simulated_server import faults as fault_rates
+from stress.simulated_server.disk import stored_streams
 from stress.simulated_server.http import ADMIN_KEY, CLIENT_KEYS, Broken, Connection
 from stress.simulated_server.processes import SimChild
 from stress.simulated_server.requests import MODEL, Request
@@ -51,6 +52,8 @@ class World:
         self._num_requests = 0
         # Set at the end, when nothing may go wrong any more.
         self.is_calm = False
+        # Ids of stored streams, each with the events that a client has read.
+        self.reads: list[tuple[str, list[dict[str, Any]]]] = []
 
     def _config(self) -> ServerConfig:
         streams = StreamConfig(
@@ -78,6 +81,19 @@ class World:
     def tell(self, text: str) -> None:
         """Add a line to the story of this run, which is printed if the run fails."""
         self.story.append((world_loop().time(), text))
+
+    def cut_power(self) -> None:
+        """Cut the machine's power, and check that everything that clients have read is stored."""
+        self.tell("the power is cut")
+        self.faults.note("machine: power cut")
+        self.machine.cut_power()
+        if self.machine.redis:
+            return
+        stored = stored_streams(self.machine.disk)
+        for stream_id, events in self.reads:
+            num_stored = stored.get(stream_id, -1)
+            assert num_stored >= len(events), f"{stream_id}: {num_stored} of {len(events)} events"
+            self.counts["streams after a power cut"] += 1
 
     def new_request(self) -> Request:
         self._num_requests += 1
@@ -259,8 +275,11 @@ async def restarts(world: World) -> None:
 def _kill(world: World) -> None:
     server = world.server
     if server is not None and not server.has_ended.is_set() and not world.is_calm:
-        world.faults.note("server: killed")
-        world.machine.kill()
+        if flip(0.3):
+            world.cut_power()
+        else:
+            world.faults.note("server: killed")
+            world.machine.kill()
 
 
 async def _kill_between_steps(world: World) -> None:

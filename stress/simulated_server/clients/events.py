@@ -40,6 +40,7 @@ async def reads_twice(world: World, request: Request) -> None:
 async def read_events(world: World, request: Request, stream_id: str) -> list[Event]:
     """Return all events of a stream; break the connection and read slowly now and then."""
     events: list[Event] = []
+    world.reads.append((stream_id, events))
     backoff = Backoff()
     while not (events and events[-1]["kind"] in ENDS):
         target = f"/v1/streams/{stream_id}/events"
