@@ -117,6 +117,16 @@ def test_a_device_that_is_out_of_memory_raises_memory_error(place: str) -> None:
         run(Runner(lane), chunk(A, 0, 3, 1, A), begun=(begin(A, [1, 2, 3]),))
 
 
+def test_a_step_on_a_gpu_ends_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a draw, nothing else waits for the GPU, and the step's time would be too short."""
+    lane = CountingLane()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: lane.done.append(device.type))
+    run(Runner(lane), chunk(A, 0, 2), begun=(begin(A, [5, 6, 7]),))
+    lane.device = torch.device("cuda")
+    run(Runner(lane), chunk(A, 0, 2), begun=(begin(A, [5, 6, 7]),))
+    assert lane.done == ["forward", "forward", "cuda"]
+
+
 def test_an_ended_sequence_may_begin_again_in_the_same_plan() -> None:
     runner = Runner(lane := CountingLane())
     run(runner, chunk(A, 0, 1, 1, A), begun=(begin(A, [4]),))

@@ -155,8 +155,7 @@ class Runner:
         work = self._inputs[chunk.sequence_id].works[chunk.work]
         if not self._encoding.encode(chunk, work):
             return 0.0
-        if self.lane.device.type == "cuda":
-            torch.cuda.synchronize(self.lane.device)
+        self.wait()
         return time.perf_counter() - started
 
     def _compute(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -170,6 +169,15 @@ class Runner:
             token_ids.extend(chunk.guess)
             tokens.append(token_ids)
         return self.forward(chunks, tokens)
+
+    def wait(self) -> None:
+        """Wait until the device has computed everything, so that a measured time is complete.
+
+        A GPU computes in the background. Drawing a token waits for the GPU, but a step without a
+        draw would end as soon as its work is queued.
+        """
+        if self.lane.device.type == "cuda":
+            torch.cuda.synchronize(self.lane.device)
 
     def finish(self, plan: StepPlan, rows: Tensor) -> tuple[ChunkResult, ...]:
         """Draw the tokens of a computed plan, and append each token to its sequence."""
@@ -271,6 +279,7 @@ class PendingStep:
     def result(self) -> StepResult:
         try:
             chunks = self._runner.finish(self._plan, self._rows)
+            self._runner.wait()
         except RuntimeError as error:
             _raise_if_memory_is_short(error)
             raise
