@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,18 @@ def test_a_load_beside_a_program_that_takes_the_memory_is_given_up_in_time(
 
 def test_a_short_model_need_only_fit_itself(folder: Path) -> None:
     assert ready(folder, kv_cache_memory_bytes=64 * POSITION, max_model_len=64).max_model_len == 64
+
+
+def test_a_gpu_runs_more_sequences_so_a_step_takes_more_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_device", lambda config: torch.device(config.device))
+    monkeypatch.setattr(load, "free_bytes", lambda device: 1 << 30)
+    texts = (
+        str(refusal(folder, device=it, kv_cache_memory_bytes=1 << 40)) for it in ("cpu", "cuda")
+    )
+    steps = [int(re.findall(r"(\d+) MiB for a step", text)[0]) for text in texts]
+    assert steps == [0, 1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

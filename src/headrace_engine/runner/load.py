@@ -107,6 +107,9 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
     torch.set_num_threads(num_threads(config.threads))
     plan = plan_load(config, folder)
     spec, lane_class, device, dtype, choice, _ = plan
+    if device.type == "cuda":
+        # By default, cuDNN may round the inputs of float32 convolutions to 10 bits (TF32).
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     quantize, instructions, reason = choice
     mapped = plan.mapped_bytes
     if mapped:
@@ -195,7 +198,9 @@ def choose_kernels(
     plain = ("auto",) if traits.own_kernels else ("none", "auto", "plain")
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
         if value not in plain:
-            raise ModelError(f"--{flag} {value} needs a native lane on a CPU, not {traits.id}.")
+            raise ModelError(
+                f"--{flag} {value} needs a native lane on a CPU, not {traits.id} on {device.type}."
+            )
     if traits.own_kernels:
         return ComputeChoice("own", "plain", f"the lane uses {traits.own_kernels} kernels")
     reason = f"lane {traits.id} computes matrix products with torch on {device.type}"
@@ -240,12 +245,13 @@ def _check_fits(
 
     Raises ModelError, before any weight is read, if there is too little memory.
     """
-    free, wanted = free_bytes(_device(config)), config.kv_cache_memory_bytes
+    device = _device(config)
+    free, wanted = free_bytes(device), config.kv_cache_memory_bytes
     weights = weights_that_fit(spec, dtype, *stored, free)
     if not lane_class.traits.has_kernels:
         # For a lane without kernels, the cache's size per token is known only after loading.
         return weights
-    num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS["cpu"]
+    num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     each = bytes_per_position(lane_class.cache_of(spec), dtype.itemsize)
     least = each * min(_MIN_POSITIONS, _max_positions(config, spec))
     check_cache_fits(spec, weights, wanted, (least, step_bytes(spec, num_seqs)), free)
