@@ -212,7 +212,12 @@ def _record(
     return _OWNERS[module].record(module, query, key, value, mask, options), None
 
 
-def _find_window(mask_function: Callable[..., Tensor], config: Any, **_: Any) -> _MaskWindow:
+def _find_window(
+    mask_function: Callable[..., Tensor],
+    config: Any,
+    device: torch.device | None = None,
+    **_: Any,
+) -> _MaskWindow:
     """Find the window of a layer from its mask function, without building the mask.
 
     transformers calls this function instead of its own mask builders. The function evaluates a
@@ -221,10 +226,11 @@ def _find_window(mask_function: Callable[..., Tensor], config: Any, **_: Any) ->
     show the width.
     """
     length = min(getattr(config, "max_position_embeddings", None) or 4096, _FARTHEST)
-    positions = torch.arange(length)
+    # Some mask functions contain tensors on the model's device.
+    positions = torch.arange(length, device=device)
     widths: set[int] = set()
     for position in sorted({length - 1, length // 2, length // 2 - 1, length // 3, 0}):
-        seen = mask_function(0, 0, torch.tensor(position), positions).expand(length)
+        seen = mask_function(0, 0, positions[position], positions).expand(length)
         width = int(seen.sum())
         if not torch.equal(seen, (positions <= position) & (positions > position - width)):
             return _MaskWindow(_UNKNOWN)
