@@ -70,6 +70,24 @@ def _take_span(
     return out
 
 
+def delta_rule_of_many(
+    qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor, states: Tensor
+) -> Tensor:
+    """Return the outputs of one token of each of many sequences; update `states` in place.
+
+    Row i of every argument belongs to sequence i. `states` has the shape [sequences, value_heads,
+    key_dim, value_dim].
+    """
+    q, k, v = qkv
+    group = v.shape[1] // k.shape[1]
+    q, k = (_unit(x).repeat_interleave(group, dim=1)[:, :, None] for x in (q, k))
+    q = q * q.shape[-1] ** -0.5  # [sequences, value_heads, 1, key_dim]
+    states.mul_(decay.exp()[..., None, None])
+    u = beta[..., None, None] * (v[:, :, None] - k @ states)
+    states.add_(k.mT * u)
+    return (q @ states)[:, :, 0]
+
+
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
@@ -82,3 +100,12 @@ def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
     inputs = torch.cat((before, x)).float().T  # [channels, width - 1 + tokens]
     summed = F.conv1d(inputs, weight.float().T[:, None], groups=len(inputs))
     return F.silu(summed.T)
+
+
+def convolve_of_many(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
+    """Return the sums that Step.convolve defines, for one token of each of many sequences.
+
+    x: [sequences, channels]; `before`: [sequences, width - 1, channels].
+    """
+    inputs = torch.cat((before, x[:, None]), dim=1)
+    return F.silu((inputs.float() * weight.float()).sum(1))

@@ -29,10 +29,10 @@ class NaiveAttention:
         self.storage, self.sinks = storage, sinks
 
     def step(self, batch: Batch) -> Step:
-        return _NaiveStep(self, batch)
+        return NaiveStep(self, batch)
 
 
-class _NaiveStep:
+class NaiveStep:
     """Gathers the keys and values of each chunk by block table, and attends in float32."""
 
     def __init__(self, attention: NaiveAttention, batch: Batch) -> None:
@@ -41,6 +41,10 @@ class _NaiveStep:
         self._batch = batch
         self.positions = batch.positions
         self._tables = torch.from_numpy(batch.block_table).to(storage.device).long()
+        size = storage.block_size
+        self._blocks, self._offsets = batch.write_index // size, batch.write_index % size
+        # The chunks whose states and convolutions are computed one chunk after the other.
+        self._one_by_one: Sequence[int] = range(len(batch.lengths))
 
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x)
@@ -81,18 +85,15 @@ class _NaiveStep:
         If the chunk starts at position 0, this part is set to zero first.
         """
         batch = self._batch
-        for start, length, first, slot in zip(
-            batch.starts, batch.lengths, batch.first_rows, batch.slots, strict=True
-        ):
-            part = memory[int(slot)]
-            if not start:
+        for chunk in self._one_by_one:
+            first = int(batch.first_rows[chunk])
+            part = memory[int(batch.slots[chunk])]
+            if not batch.starts[chunk]:
                 part.zero_()
-            yield slice(int(first), int(first + length)), part
+            yield slice(first, first + int(batch.lengths[chunk])), part
 
     def _write(self, memory: Tensor, new: Tensor) -> None:
-        size = self._storage.block_size
-        index = self._batch.write_index
-        memory[index // size, :, index % size] = new
+        memory[self._blocks, :, self._offsets] = new
 
     def _gather(self, memory: Tensor, chunk: int) -> Tensor:
         """Return all positions of a chunk's sequence, float32 [kv_heads, positions, dim]."""

@@ -20,6 +20,7 @@ from headrace_engine.models.registry import family, has_head
 from headrace_engine.models.step import Step
 from headrace_engine.runner.adapters import Site, sites_of
 from headrace_engine.runner.attention import Attention, NaiveAttention
+from headrace_engine.runner.batched_attention import BatchedAttention
 from headrace_engine.runner.footprint import is_expert
 from headrace_engine.runner.inputs import Batch, pack
 from headrace_engine.runner.lanes.lane import LaneOptions, LaneTraits
@@ -138,7 +139,8 @@ class NativeText:
         self._table_width = -(-layout.max_positions // layout.block_size)
         sinks = self._model.sinks
         if self._instructions == "plain":
-            self._attention, self._hidden = NaiveAttention(self._storage, sinks), self._forward
+            plain = NaiveAttention if self.device.type == "cpu" else BatchedAttention
+            self._attention, self._hidden = plain(self._storage, sinks), self._forward
             facts = LaneFacts(mask="lazy-prefix", encoder=self.traits.facts.encoder)
             self.traits = self.traits.with_changes(facts=facts)
             return
