@@ -92,6 +92,7 @@ def test_a_row_does_not_depend_on_its_neighbours(quantize: str, tmp_path: Path) 
     assert len({tuple(tokens) for tokens in mixed}) == len(mixed)
 
 
+@needs_own_kernels
 @torch.inference_mode()
 def test_rows_of_the_base_are_the_same_to_the_bit(tmp_path: Path) -> None:
     base = make_tiny_model(tmp_path / "base", "Qwen3ForCausalLM")

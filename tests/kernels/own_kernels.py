@@ -10,14 +10,15 @@ from headrace_kernels.groups import quantize_groups
 from headrace_kernels.instruction_sets import instruction_sets_here
 from headrace_kernels.launch import Kernel
 from headrace_kernels.linear import quantize_outputs
+from tests.device import DEVICE
 
 ALL_SETS = instruction_sets_here()
-HAS_OWN = ALL_SETS[0] != "plain"
+HAS_OWN = ALL_SETS[0] != "plain" and DEVICE == "cpu"
 OWN_SETS = [one for one in ALL_SETS if one != "plain"] or ["avx2"]
 """The instruction sets of our own kernels that this machine can run."""
 
 needs_own_kernels = pytest.mark.skipif(
-    not HAS_OWN, reason="this processor runs no kernels but torch's"
+    not HAS_OWN, reason="this processor or device runs no kernels but torch's"
 )
 
 

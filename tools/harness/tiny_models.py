@@ -285,8 +285,9 @@ def make_tiny_image_model(folder: Path, kind: str) -> Path:
     inner.add_special_tokens(list(names))
     inner.save(str(folder / "tokenizer.json"))
     template = IMAGE_TEMPLATE.replace("MARKS", IMAGE_MARKS[kind])
+    # The fourth name, if there is one, stands for a video.
     special = dict(
-        zip(("image_token", "boi_token", "eoi_token"), (names[-1], *names), strict=False)
+        zip(("image_token", "boi_token", "eoi_token"), (names[:3][-1], *names), strict=False)
     )
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token=SPECIALS[2], extra_special_tokens=special
