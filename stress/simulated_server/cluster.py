@@ -69,9 +69,11 @@ class ClusterWorld(World):
         super().__init__(folder, model)
         # Such an engine is killed after up to ten minutes, which other runs cover.
         self.faults.rates.pop("engine: hangs in a step", None)
+        # Streams must last for long enough to be taken over.
+        self.faults.rates["engine: slow step"] = choice((0.0, 0.1, 0.3))
         for kind, most in RATES.items():
             self.faults.rates[kind] = choice((0.0, 0.0, 0.3, 1.0)) * most
-        self.redis = RedisModel(self.faults)
+        self.redis = RedisModel(self.faults, self.counts)
         self.gateways = [
             Gateway(self._machine(folder, f"gateway{number}")) for number in range(randint(2, 3))
         ]
@@ -95,6 +97,13 @@ class ClusterWorld(World):
         up = [it.server for it in self.gateways if it.is_up]
         return choice(up) if up else None
 
+    def busy_gateway(self) -> Gateway:
+        """Return a gateway that writes a stream, if there is one, and any gateway otherwise."""
+        ids = [self.redis.field(id, "gateway") for id in self.redis.live()]
+        names = {it.life.name.split()[0] for id in ids if (it := self._by_id.get(id))}
+        busy = [it for it in self.gateways if it.name in names]
+        return choice(busy or self.gateways)
+
     def disturbed(self) -> None:
         """Note that a fault begins or ends, so that a takeover may take longer."""
         self._calm_since = world_loop().time()
@@ -108,6 +117,7 @@ class ClusterWorld(World):
         except TimeoutError:
             was_paused = gateway.paused_until > world_loop().time() - SILENCE_S
             if server.has_ended.is_set() or was_paused:
+                connection.close()
                 raise Broken from None
             name = connection.task.get_name()
             raise AssertionError(f"{name}: no byte for {SILENCE_S:g} s") from None
@@ -168,7 +178,6 @@ class ClusterWorld(World):
             owner = self._by_id.get(self.redis.field(id, "gateway"))
             if owner is None or owner.has_ended.is_set():
                 orphans[id] = self._orphans.get(id, now)
-        self.counts["takeovers"] += len(self._orphans.keys() - orphans.keys())
         self._orphans = orphans
         for id, since in orphans.items():
             waited = now - max(since, self._calm_since)
@@ -203,7 +212,11 @@ async def breaks_gateways(world: World) -> None:
     assert isinstance(world, ClusterWorld)
     for _ in range(randint(0, 4)):
         await asyncio.sleep(uniform(0.0, 20.0))
-        gateway = choice(world.gateways)
+        for _ in range(20):
+            if world.redis.live():
+                break
+            await asyncio.sleep(0.5)
+        gateway = world.busy_gateway()
         if gateway.is_busy or gateway.server.has_ended.is_set():
             continue
         gateway.is_busy = True

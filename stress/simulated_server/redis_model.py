@@ -5,9 +5,8 @@ of the scripts: one gateway appends per epoch, epochs never fall, and a log only
 """
 
 import asyncio
-import copy
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,8 +35,8 @@ class Append(NamedTuple):
 class RedisModel:
     """The server and its data, which outlives a restart."""
 
-    def __init__(self, faults: Faults) -> None:
-        self.faults = faults
+    def __init__(self, faults: Faults, counts: Counter[str]) -> None:
+        self.faults, self.counts = faults, counts
         self.data = FakeServer(version=(7, 4))
         # All appends to each log since its creation, by the log's key.
         self.logs: defaultdict[bytes, list[Append]] = defaultdict(list)
@@ -81,22 +80,6 @@ class RedisModel:
             work()
         else:
             self._waiting.append(work)
-
-    def copy(self) -> Any:
-        """Return a copy of what is on the disk now."""
-        return copy.deepcopy((self._database()._dict, self.logs, self._epochs))
-
-    def restore(self, before: Any) -> None:
-        """Lose everything since a copy was made."""
-        database = self._database()
-        database._dict.clear()
-        found, self.logs, self._epochs = before
-        database._dict.update(found)
-        self._writers = {
-            (key, epoch): host
-            for (key, epoch), host in self._writers.items()
-            if epoch <= self._epochs.get(key, 0)
-        }
 
     def _database(self) -> Any:
         return self.data.dbs[0]
@@ -142,6 +125,7 @@ class RedisModel:
         writer = self._writers.setdefault((id, epoch), host)
         assert writer == host, f"{host} and {writer} write {id!r} in epoch {epoch}"
         assert epoch >= self._epochs.get(id, 0), f"epoch {epoch} of {id!r} has ended"
+        self.counts["takeovers"] += epoch > self._epochs.get(id, 1)
         self._epochs[id] = epoch
         self.logs[key].append(Append(entry, data))
 
@@ -198,6 +182,8 @@ class _Socket(FakeSocket):
         return self._number
 
     def put_response(self, msg: Any) -> None:
+        if isinstance(msg, list) and b"taken" in msg:
+            self._client.model.counts["appends refused after a takeover"] += 1
         if self._client.is_open:
             self._client.answer(msg)
 
