@@ -104,6 +104,15 @@ async def test_a_model_is_loaded_when_it_is_asked_for_and_each_waiter_enters(fol
         assert made.loaded == ["a"] and len(made.engines["a"]) == 1
 
 
+async def test_after_the_end_of_the_fleet_requests_are_refused(folder: Path) -> None:
+    async with running(folder) as made:
+        host = await made.fleet.find("a")
+    for late in (made.fleet.fetch, made.fleet.need, lambda it: made.fleet.replace(it, 0)):
+        with pytest.raises(RequestError) as refused:
+            late(host)
+        assert refused.value.code == "server_shutdown"
+
+
 async def test_a_second_model_sends_the_first_out_once_its_uses_have_ended(folder: Path) -> None:
     async with running(folder) as made:
         used = await made.use("a")

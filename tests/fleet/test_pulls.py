@@ -14,6 +14,7 @@ from headrace.fleet import atomic_file, pulls
 from headrace.fleet.atomic_file import keep_file
 from headrace.fleet.pulls import Pull, Pulls
 from headrace_common.checkpoints.fetch import FetchFailed
+from headrace_common.errors import RequestError
 from tools.harness.eventually import settle
 
 
@@ -79,6 +80,17 @@ async def test_who_waits_for_a_download_hears_that_it_was_deleted(
         await made.forget("owner/name")
         await pull.over.wait()
     assert (pull.state, made.all()) == ("stopped", ())
+
+
+async def test_no_download_begins_after_the_end_of_the_server() -> None:
+    made = Pulls(None)
+    async with running(made):
+        await settle()
+    await settle()
+    with pytest.raises(RequestError) as refused:
+        made.begin("owner/name")
+    assert refused.value.code == "server_shutdown"
+    assert [pull.state for pull in made.all()] == ["stopped"]
 
 
 async def test_a_download_may_be_deleted_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 1.0
 _OVERLOADED_RETRY_S = 5.0
+_SHUTS_DOWN = RequestError("server_shutdown", "The server is shutting down.")
 
 
 class _Ticket:
@@ -271,7 +272,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Refuse all requests and end all engines."""
-        self.refuse(RequestError("server_shutdown", "The server is shutting down."))
+        self.refuse(_SHUTS_DOWN)
         await asyncio.gather(*(host.engine.close() for host in self.roster.all()))
         self.ended.set()
 
@@ -281,7 +282,12 @@ class Fleet:
             task.cancel()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = self._group.create_task(work, name="fleet")
+        try:
+            task = self._group.create_task(work, name="fleet")
+        except RuntimeError:
+            # The group has ended, but HTTP still answers the last requests.
+            work.close()
+            raise _SHUTS_DOWN.with_traceback(None) from None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -223,7 +223,14 @@ class Pulls:
                 pull.settle("stopped")
 
     def _start(self, pull: Pull) -> None:
-        pull.task = self._group.create_task(self._run(pull), name=f"pull {pull.model}")
+        work = self._run(pull)
+        try:
+            pull.task = self._group.create_task(work, name=f"pull {pull.model}")
+        except RuntimeError:
+            # The group has ended, but HTTP still answers the last requests.
+            work.close()
+            pull.settle("stopped")
+            raise RequestError("server_shutdown", "The server is shutting down.") from None
 
     async def _run(self, pull: Pull) -> None:
         # The list is saved before any client can see progress.
