@@ -32,7 +32,8 @@ class FleetClient:
     async def run(self) -> None:
         for _ in range(randint(1, 4)):
             await asyncio.sleep(uniform(0.0, 10.0))
-            self.name = choice((*NAMES, *NAMES, HUB_MODELS[0]))
+            names = (*NAMES, *HUB_MODELS)
+            self.name = choice(self.world.served_names() or names) if flip(0.7) else choice(names)
             kind = choice((self.resumes, self.resumes, self.asks, self.streams, self.embeds))
             try:
                 await kind(self.world.new_request())
@@ -214,3 +215,8 @@ class FleetClient:
 
 async def asks_models(world: FleetWorld) -> None:
     await FleetClient(world).run()
+
+
+async def waits(world: FleetWorld) -> None:
+    """Keep the run going, so that operators do more."""
+    await asyncio.sleep(uniform(0.0, 120.0))

@@ -103,6 +103,13 @@ class FleetWorld(World):
         self.machine.config = self._config()
         self.faults.note("operator: other settings")
 
+    def served_names(self) -> tuple[str, ...]:
+        """Return the models that the running server has; empty if no server runs."""
+        server = self.server
+        if not self.is_up or server is None:
+            return ()
+        return tuple(host.name for host in server.generation.fleet.hosts.all())
+
     def may_be_missing(self, name: str) -> bool:
         """Return whether some list of models in this run does not have this model."""
         return name != NAMES[0]
@@ -188,7 +195,12 @@ class FleetWorld(World):
         for model in self.asked.deleted:
             repo = model.partition(":")[0]
             is_wanted = any(it.model.startswith(repo) for it in pulls.all())
-            if not is_wanted and server is self.asked.deleted[model]:
+            if is_wanted:
+                continue
+            if server is not self.asked.deleted[model]:
+                # The server ended before it could delete the files.
+                self.counts["deleted models that are left"] += hub.file(model).parent.exists()
+            else:
                 await self._until(
                     lambda one=model: not hub.file(one).parent.exists(),  # type: ignore[misc]
                     f"the files of {model} are deleted",

@@ -114,8 +114,11 @@ async def pulls(world: "FleetWorld") -> None:
     """Download, stop and delete models."""
     for _ in range(randint(0, 8)):
         await asyncio.sleep(uniform(0.0, 12.0))
-        model = choice(HUB_MODELS)
-        await choice((_pull, _pull, _stop, _delete))(world, model)
+        known = [it for it in HUB_MODELS if world.asked.pulls.get(it, {"absent"}) != {"absent"}]
+        if known and flip(0.5):
+            await choice((_stop, _delete))(world, choice(known))
+        else:
+            await choice((_pull, _pull, _stop, _delete))(world, choice(HUB_MODELS))
 
 
 ANY = {"downloading", "stopped", "failed", "here", "absent"}
@@ -226,6 +229,8 @@ async def restarts(world: "FleetWorld") -> None:
         try:
             async with asyncio.timeout(uniform(0.0, 30.0) if num_left else None):
                 await server.has_ended.wait()
+            # The engine of the only model may have been given up, but no other part may fail.
+            server.task.result()
             world.faults.note("server: ended by itself")
         except TimeoutError:
             num_left -= 1

@@ -19,7 +19,7 @@ from stress.simulated_server import disk
 from stress.simulated_server.clients import asks_for_a_while
 from stress.simulated_server.cluster import ClusterWorld, breaks_gateways, breaks_redis
 from stress.simulated_server.cluster_clients import uses_the_cluster
-from stress.simulated_server.fleet_clients import asks_models
+from stress.simulated_server.fleet_clients import asks_models, waits
 from stress.simulated_server.fleet_world import FleetWorld
 from stress.simulated_server.operators import OPERATORS
 from stress.simulated_server.processes import packaged_text
@@ -85,7 +85,7 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
         logging.getLogger().handlers = [StoryHandler(world)]
         logging.getLogger().setLevel(logging.INFO)
         if kind == "fleet":
-            await world.run([asks_models] * randint(1, 6), [*OPERATORS, kills_engines])
+            await world.run([waits, *[asks_models] * randint(1, 6)], [*OPERATORS, kills_engines])
         elif kind == "cluster":
             operators = [breaks_gateways, breaks_gateways, breaks_redis]
             await world.run([uses_the_cluster] * randint(1, 4), operators)

@@ -148,15 +148,14 @@ class World:
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*asking)
         except TimeoutError:
+            _raise_failure(operating)
             raise AssertionError(f"clients are not done after {PATIENCE_S:g} s") from None
         self.faults.stop()
         self.is_calm = True
         for task in operating:
             task.cancel()
         await asyncio.gather(*operating, return_exceptions=True)
-        for task in operating:
-            if not task.cancelled() and (error := task.exception()):
-                raise error
+        _raise_failure(operating)
         await self._finish()
 
     def _job_delay_s(self) -> float:
@@ -244,6 +243,13 @@ async def _some_time(most_s: float) -> None:
         passed = asyncio.Event()
         world_loop().after_steps(randint(1, MAX_STEPS), passed.set)
         await passed.wait()
+
+
+def _raise_failure(tasks: "Sequence[asyncio.Task[None]]") -> None:
+    """Raise the error of a task that has failed."""
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()):
+            raise error
 
 
 async def restarts(world: World) -> None:
