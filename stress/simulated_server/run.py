@@ -121,13 +121,25 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
 
 
 def _check_background(loop: WorldLoop) -> None:
-    """Raise the error of a task that nobody awaited, or of a callback."""
+    """Raise the error of a task that nobody awaited, or of a callback.
+
+    A killed process does not await its tasks any more.
+    """
     for context in loop.unhandled:
-        raise context.get("exception") or AssertionError(context.get("message"))
+        if not _was_killed(context.get("task") or context.get("future")):
+            raise context.get("exception") or AssertionError(context.get("message"))
     for task in loop.tasks:
+        if _was_killed(task):
+            continue
         is_unseen = task.done() and not task.cancelled() and getattr(task, "_log_traceback", False)
         if is_unseen and (error := task.exception()) is not None:
             raise error
+
+
+def _was_killed(task: object) -> bool:
+    """Return whether the process of this task was killed."""
+    life = getattr(task, "life", None)
+    return life is not None and life.has_ended
 
 
 def _memory() -> str | None:

@@ -17,6 +17,10 @@ class ByteReader:
         self._dialect = choice(DIALECTS)
         self._request = vary(request, self._dialect)
         self._name = f"conversation/{request.key}"
+        # An equal key needs an equal body.
+        self._post_body = self._dialect.body(self._request, True)
+        if flip(0.5):
+            self._post_body["heartbeat"] = True
         self._body = b""
         self._stream_id = ""
 
@@ -39,10 +43,8 @@ class ByteReader:
 
     async def _post(self) -> None:
         """Send the request, which attaches to its stream, and read from the start."""
-        names, body = names_of(self._request, self._name), self._dialect.body(self._request, True)
-        if flip(0.5):
-            body["heartbeat"] = True
-        connection = connect(self._world.server, "POST", self._dialect.route, names, body)
+        route, names = self._dialect.route, names_of(self._request, self._name)
+        connection = connect(self._world.server, "POST", route, names, self._post_body)
         status = await connection.begin()
         if status == 200:
             stream_id = connection.headers["x-stream-id"]
@@ -88,9 +90,10 @@ class ByteReader:
             backoff = Backoff()
             while True:
                 try:
-                    before = self._body
+                    before = parse(self._dialect, self._body)
                     await self._get(offset)
-                    assert self._body == before, "the body has grown after its end"
+                    after = parse(self._dialect, self._body)
+                    assert after == before, f"{after} instead of {before}"
                     break
                 except Broken:
                     await backoff.pause()
