@@ -53,6 +53,11 @@ class ReaderPause:
         self._reason = None
         self.is_set.clear()
 
+    @property
+    def code(self) -> str:
+        """Return the code of the reason; empty if no reason is set."""
+        return self._reason.code if self._reason is not None else ""
+
     def check(self) -> None:
         """Raise the reason if a reason is set."""
         if self._reason is not None:

@@ -26,10 +26,13 @@ from headrace.streams.store import (
 from headrace.streams.stores.memory import MemoryStore
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
+from headrace_common.system import awake
 from headrace_common.system.race import race
 
 _IN_MEMORY = Retention(keep_s=3600.0, max_streams=10_000, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20
+# The longest wait for the store to find a stream. Clients give up after 15 s without a byte.
+_FIND_S = 10.0
 _CUTS = {
     "cancelled": "The stream was stopped.",
     "replaced": "A newer request of this conversation replaced this stream.",
@@ -126,19 +129,28 @@ class Registry:
     async def find(self, owner: str, name: Name) -> Found | None:
         """Return the stream with this name if the stream belongs to this owner, else None.
 
-        Raises LogUnsound if the stream is damaged.
+        Raises LogUnsound if the stream is damaged, and StoreStalled if the store does not answer.
         """
         if isinstance(name, ById) and (live := self._live.get(name.stream_id)):
             found: Found | None = live
         else:
             try:
-                stored = await self._kept.find(name) or await self.store.find(name)
+                stored = await self._kept.find(name) or await self._find_stored(name)
             except LogUnsound as unsound:
                 if unsound.owner not in (owner, None):
                     return None
                 raise
             found = await self.wrap(stored) if stored else None
         return found if found and found.record.names.owner == owner else None
+
+    async def _find_stored(self, name: Name) -> Stored | None:
+        # The client gets no byte before its stream is found, so this wait has a limit.
+        try:
+            async with awake.within(_FIND_S):
+                return await self.store.find(name)
+        except TimeoutError:
+            message = "The store of streams does not respond; try again later."
+            raise StoreStalled(message) from None
 
     async def find_conversations(self, owner: str, names: Sequence[str]) -> list[Found]:
         """Return the newest streams of these conversations and of conversations named
@@ -249,8 +261,8 @@ class Registry:
         """End a stream; return once the engine has freed the stream's memory. Idempotent.
 
         Raises StoreStalled if the terminal event cannot be stored now. The stream still stops,
-        and the event is stored later. Raises RequestError if the stream lost its writer before it
-        was stopped: the next writer would continue the stream.
+        and the event is stored later. Raises RequestError `server_restarting` if another process
+        would continue the stream.
         """
         state, asked_at = found.state, time.monotonic()
         if isinstance(found, RemoteStream):
@@ -259,7 +271,10 @@ class Registry:
             found.stop(cut_by("cancelled"))
         if isinstance(found, LiveStream):
             await self.unless_stalled(found.record, found.ended.wait())
-            if not await _has_ended(found.log):
+            # After the loss of an engine, the stop holds for the next engine of this server. But
+            # another server, or this one after its restart, would continue the stream.
+            is_left = found.audience.pause.code == "server_restarting"
+            if is_left and not await _has_ended(found.log):
                 found.audience.pause.check()
         self.figures.stopped(state, time.monotonic() - asked_at)
 
