@@ -116,6 +116,7 @@ class World:
                 "engine: hangs in a step",
             ),
             "internal_error": ("engine: step error", "worker: death in a job"),
+            "poison_request": ("engine: death in a step", "engine: hangs in a step"),
             # A hanging step is noticed after ten minutes, like the longest wait in the queue.
             "queue_timeout": ("engine: hangs in a step",),
         }

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,25 @@ async def test_a_database_that_cannot_be_read_is_a_stalled_store(tmp_path: Path)
             other.execute("DROP TABLE records")
         with pytest.raises(StoreStalled):
             await store.find(ById(A))
+
+
+async def test_a_disk_that_does_not_answer_stalls_neither_readers_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_store, "STALL_S", 0.2)
+    answers = threading.Event()
+    store = SqliteStore.open(tmp_path)
+    try:
+        reading = asyncio.create_task(store._reader.run(lambda _: answers.wait(30)))
+        await settle()
+        with pytest.raises(StoreStalled):
+            await store.find(ById(A))
+        with pytest.raises(StoreStalled):
+            await reading
+        async with asyncio.timeout(10):
+            await store.close()
+    finally:
+        answers.set()
 
 
 async def test_a_sweep_of_many_streams_takes_all_of_them(tmp_path: Path) -> None:

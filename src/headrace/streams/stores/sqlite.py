@@ -32,10 +32,11 @@ from headrace.streams.store import (
 )
 from headrace.streams.stores import sqlite_rows as rows
 from headrace.streams.stores.sqlite_schema import NAME, connect, open_database
-from headrace.streams.stores.sqlite_writer import Writer
+from headrace.streams.stores.sqlite_writer import STALL_S, Writer
 from headrace.streams.stores.state_dir import StateDir
 from headrace.streams.stores.sweep import choose
 from headrace_common.ids import StreamId
+from headrace_common.system import awake
 
 logger = logging.getLogger(__name__)
 
@@ -258,18 +259,25 @@ class _Reader:
         self._thread = ThreadPoolExecutor(1, "stream-reader")
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Return the result of `work`. Raises StoreStalled if the disk fails or does not answer.
+
+        A client that waits for the disk gets no byte, so the wait has the limit of a commit.
+        """
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._thread, work, self._connection)
-        except sqlite3.Error as error:
+            async with awake.within(STALL_S):
+                return await loop.run_in_executor(self._thread, work, self._connection)
+        except (sqlite3.Error, TimeoutError) as error:
             raise StoreStalled(
                 "The server cannot read its stored streams now; try again later."
             ) from error
 
     async def close(self) -> None:
+        """Close the connection, unless the disk does not answer."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._connection.close)
-        self._thread.shutdown()
+        closing = loop.run_in_executor(self._thread, self._connection.close)
+        await asyncio.wait([closing], timeout=STALL_S)
+        self._thread.shutdown(wait=False)
 
 
 def _nothing(_: object) -> None:
