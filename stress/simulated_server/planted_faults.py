@@ -65,7 +65,10 @@ STREAMS: dict[str, Fault] = {
             Edit(
                 "headrace.streams.log:Tail.read",
                 "return self.events[start : start + limit] if start >= 0 else None",
-                "return self.events[max(0, start) : start + limit] if start >= -1 else None",
+                """
+                first = max(0, start)
+                return self.events[first : first + limit] if start >= -1 else None
+                """,
             ),
         ),
     ),
