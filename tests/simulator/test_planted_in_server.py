@@ -6,6 +6,7 @@ from headrace.fleet.served_model import ServedModel
 from stress.simulated_server.planted import (
     ALL,
     SeedResult,
+    form_of,
     look_for,
     run_seed,
     seeds_of,
@@ -19,7 +20,7 @@ FOUND_SOON = (
     "the_end_of_a_log_wakes_nobody",
     "the_end_precedes_the_last_token",
     "a_reader_resumes_one_event_too_late",
-    "a_whole_answer_skips_an_event",
+    "ended_sequences_keep_their_owner",
     "the_sweep_cannot_be_cancelled",
 )
 BUDGET_S = 60.0
@@ -51,24 +52,26 @@ def test_a_fault_whose_code_is_gone_is_an_error(edit: Edit) -> None:
 
 @pytest.fixture(scope="module")
 def sound(model: ServedModel) -> dict[int, SeedResult]:
-    return sound_seeds(range(12), model)
-
-
-def test_no_seed_fails_without_a_fault(sound: dict[int, SeedResult]) -> None:
-    assert len(sound) == 12
+    return sound_seeds(range(8), model)[0]
 
 
 @pytest.mark.parametrize("name", FOUND_SOON)
 def test_a_planted_fault_is_found(
     name: str, sound: dict[int, SeedResult], model: ServedModel
 ) -> None:
-    assert look_for(ALL[name], seeds_of(name, sound), model, BUDGET_S).failure
+    assert look_for(ALL[name], seeds_of(name, sound), (), model, BUDGET_S).failure
 
 
 def test_counting_visits_changes_nothing(sound: dict[int, SeedResult], model: ServedModel) -> None:
     nothing = Fault("none", "", ())
-    assert run_seed(0, nothing, model).digest == sound[0].digest
+    seed = min(sound)
+    assert run_seed(seed, nothing, model).digest == sound[seed].digest
 
 
 def test_the_summary_is_the_violation() -> None:
     assert summary_of("Traceback\n  x\nAssertionError: too slow\n") == "AssertionError: too slow"
+
+
+def test_the_form_of_a_violation_has_no_numbers() -> None:
+    first = form_of("AssertionError: key-3: no byte for 15 s")
+    assert first == form_of("AssertionError: key-12: no byte for 9 s")
