@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -247,6 +248,72 @@ async def test_what_does_not_fit_on_the_disk_leaves_no_trace(
     assert await shelf.blobs.read("out", 0, 100) == b"one\n"
     await shelf.blobs.append("out", b"three\n")
     assert await shelf.blobs.read("out", 0, 100) == b"one\nthree\n"
+
+
+async def test_a_piece_of_a_line_that_cannot_be_removed_is_cut_off_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = folder_batch_store(tmp_path)
+    await shelf.blobs.append("out", b"one\n")
+    write = os.pwrite
+
+    def broken(descriptor: int, data: bytes, at: int) -> int:
+        if at > 4:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(descriptor, data[:2], at)
+
+    def also_broken(descriptor: int, size: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    monkeypatch.setattr(os, "ftruncate", also_broken)
+    with pytest.raises(StoreStalled):
+        await shelf.blobs.append("out", b"two\n")
+    monkeypatch.undo()
+    await shelf.blobs.append("out", b"two\n")
+    assert await shelf.blobs.read("out", 0, 100) == b"one\ntwo\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors have no readable path")
+async def test_new_and_removed_names_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The names in each folder at its last sync: a power failure may lose all other changes.
+    synced = dict[Path, set[str]]()
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_dir():
+            synced[path] = {entry.name for entry in path.iterdir()}
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    shelf = folder_batch_store(tmp_path / "batches")
+    await shelf.records.put(FILE, "a", b"record")
+    await shelf.blobs.append("a", b"line\n")
+    for _ in range(2):
+        for path, _, _ in os.walk(tmp_path):
+            assert synced.get(Path(path), set()) == set(os.listdir(path)), path
+        await shelf.records.remove(FILE, "a")
+        await shelf.blobs.remove("a")
+
+
+async def test_a_record_whose_removal_failed_can_be_removed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = folder_batch_store(tmp_path)
+    await shelf.records.put(FILE, "a", b"record")
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "unlink", broken)
+    with pytest.raises(StoreStalled):
+        await shelf.records.remove(FILE, "a")
+    monkeypatch.undo()
+    await shelf.records.remove(FILE, "a")
+    assert await folder_batch_store(tmp_path).records.all(FILE) == []
 
 
 def moved_aside(folder: Path) -> list[str]:

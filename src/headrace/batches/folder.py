@@ -116,8 +116,9 @@ class FolderRecords(_InThread):
         return list(self._known[kind].values())
 
     async def remove(self, kind: str, id: str) -> None:
-        if self._known[kind].pop(id, None) is not None:
-            await self._do(lambda: (self._folder / kind / id).unlink(missing_ok=True))
+        if id in self._known[kind]:
+            await self._do(lambda: _remove(self._folder / kind / id))
+            self._known[kind].pop(id, None)
 
     async def claim(self, id: str, is_held: bool = False) -> bool:
         return True
@@ -139,7 +140,9 @@ class FolderBlobs(_InThread):
 
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
         is_whole = id in self._whole
-        await self._do(lambda: _append(self._folder / id, data, is_whole))
+        # After a failure, the blob may end with a part of a line.
+        self._whole.discard(id)
+        await self._do(lambda: _append_durably(self._folder / id, data, is_whole))
         self._whole.add(id)
 
     async def read(self, id: str, start: int, most: int) -> bytes:
@@ -147,7 +150,7 @@ class FolderBlobs(_InThread):
 
     async def remove(self, id: str) -> None:
         self._whole.discard(id)
-        await self._do(lambda: (self._folder / id).unlink(missing_ok=True))
+        await self._do(lambda: _remove(self._folder / id))
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -159,6 +162,20 @@ def _replace(path: Path, data: bytes) -> None:
         drop_partial(fresh)
         raise
     sync_folder(path.parent)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    # Otherwise the file may come back after a power failure.
+    sync_folder(path.parent)
+
+
+def _append_durably(path: Path, data: bytes, is_whole: bool) -> None:
+    """Append to a file, and make the name of a new file durable too."""
+    is_new = not path.exists()
+    _append(path, data, is_whole)
+    if is_new:
+        sync_folder(path.parent)
 
 
 def _append(path: Path, data: bytes, is_whole: bool, is_new: bool = False) -> None:

@@ -46,7 +46,10 @@ def make_folder(path: Path) -> None:
     """Make sure that the folder exists and that only its user can open the folder."""
     if os.path.lexists(path) and not path.is_dir():
         move_aside(path, "it is not a folder")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.is_dir():
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Otherwise a power failure may take the new folder, and with it all files inside.
+        sync_folder(path.parent)
     path.chmod(0o700)
 
 
