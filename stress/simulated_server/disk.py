@@ -133,7 +133,7 @@ class Disk:
             source = current if is_sure or keeps() else durable
             if name not in source or name == f"{NAME}-shm":
                 continue
-            path, file = os.path.join(inside, name), source[name]
+            path, file = os.path.normpath(os.path.join(inside, name)), source[name]
             if file is None:
                 self._leave(path, to / name, keeps)
             elif name.startswith(NAME):

@@ -16,6 +16,7 @@ from detangle.strategies import PCT, RandomWalk, Replay, Strategy
 from headrace.fleet.served_model import ServedModel
 from headrace_common.config.settings import ModelConfig
 from stress.simulated_server import disk
+from stress.simulated_server.batch_clients import uses_batches
 from stress.simulated_server.clients import asks_for_a_while
 from stress.simulated_server.cluster import ClusterWorld, breaks_gateways, breaks_redis
 from stress.simulated_server.cluster_clients import uses_the_cluster
@@ -91,7 +92,8 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
             await world.run([uses_the_cluster] * randint(1, 4), operators)
         else:
             operators = [restarts, kills_engines, disk.disk_fails]
-            await world.run([asks_for_a_while] * randint(1, 6), operators)
+            clients = [asks_for_a_while] * randint(1, 6) + [uses_batches] * choice((0, 0, 1, 2))
+            await world.run(clients, operators)
 
     failure = ""
     signature: tuple[str, ...] = ()

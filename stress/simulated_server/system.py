@@ -102,7 +102,7 @@ class WorldLoop(SimLoop):
     def __init__(self, config: SimConfig, strategy: Strategy, *, tracer: Any = None) -> None:
         super().__init__(config, strategy, tracer=tracer)
         self.set_task_factory(lambda loop, coro, **options: _Task(coro, loop=loop, **options))
-        self._executors: dict[int, _Executor] = {}
+        self._executors: dict[tuple[int, Life | None], _Executor] = {}
         # Calls that are due after a number of steps, the earliest first.
         self._due: list[tuple[int, Callable[[], None]]] = []
         # Returns the seconds for which a job of a thread pool waits before it begins.
@@ -141,11 +141,13 @@ class WorldLoop(SimLoop):
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> "asyncio.Future[T]":
         future: asyncio.Future[T] = self.create_future()
-        pool = self._executors.get(id(executor))
+        # Each process has its own threads, also for a pool that a module makes.
+        key = (id(executor), LIFE.get())
+        pool = self._executors.get(key)
         if pool is None:
             most = getattr(executor, "_max_workers", 32)
             # The executor is kept, so that its id is not used again.
-            pool = self._executors[id(executor)] = _Executor(executor, most)
+            pool = self._executors[key] = _Executor(executor, most)
         pool.add(lambda: func(*args), future, self.job_delay_s)
         return future
 

@@ -1,0 +1,212 @@
+"""Clients of files and batches, in OpenAI's and Anthropic's API.
+
+Whatever happens to the server, each line of a batch has one result, and its answer is the
+reference's. Files and results that a client has seen do not change or vanish.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+from detangle import choice, flip, uniform
+
+from stress.simulated_server.clients.common import Backoff
+from stress.simulated_server.http import API_KEY, CLIENT_KEYS, Broken, connect
+from stress.simulated_server.requests import Request
+from stress.simulated_server.world import World
+
+ROUTE = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+BATCHES = f"{MESSAGES}/batches"
+PATIENCE_S = 120.0
+"""The longest time until a request is answered. A stalled disk delays all of these requests."""
+_LATER = (429, 503, 529)
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+_FORM = "form-boundary"
+
+Json = dict[str, Any]
+
+
+async def uses_batches(world: World) -> None:
+    """Send a batch, watch or cancel it, check its results, and delete its files."""
+    API_KEY.set(choice(CLIENT_KEYS))
+    await asyncio.sleep(uniform(0.0, 8.0))
+    requests = {request.key: request for request in _requests(world)}
+    await choice((_openai, _anthropic))(world, requests)
+
+
+def _requests(world: World) -> list[Request]:
+    return [world.new_request() for _ in range(choice((1, 2, 5, 12)))]
+
+
+async def call(
+    world: World, method: str, target: str, body: Any = None, allowed: tuple[int, ...] = (200,)
+) -> tuple[int, bytes]:
+    """Repeat a request until its status is allowed. A form is sent as bytes."""
+    backoff = Backoff()
+    headers: dict[str, str] = {}
+    if isinstance(body, bytes):
+        headers["content-type"] = f"multipart/form-data; boundary={_FORM}"
+    while True:
+        try:
+            connection = connect(world.server, method, target, headers, body)
+            answer = await world.in_time(connection, connection.read(), PATIENCE_S)
+            if connection.status in allowed:
+                return connection.status, answer
+            if connection.status not in _LATER:
+                code = json.loads(answer)["error"].get("code", "")
+                where = f"{method} {target}: {connection.status} {answer!r}"
+                # A batch whose answer was lost may need the file, too.
+                assert code == "file_in_use" or world.may_fail(code), where
+        except Broken:
+            pass
+        await backoff.pause()
+
+
+async def read(world: World, target: str) -> Json:
+    _, answer = await call(world, "GET", target)
+    found: Json = json.loads(answer)
+    return found
+
+
+async def _openai(world: World, requests: dict[str, Request]) -> None:
+    lines = b"".join(
+        json.dumps(
+            {"custom_id": key, "method": "POST", "url": ROUTE, "body": request.body(False)}
+        ).encode()
+        + b"\n"
+        for key, request in requests.items()
+    )
+    input_id = await _upload(world, lines)
+    # An accepted file stays, with the bytes that were sent.
+    assert (await read(world, f"/v1/files/{input_id}"))["bytes"] == len(lines)
+    _, stored = await call(world, "GET", f"/v1/files/{input_id}/content")
+    assert stored == lines, f"{input_id} has {stored!r} instead of {lines!r}"
+    order = {"input_file_id": input_id, "endpoint": ROUTE, "completion_window": "24h"}
+    _, answer = await call(world, "POST", "/v1/batches", order)
+    target = f"/v1/batches/{json.loads(answer)['id']}"
+    is_cancelled = flip(0.3)
+    if is_cancelled:
+        await asyncio.sleep(uniform(0.0, 10.0))
+        await call(world, "POST", f"{target}/cancel")
+    batch = await _watch(world, target)
+    assert batch["status"] == "completed" or (is_cancelled and batch["status"] == "cancelled"), (
+        f"{target} is {batch['status']}: {batch}"
+    )
+    counts = batch["request_counts"]
+    assert counts["total"] == counts["completed"] + counts["failed"] == len(requests), counts
+    results = await _content(world, batch["output_file_id"])
+    errors = await _content(world, batch["error_file_id"])
+    _check_once(requests, [*results, *errors])
+    assert len(results) == counts["completed"], f"{len(results)} results, {counts}"
+    for line in results:
+        body = line["response"]["body"]["choices"][0]
+        request = requests[line["custom_id"]]
+        world.compare(request, body["message"]["content"], body["finish_reason"])
+    for line in errors:
+        error = line["error"] or line["response"]["body"]["error"]
+        _check_error(world, error["code"], is_cancelled)
+    world.counts["batches"] += 1
+    await _delete_files(world, batch)
+
+
+async def _upload(world: World, lines: bytes) -> str:
+    form = (
+        f'--{_FORM}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        f'--{_FORM}\r\ncontent-disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+    ).encode()
+    _, answer = await call(
+        world, "POST", "/v1/files", form + lines + f"\r\n--{_FORM}--\r\n".encode()
+    )
+    input_id: str = json.loads(answer)["id"]
+    return input_id
+
+
+async def _watch(world: World, target: str) -> Json:
+    """Poll until the batch has ended. Results that were seen stay as they are."""
+    seen = b""
+    while True:
+        batch = await read(world, target)
+        if (output_id := batch["output_file_id"]) is not None:
+            _, now = await call(world, "GET", f"/v1/files/{output_id}/content")
+            assert now.startswith(seen), f"{target}: {seen!r} became {now!r}"
+            seen = now
+        if batch["status"] in ("completed", "cancelled", "failed", "expired"):
+            return batch
+        await asyncio.sleep(uniform(0.5, 5.0))
+
+
+async def _content(world: World, file_id: str | None) -> list[Json]:
+    if file_id is None:
+        return []
+    _, content = await call(world, "GET", f"/v1/files/{file_id}/content")
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def _check_once(requests: dict[str, Request], lines: list[Json]) -> None:
+    found = sorted(line["custom_id"] for line in lines)
+    assert found == sorted(requests), f"results of {found} instead of {sorted(requests)}"
+
+
+def _check_error(world: World, code: str, is_cancelled: bool) -> None:
+    if code == "batch_cancelled":
+        assert is_cancelled, "a line was cancelled, but the batch was not"
+    else:
+        assert world.may_fail(code), f"a line failed without a reason: {code}"
+        world.counts["allowed failures"] += 1
+
+
+async def _delete_files(world: World, batch: Json) -> None:
+    ids = [batch[name] for name in ("input_file_id", "output_file_id", "error_file_id")]
+    for file_id in filter(None, ids):
+        # The answer of a deletion may be lost, and then the file is gone.
+        await call(world, "DELETE", f"/v1/files/{file_id}", allowed=(200, 404))
+    await asyncio.sleep(uniform(0.0, 20.0))
+    for file_id in filter(None, ids):
+        await call(world, "GET", f"/v1/files/{file_id}", allowed=(404,))
+        world.counts["deleted files"] += 1
+
+
+async def _anthropic(world: World, requests: dict[str, Request]) -> None:
+    params = [
+        {"custom_id": key, "params": _without_stream(request)} for key, request in requests.items()
+    ]
+    _, answer = await call(world, "POST", BATCHES, {"requests": params})
+    target = f"{BATCHES}/{json.loads(answer)['id']}"
+    is_cancelled = flip(0.3)
+    if is_cancelled:
+        await asyncio.sleep(uniform(0.0, 10.0))
+        await call(world, "POST", f"{target}/cancel")
+    while (batch := await read(world, target))["processing_status"] != "ended":
+        await asyncio.sleep(uniform(0.5, 5.0))
+    counts = batch["request_counts"]
+    assert sum(counts.values()) == len(requests) and not counts["processing"], counts
+    _, content = await call(world, "GET", f"{target}/results")
+    lines = [json.loads(line) for line in content.splitlines()]
+    _check_once(requests, lines)
+    for line in lines:
+        result = line["result"]
+        if result["type"] == "succeeded":
+            message = result["message"]
+            text = "".join(block["text"] for block in message["content"])
+            request = requests[line["custom_id"]]
+            expected = request.answer(world.model.tokenizer)
+            found = (text, message["stop_reason"])
+            wanted = (expected.text, _STOP_REASONS[expected.finish_reason])
+            assert found == wanted, f"{request.key}: {found} instead of {wanted}"
+            world.counts["answers"] += 1
+        elif result["type"] == "errored":
+            _check_error(world, result["error"]["error"]["code"], is_cancelled)
+        else:
+            assert result["type"] == "canceled" and is_cancelled, line
+    world.counts["batches"] += 1
+    await call(world, "DELETE", target, allowed=(200, 404))
+    await asyncio.sleep(uniform(0.0, 20.0))
+    await call(world, "GET", target, allowed=(404,))
+    world.counts["deleted batches"] += 1
+
+
+def _without_stream(request: Request) -> Json:
+    body = request.body(False)
+    del body["stream"]
+    return body
