@@ -1,7 +1,7 @@
 """Clients of files and batches, in OpenAI's and Anthropic's API.
 
-Whatever happens to the server, each line of a batch has one result, and its answer is the
-reference's. Files and results that a client has seen do not change or vanish.
+Each line of a batch has one result, and its answer is the reference's. Files and results that a
+client has seen do not change or vanish.
 """
 
 import asyncio

@@ -25,6 +25,7 @@ from stress.simulated_server.fleet_world import FleetWorld
 from stress.simulated_server.operators import OPERATORS
 from stress.simulated_server.processes import packaged_text
 from stress.simulated_server.requests import MODEL
+from stress.simulated_server.retention import returns_too_late
 from stress.simulated_server.system import WorldLoop, simulated
 from stress.simulated_server.world import StoryHandler, World, kills_engines, restarts
 
@@ -93,7 +94,7 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
         else:
             operators = [restarts, kills_engines, disk.disk_fails]
             clients = [asks_for_a_while] * randint(1, 6) + [uses_batches] * choice((0, 0, 1, 2))
-            await world.run(clients, operators)
+            await world.run([*clients, returns_too_late], operators)
 
     failure = ""
     signature: tuple[str, ...] = ()

@@ -25,6 +25,8 @@ from detangle import SimConfig, SimLoop
 from detangle._loop import Lane
 from detangle.strategies import Strategy
 
+from headrace.workers import loop_slices
+
 T = TypeVar("T")
 
 LIFE: ContextVar["Life | None"] = ContextVar("life", default=None)
@@ -346,6 +348,16 @@ def sleep(seconds: float) -> None:
     _current().park(seconds)
 
 
+class _ByLife(dict[Any, Any]):
+    """Stands in for a dictionary with one entry per event loop: each process has its own entry."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(LIFE.get(), default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(LIFE.get(), value)
+
+
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
     """Replace threads, sleep and randomness of the standard library."""
@@ -354,6 +366,7 @@ def simulated() -> Iterator[None]:
         (threading, "Event", Event),
         (queue, "SimpleQueue", SimpleQueue),
         (time, "sleep", sleep),
+        (loop_slices, "_of_loop", _ByLife()),
         (secrets, "token_hex", lambda num=32: random.randbytes(num or 32).hex()),
         (secrets, "randbits", random.getrandbits),
     ]
