@@ -320,7 +320,8 @@ def _by_path(name: str, real: Callable[..., Any], path: Any, *rest: Any, **optio
 
 def _connect_simulated(path: Any, **options: Any) -> sqlite3.Connection:
     if (disk := _disk_of(path)) is None:
-        return _connect(path, **options)
+        real: sqlite3.Connection = _connect(path, **options)
+        return real
     connection = _connect(path, factory=SimConnection, **options)
     assert isinstance(connection, SimConnection)
     connection.use(disk)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ STOP_S = 120.0
 MAX_STEPS = 1500
 """The most steps until an operator strikes. Most runs have a few thousand."""
 
-Client = Callable[["World"], Awaitable[None]]
+Client = Callable[["World"], Coroutine[Any, Any, None]]
 
 
 class World:
@@ -183,8 +183,8 @@ class World:
                 while len(server.generation.streams):
                     await asyncio.sleep(1)
         except TimeoutError:
-            left = [stream.record.id for stream in server.generation.streams]
-            raise AssertionError(f"streams never end: {left}") from None
+            endless = [stream.record.id for stream in server.generation.streams]
+            raise AssertionError(f"streams never end: {endless}") from None
         # Connections, cancels and acknowledgements that are under way may still arrive.
         await asyncio.sleep(20.0)
         check_nothing_is_kept(server)
@@ -228,7 +228,7 @@ def check_nothing_is_kept(server: SimServer) -> None:
         kept["users of an engine"] += len(users._users) + len(users._waiters)
         kept["sequences of an engine"] += len(users._owners) + len(users._readings)
         # The only model of a server stays in memory, so its uses are not counted.
-        if (entry := generation.fleet._policy._models.get(host)) is not None:
+        if (entry := generation.fleet._policy._models.get(host.name)) is not None:
             kept["uses of a model"] += entry.num_uses
     if isinstance(server.store, SqliteStore):
         kept["open logs"] += len(server.store._live)

@@ -55,7 +55,9 @@ async def read_events(world: World, request: Request, stream_id: str) -> list[Ev
                 raise Broken
             await _read_some(world, connection, events)
         except Broken:
-            await backoff.pause()
+            pass
+        # A notice also ends a connection, and a client that came back at once would spin.
+        await backoff.pause()
     return events
 
 
