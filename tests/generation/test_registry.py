@@ -12,7 +12,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.generation.stream import LiveStream
 from headrace.streams.record import Names, Record
-from headrace.streams.store import ByConversation, ById, Name, Retention, Stored, StoreStalled
+from headrace.streams.store import ByConversation, ById, Retention, Stored
 from headrace.streams.stores.memory import MemoryStore
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
@@ -98,23 +98,6 @@ async def test_a_stream_that_is_stored_as_the_server_ends_is_left_to_the_next_se
         assert not len(generation.streams)
     async with running(folder, store) as (generation, _):
         assert isinstance(await generation.streams.find("", NAME), LiveStream)
-
-
-class SilentStore(MemoryStore):
-    """Never answers, like a disk that hangs."""
-
-    async def find(self, name: Name) -> Stored | None:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
-async def test_the_wait_for_a_store_that_does_not_answer_has_a_limit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headrace.generation.registry._FIND_S", 0.01)
-    async with running(folder, SilentStore()) as (generation, _):
-        with pytest.raises(StoreStalled):
-            await generation.streams.find("", NAME)
 
 
 async def test_a_stop_that_comes_too_late_for_the_writer_is_refused(folder: Path) -> None:

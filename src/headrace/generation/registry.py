@@ -26,13 +26,10 @@ from headrace.streams.store import (
 from headrace.streams.stores.memory import MemoryStore
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
-from headrace_common.system import awake
 from headrace_common.system.race import race
 
 _IN_MEMORY = Retention(keep_s=3600.0, max_streams=10_000, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20
-# The longest wait for the store to find a stream. Clients give up after 15 s without a byte.
-_FIND_S = 10.0
 _CUTS = {
     "cancelled": "The stream was stopped.",
     "replaced": "A newer request of this conversation replaced this stream.",
@@ -135,22 +132,13 @@ class Registry:
             found: Found | None = live
         else:
             try:
-                stored = await self._kept.find(name) or await self._find_stored(name)
+                stored = await self._kept.find(name) or await self.store.find(name)
             except LogUnsound as unsound:
                 if unsound.owner not in (owner, None):
                     return None
                 raise
             found = await self.wrap(stored) if stored else None
         return found if found and found.record.names.owner == owner else None
-
-    async def _find_stored(self, name: Name) -> Stored | None:
-        # The client gets no byte before its stream is found, so this wait has a limit.
-        try:
-            async with awake.within(_FIND_S):
-                return await self.store.find(name)
-        except TimeoutError:
-            message = "The store of streams does not respond; try again later."
-            raise StoreStalled(message) from None
 
     async def find_conversations(self, owner: str, names: Sequence[str]) -> list[Found]:
         """Return the newest streams of these conversations and of conversations named

@@ -160,7 +160,7 @@ async def test_a_database_that_cannot_be_read_is_a_stalled_store(tmp_path: Path)
             await store.find(ById(A))
 
 
-async def test_a_disk_that_does_not_answer_stalls_neither_readers_nor_the_end(
+async def test_a_disk_that_does_not_answer_delays_neither_clients_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_store, "STALL_S", 0.2)
