@@ -4,7 +4,7 @@ A GPU takes microseconds for a small operation, and the CPU needs longer to laun
 the time of a decode step depends on the number of operations, not on their size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +17,18 @@ from headrace_engine.models.delta_rule import convolve_of_many, delta_rule_of_ma
 from headrace_engine.models.step import Step
 from headrace_engine.runner.attention import NaiveAttention, NaiveStep
 from headrace_engine.runner.inputs import Batch, Ints
+from headrace_engine.runner.storage import CacheStorage
 
 # The maximum number of positions of a group, including padding. It bounds the memory of the copies:
 # one layer of a model with 8 heads of 128 numbers copies 256 MiB of keys in bfloat16.
 _MOST_POSITIONS = 1 << 17
+
+
+def plain_attention(storage: CacheStorage, sinks: Sequence[Tensor | None] = ()) -> NaiveAttention:
+    """Return the attention in plain torch that suits the device of the storage."""
+    if storage.device.type == "cpu":
+        return NaiveAttention(storage, sinks)
+    return BatchedAttention(storage, sinks)
 
 
 class BatchedAttention(NaiveAttention):

@@ -23,7 +23,7 @@ from headrace_common.messages import InstructionSet, LaneFacts
 from headrace_common.plan import BlockCopy, Chunk
 from headrace_engine.models.step import Step
 from headrace_engine.runner.attention import Attention, NaiveAttention
-from headrace_engine.runner.batched_attention import BatchedAttention
+from headrace_engine.runner.batched_attention import plain_attention
 from headrace_engine.runner.inputs import pack
 from headrace_engine.runner.lanes.foreign import FOREIGN_ERRORS, TOLERANCE, Signature
 from headrace_engine.runner.storage import CacheStorage
@@ -120,8 +120,7 @@ class PackedAttention:
         layers = self._layers.values()
         sinks = [None if x.sinks is None else x.sinks.float().contiguous() for x in layers]
         if instructions == "plain":
-            plain = NaiveAttention if device.type == "cpu" else BatchedAttention
-            self._attention = plain(self.storage, sinks)
+            self._attention = plain_attention(self.storage, sinks)
         else:
             windows = [layer.cache.window for layer in layers]
             self._attention = CpuAttention(self.storage, windows, sinks, instructions)

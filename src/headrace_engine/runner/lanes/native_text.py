@@ -19,8 +19,8 @@ from headrace_engine.models.gpt_oss import GptOssExperts
 from headrace_engine.models.registry import family, has_head
 from headrace_engine.models.step import Step
 from headrace_engine.runner.adapters import Site, sites_of
-from headrace_engine.runner.attention import Attention, NaiveAttention
-from headrace_engine.runner.batched_attention import BatchedAttention
+from headrace_engine.runner.attention import Attention
+from headrace_engine.runner.batched_attention import plain_attention
 from headrace_engine.runner.footprint import is_expert
 from headrace_engine.runner.inputs import Batch, pack
 from headrace_engine.runner.lanes.lane import LaneOptions, LaneTraits
@@ -139,8 +139,7 @@ class NativeText:
         self._table_width = -(-layout.max_positions // layout.block_size)
         sinks = self._model.sinks
         if self._instructions == "plain":
-            plain = NaiveAttention if self.device.type == "cpu" else BatchedAttention
-            self._attention, self._hidden = plain(self._storage, sinks), self._forward
+            self._attention, self._hidden = plain_attention(self._storage, sinks), self._forward
             facts = LaneFacts(mask="lazy-prefix", encoder=self.traits.facts.encoder)
             self.traits = self.traits.with_changes(facts=facts)
             return
