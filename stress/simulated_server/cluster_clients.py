@@ -4,9 +4,10 @@ import asyncio
 import json
 from typing import Any
 
-from detangle import choice, flip, randint, uniform
+from detangle import choice, randint, uniform
 
-from stress.simulated_server.clients.common import Backoff, server_sent_events
+from stress.simulated_server.clients.common import Backoff
+from stress.simulated_server.clients.events import add, log_events
 from stress.simulated_server.cluster import API_KEYS, ClusterWorld
 from stress.simulated_server.http import Broken, Connection, connect
 from stress.simulated_server.requests import MODEL, Request
@@ -87,20 +88,10 @@ class User:
         self, connection: Connection, stream_id: str, events: list[dict[str, Any]]
     ) -> None:
         world = self.world
-        num_left = randint(0, 40) if flip(0.3) else None
-        async for event in server_sent_events(world, connection):
-            if "seq" not in event:
-                continue
-            assert event["seq"] == len(events), f"event {event['seq']} after {len(events) - 1}"
+        async for event in log_events(world, connection):
+            add(events, event)
             before = world.seen.setdefault((stream_id, event["seq"]), event)
             assert before == event, f"{stream_id}: {event} was {before}"
-            events.append(event)
-            if num_left is not None:
-                num_left -= 1
-                if num_left < 0:
-                    world.faults.note("client: connection cut")
-                    connection.close()
-                    raise Broken
 
     def check(self, request: Request, events: list[dict[str, Any]], *allowed: str) -> None:
         """Compare a whole log with the reference; `allowed` are errors that may end it."""

@@ -1,4 +1,4 @@
-"""Stands in for the model hub, its cache on the disk, and the processes that download models."""
+"""Simulates the model hub, the download cache on the disk and the download processes."""
 
 import asyncio
 import copy
@@ -47,14 +47,14 @@ class Hub:
         file.write_bytes(b"x" * (self.num_pieces(model) + 1))
 
     async def begin(self, model: str) -> "SimDownload":
-        """Stand in for `DownloadProcess.begin`."""
+        """Start a simulated download process, in place of `DownloadProcess.begin`."""
         await asyncio.sleep(0.05)
         if self._faults.hits("download: cannot be started"):
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return SimDownload(self, model, self._faults)
 
     def fetch(self, config: ModelConfig, on_progress: OnProgress) -> str:
-        """Stand in for `fetch_apart`, which runs in a thread."""
+        """Return the path of a model, in place of `fetch_apart`. Runs in a thread."""
         if config.model not in HUB_MODELS:
             return MODEL
         while (num_pieces := self.num_pieces(config.model)) < NUM_PIECES:
@@ -66,7 +66,7 @@ class Hub:
         return MODEL
 
     def read(self, config: ModelConfig, _: str) -> ServedModel:
-        """Stand in for `read_checked`. All models have the files of the model in the package."""
+        """Read a model, in place of `read_checked`. All models have the files of headrace-mini."""
         sleep(0.1)
         return self.model(config)
 
@@ -80,7 +80,7 @@ class Hub:
 
 
 class SimDownload:
-    """Stands in for `headrace.fleet.download_process.DownloadProcess`."""
+    """A simulated `headrace.fleet.download_process.DownloadProcess`."""
 
     def __init__(self, hub: Hub, model: str, faults: Faults) -> None:
         self.stdout = asyncio.StreamReader()

@@ -54,7 +54,7 @@ _pids = itertools.count(1000)
 
 
 class SimChild:
-    """Stands in for `headrace.engines.child.Child`: an engine process.
+    """A simulated engine process, in place of `headrace.engines.child.Child`.
 
     The process has the real engine loop and scheduler. Only its runner computes no model.
     """
@@ -196,7 +196,7 @@ def _scheduler(config: ModelConfig) -> tuple[Ready, Scheduler]:
 
 
 def vector_of(token_ids: "array[int]") -> bytes:
-    """Return the embedding of a prompt. Equal prompts have equal vectors."""
+    """Return a made-up embedding, packed as float32. It depends only on the tokens."""
     sums = (sum(token_ids[n::VECTOR_SIZE], n + 1) for n in range(VECTOR_SIZE))
     return array("f", sums).tobytes()
 
@@ -247,7 +247,7 @@ class SimRunner:
 
 
 class SimWorker:
-    """Stands in for `headrace.workers.process.WorkerProcess`: a worker process."""
+    """A simulated worker process, in place of `headrace.workers.process.WorkerProcess`."""
 
     def __init__(self, start: bytes, faults: Faults) -> None:
         self.start = start

@@ -223,7 +223,7 @@ class SimServer:
 
 
 class SimHttp:
-    """Stands in for `HttpServer`: accepts requests until `stop`."""
+    """A simulated `HttpServer`, which accepts requests until `stop` is called."""
 
     def __init__(self, server: SimServer, app: Starlette) -> None:
         self._has_stopped = False

@@ -209,7 +209,7 @@ def _current() -> "Thread":
 
 
 class Thread:
-    """Stands in for `threading.Thread`."""
+    """A simulated `threading.Thread`: a greenlet that runs until it blocks."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ Waiter = Callable[[], None]
 
 
 class Event:
-    """Stands in for `threading.Event`."""
+    """A simulated `threading.Event`."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -308,7 +308,7 @@ class Event:
 
 
 class SimpleQueue:
-    """Stands in for `queue.SimpleQueue`."""
+    """A simulated `queue.SimpleQueue`."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
@@ -344,12 +344,12 @@ class SimpleQueue:
 
 
 def sleep(seconds: float) -> None:
-    """Stand in for `time.sleep`."""
+    """Sleep in virtual time, in place of `time.sleep`."""
     _current().park(seconds)
 
 
 class _ByLife(dict[Any, Any]):
-    """Stands in for a dictionary with one entry per event loop: each process has its own entry."""
+    """A dictionary with one entry per process, in place of one entry per event loop."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get(LIFE.get(), default)

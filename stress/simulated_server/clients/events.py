@@ -1,6 +1,7 @@
 """Readers of the log's events: they resume behind the last event, and read slowly or in pairs."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 from detangle import flip, randint, uniform
 
@@ -63,14 +64,20 @@ async def read_events(world: World, request: Request, stream_id: str) -> list[Ev
 
 async def _read_some(world: World, connection: Connection, events: list[Event]) -> None:
     """Append new events; sometimes read slowly, and sometimes break the connection."""
+    async for event in log_events(world, connection):
+        add(events, event)
+        if flip(0.05):
+            await asyncio.sleep(uniform(0.0, 10.0))
+
+
+async def log_events(world: World, connection: Connection) -> AsyncIterator[Event]:
+    """Yield the events of a log. Sometimes cut the connection after a few events: raises Broken."""
     num_left = randint(0, 40) if flip(0.3) else None
     async for event in server_sent_events(world, connection):
         # Notices and most heartbeats belong to the connection and not to the log.
         if "seq" not in event:
             continue
-        add(events, event)
-        if flip(0.05):
-            await asyncio.sleep(uniform(0.0, 10.0))
+        yield event
         if num_left is not None:
             num_left -= 1
             if num_left < 0:

@@ -8,7 +8,7 @@ from headrace.streams.stores.redis_link import Link
 
 
 class _Link:
-    """Stands in for the link, its client and the client's subscription."""
+    """A fake link, which is also its own client and the client's subscription."""
 
     def __init__(self) -> None:
         self.channels: list[str] = []
