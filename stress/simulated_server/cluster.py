@@ -107,7 +107,7 @@ class ClusterWorld(World):
     def busy_gateway(self) -> Gateway:
         """Return a gateway that writes a stream, if there is one, and any gateway otherwise."""
         ids = [self.redis.field(id, "gateway") for id in self.redis.live()]
-        names = {it.life.name.split()[0] for id in ids if (it := self._by_id.get(id))}
+        names = {it.process.name.split()[0] for id in ids if (it := self._by_id.get(id))}
         busy = [it for it in self.gateways if it.name in names]
         return choice(busy or self.gateways)
 
@@ -117,7 +117,7 @@ class ClusterWorld(World):
 
     async def in_time(self, connection: Connection, work: Awaitable[T]) -> T:
         server = connection._server
-        gateway = next(it for it in self.gateways if it.name == server.life.name.split()[0])
+        gateway = next(it for it in self.gateways if it.name == server.process.name.split()[0])
         try:
             async with asyncio.timeout(SILENCE_S):
                 return await work
@@ -208,7 +208,7 @@ class ClusterWorld(World):
             await self.stop(gateway.server)
         await asyncio.sleep(1.0)
         for gateway in self.gateways:
-            left = [it.get_name() for it in world_loop().living_tasks(gateway.server.life)]
+            left = [it.get_name() for it in world_loop().living_tasks(gateway.server.process)]
             assert not left, f"tasks outlive {gateway.name}: {left}"
         kept = [key for start in ("g:", "o:", "gateways", "live") for key in self.redis.keys(start)]
         assert not kept, f"stopped gateways leave {kept}"
@@ -257,10 +257,10 @@ async def _pause(world: ClusterWorld, gateway: Gateway) -> None:
     world.faults.note("gateway: paused")
     world.tell(f"{gateway.name} is paused for {seconds:.1f} s")
     gateway.paused_until = world_loop().time() + seconds
-    life = gateway.server.life
-    life.pause()
+    process = gateway.server.process
+    process.pause()
     await asyncio.sleep(seconds)
-    life.unpause()
+    process.unpause()
     world.disturbed()
 
 

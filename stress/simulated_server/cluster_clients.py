@@ -168,7 +168,7 @@ async def _stops_elsewhere(user: User) -> None:
 
 
 async def _shares_a_name(user: User) -> None:
-    """Use the idempotency key of another user's request: each gets the own answer."""
+    """Use the idempotency key of another user's request: each user gets their own answer."""
     one = user.world.new_request()
     two = user.world.new_request()._replace(key=one.key)
     users = [User(user.world, key) for key in API_KEYS]

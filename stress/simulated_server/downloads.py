@@ -17,7 +17,7 @@ from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import ModelError
 from stress.simulated_server.faults import Faults
 from stress.simulated_server.requests import MODEL
-from stress.simulated_server.system import LIFE, Life, sleep
+from stress.simulated_server.system import PROCESS, Process, sleep
 
 HUB_MODELS = ("far/one", "far/two:Q8_0", "far/two:Q4_0")
 NUM_PIECES = 8
@@ -85,19 +85,19 @@ class SimDownload:
     def __init__(self, hub: Hub, model: str, faults: Faults) -> None:
         self.stdout = asyncio.StreamReader()
         self._hub, self._model, self._faults = hub, model, faults
-        self._life = Life(f"download of {model}")
+        self._process = Process(f"download of {model}")
         self._code: int | None = None
         self._exited = asyncio.Event()
         hub.running.append(self)
-        token = LIFE.set(self._life)
+        token = PROCESS.set(self._process)
         try:
             self._task = asyncio.create_task(self._run(), name=f"download of {model}")
         finally:
-            LIFE.reset(token)
+            PROCESS.reset(token)
 
     @property
     def is_running(self) -> bool:
-        return self._code is None and not self._life.has_ended
+        return self._code is None and not self._process.has_ended
 
     async def wait(self) -> int:
         await self._exited.wait()
@@ -113,7 +113,7 @@ class SimDownload:
     def _die(self, code: int) -> None:
         if self._code is None:
             self._code = code
-            self._life.kill()
+            self._process.kill()
             self._hub.running.remove(self)
             self.stdout.feed_eof()
             self._exited.set()

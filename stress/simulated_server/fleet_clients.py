@@ -168,7 +168,7 @@ class FleetClient:
     def _accepted(self, begun: float) -> None:
         server = self.world.server
         if server is not None:
-            spans = self.world.accepted.setdefault((self.key, server.life.name), [])
+            spans = self.world.accepted.setdefault((self.key, server.process.name), [])
             spans.append((begun, world_loop().time()))
 
     async def _refused(self, connection: Connection) -> None:

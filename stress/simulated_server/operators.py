@@ -225,7 +225,9 @@ async def restarts(world: "FleetWorld") -> None:
     while True:
         server = world.server
         assert server is not None
-        world.asked.request_limits[server.life.name] = server.config.streams.key_requests_per_minute
+        world.asked.request_limits[server.process.name] = (
+            server.config.streams.key_requests_per_minute
+        )
         try:
             async with asyncio.timeout(uniform(0.0, 30.0) if num_left else None):
                 await server.has_ended.wait()

@@ -41,7 +41,7 @@ from headrace_engine.scheduler.budget import resolve
 from headrace_engine.scheduler.scheduler import Scheduler
 from stress.simulated_server.faults import Faults
 from stress.simulated_server.requests import MODEL
-from stress.simulated_server.system import LIFE, Life, SimpleQueue, Thread, sleep, world_loop
+from stress.simulated_server.system import PROCESS, Process, SimpleQueue, Thread, sleep, world_loop
 from stress.simulator.fake_runner import FakeRunner
 
 LOAD_S = 0.5
@@ -67,7 +67,7 @@ class SimChild:
         self.reader = asyncio.StreamReader()
         self.step_record = StepRecord()
         self._faults = faults
-        self._life = Life(f"engine {self.pid}")
+        self._process = Process(f"engine {self.pid}")
         self._inbox = SimpleQueue()
         self._code: int | None = None
         self._exited = asyncio.Event()
@@ -84,7 +84,7 @@ class SimChild:
 
     @property
     def is_running(self) -> bool:
-        return self._code is None and not self._life.has_ended
+        return self._code is None and not self._process.has_ended
 
     def send(self, message: Message) -> None:
         if self._code is not None:
@@ -114,7 +114,7 @@ class SimChild:
         if self._code is not None:
             return
         self._code = code
-        self._life.kill()
+        self._process.kill()
         self.reader.feed_data(cut)
         self.reader.feed_eof()
         self._exited.set()
@@ -151,11 +151,11 @@ class SimChild:
     def _start(self, config: ModelConfig) -> None:
         self.config, self.has_started = config, True
         self._on_start(self)
-        token = LIFE.set(self._life)
+        token = PROCESS.set(self._process)
         try:
             Thread(target=self._run, args=(config,), name="engine").start()
         finally:
-            LIFE.reset(token)
+            PROCESS.reset(token)
 
     def _run(self, config: ModelConfig) -> None:
         self.put(Loading(0.5))

@@ -141,8 +141,8 @@ def _check_background(loop: WorldLoop) -> None:
 
 def _was_killed(task: object) -> bool:
     """Return whether the process of this task was killed."""
-    life = getattr(task, "life", None)
-    return life is not None and life.has_ended
+    process = getattr(task, "process", None)
+    return process is not None and process.has_ended
 
 
 def _memory() -> str | None:

@@ -33,7 +33,7 @@ from stress.simulated_server.disk import Disk
 from stress.simulated_server.downloads import Hub
 from stress.simulated_server.faults import Faults
 from stress.simulated_server.processes import OnEngine, SimChild, SimWorker
-from stress.simulated_server.system import LIFE, Life
+from stress.simulated_server.system import PROCESS, Process
 
 FAREWELL_S = 5.0
 
@@ -70,14 +70,14 @@ class Machine:
 
     def start(self) -> "SimServer":
         """Start a server process; it runs until it stops or is killed."""
-        if self.server is not None and not self.server.life.is_dead:
+        if self.server is not None and not self.server.process.is_dead:
             # The end of a process also ends threads that a stopped server did not wait for.
             self.kill()
-        life = Life(f"{self.name} {next(self._numbers)}")
-        token, host = LIFE.set(life), current_host.set(self.name)
+        process = Process(f"{self.name} {next(self._numbers)}")
+        token, host = PROCESS.set(process), current_host.set(self.name)
         try:
             self.server = SimServer(
-                life,
+                process,
                 self.disk,
                 self.config,
                 self.hub,
@@ -86,7 +86,7 @@ class Machine:
                 self._on_engine,
             )
         finally:
-            LIFE.reset(token)
+            PROCESS.reset(token)
             current_host.reset(host)
         return self.server
 
@@ -105,7 +105,7 @@ class Machine:
 
     def _end_server(self) -> None:
         assert self.server is not None
-        self.server.life.kill()
+        self.server.process.kill()
         self.server.has_ended.set()
 
     def _next_disk(self) -> Path:
@@ -117,7 +117,7 @@ class SimServer:
 
     def __init__(
         self,
-        life: Life,
+        process: Process,
         disk: Path,
         config: ServerConfig,
         hub: Hub,
@@ -125,7 +125,7 @@ class SimServer:
         redis: str = "",
         on_engine: OnEngine = lambda engine: None,
     ) -> None:
-        self.life = life
+        self.process = process
         self.context: Context = copy_context()
         self.app: Starlette | None = None
         self.generation: Generation
@@ -144,7 +144,7 @@ class SimServer:
         self._redis = redis
         self._children: list[SimChild] = []
         self._signals = Signals()
-        self.task = asyncio.create_task(self._run(), name=life.name)
+        self.task = asyncio.create_task(self._run(), name=process.name)
 
     def stop(self) -> None:
         """Do what a signal does; a second call skips the drain."""

@@ -2,7 +2,7 @@
 
 detangle's loop owns the clock and the order of all callbacks. This module adds what the server
 needs beyond that. Threads are greenlets: a thread runs until it blocks, and the loop then chooses
-what runs next. A process is a life: after its end, nothing that belongs to it runs again, also no
+what runs next. After the end of a process, nothing that belongs to it runs again, not even a
 `finally` block.
 """
 
@@ -29,19 +29,19 @@ from headrace.workers import loop_slices
 
 T = TypeVar("T")
 
-LIFE: ContextVar["Life | None"] = ContextVar("life", default=None)
+PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 """The process to which the running code belongs; None for the world outside the server."""
 
 _numbers = itertools.count(1)
 
 
-class Life:
+class Process:
     """A process. All tasks, callbacks, timers and threads that it started end with it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_dead = False
-        self.parent = LIFE.get()
+        self.parent = PROCESS.get()
         # Callbacks that became due during a pause, in order; None unless the process is paused.
         self._held: list[tuple[Lane, asyncio.Handle]] | None = None
 
@@ -80,7 +80,7 @@ class _Task(asyncio.Task[Any]):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._number = next(_numbers)
         context = options.get("context")
-        self.life: Life | None = LIFE.get() if context is None else context.get(LIFE)
+        self.process: Process | None = PROCESS.get() if context is None else context.get(PROCESS)
         super().__init__(*args, **options)
 
     def __hash__(self) -> int:
@@ -99,12 +99,12 @@ class _Future(asyncio.Future[Any]):
 
 
 class WorldLoop(SimLoop):
-    """The event loop of a whole run: of the server's lives and of everything around them."""
+    """The event loop of a whole run: of all processes, and of everything around them."""
 
     def __init__(self, config: SimConfig, strategy: Strategy, *, tracer: Any = None) -> None:
         super().__init__(config, strategy, tracer=tracer)
         self.set_task_factory(lambda loop, coro, **options: _Task(coro, loop=loop, **options))
-        self._executors: dict[tuple[int, Life | None], _Executor] = {}
+        self._executors: dict[tuple[int, Process | None], _Executor] = {}
         # Calls that are due after a number of steps, the earliest first.
         self._due: list[tuple[int, Callable[[], None]]] = []
         # Returns the seconds for which a job of a thread pool waits before it begins.
@@ -114,8 +114,8 @@ class WorldLoop(SimLoop):
         return _Future(loop=self)
 
     def _execute(self, lane: Lane, handle: asyncio.Handle) -> None:
-        life = handle._context.get(LIFE)  # type: ignore[attr-defined]
-        if life is None or not (life.has_ended or life.hold(lane, handle)):
+        process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
+        if process is None or not (process.has_ended or process.hold(lane, handle)):
             super()._execute(lane, handle)
         while self._due and self.steps >= self._due[0][0]:
             self._due.pop(0)[1]()
@@ -132,9 +132,11 @@ class WorldLoop(SimLoop):
         handle = asyncio.Handle(thread.switch, (), self, thread.context)
         self._enqueue_lane(thread.lane, handle)
 
-    def living_tasks(self, life: Life) -> "list[asyncio.Task[Any]]":
+    def living_tasks(self, process: Process) -> "list[asyncio.Task[Any]]":
         """Return the tasks of a process that are not done."""
-        return [it for it in self.tasks if not it.done() and getattr(it, "life", None) is life]
+        return [
+            it for it in self.tasks if not it.done() and getattr(it, "process", None) is process
+        ]
 
     def new_lane(self, name: str) -> Lane:
         return Lane(self._new_lane_id(), None, "thread", name)
@@ -144,7 +146,7 @@ class WorldLoop(SimLoop):
     ) -> "asyncio.Future[T]":
         future: asyncio.Future[T] = self.create_future()
         # Each process has its own threads, also for a pool that a module makes.
-        key = (id(executor), LIFE.get())
+        key = (id(executor), PROCESS.get())
         pool = self._executors.get(key)
         if pool is None:
             most = getattr(executor, "_max_workers", 32)
@@ -348,14 +350,14 @@ def sleep(seconds: float) -> None:
     _current().park(seconds)
 
 
-class _ByLife(dict[Any, Any]):
+class _ByProcess(dict[Any, Any]):
     """A dictionary with one entry per process, in place of one entry per event loop."""
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return super().get(LIFE.get(), default)
+        return super().get(PROCESS.get(), default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(LIFE.get(), value)
+        super().__setitem__(PROCESS.get(), value)
 
 
 @contextlib.contextmanager
@@ -366,7 +368,7 @@ def simulated() -> Iterator[None]:
         (threading, "Event", Event),
         (queue, "SimpleQueue", SimpleQueue),
         (time, "sleep", sleep),
-        (loop_slices, "_of_loop", _ByLife()),
+        (loop_slices, "_of_loop", _ByProcess()),
         (secrets, "token_hex", lambda num=32: random.randbytes(num or 32).hex()),
         (secrets, "randbits", random.getrandbits),
     ]

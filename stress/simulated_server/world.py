@@ -20,7 +20,7 @@ from stress.simulated_server.processes import SimChild
 from stress.simulated_server.requests import MODEL, Request
 from stress.simulated_server.requests import draw as draw_request
 from stress.simulated_server.server import Machine, SimServer
-from stress.simulated_server.system import LIFE, world_loop
+from stress.simulated_server.system import PROCESS, world_loop
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ class World:
         await self.stop(server)
         # Callbacks that are due at the end may still run.
         await asyncio.sleep(1.0)
-        left = [it.get_name() for it in world_loop().living_tasks(server.life)]
+        left = [it.get_name() for it in world_loop().living_tasks(server.process)]
         assert not left, f"tasks outlive the server: {left}"
 
     async def stop(self, server: SimServer) -> None:
@@ -205,7 +205,7 @@ class World:
             async with asyncio.timeout(STOP_S):
                 await asyncio.wait([server.task])
         except TimeoutError:
-            raise AssertionError(f"{server.life.name} does not stop") from None
+            raise AssertionError(f"{server.process.name} does not stop") from None
         server.task.result()
 
 
@@ -317,8 +317,8 @@ class StoryHandler(logging.Handler):
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
-        life = LIFE.get()
-        name = life.name if life else "world"
+        process = PROCESS.get()
+        name = process.name if process else "world"
         text = record.getMessage()
         if fields := getattr(record, "fields", None):
             text += f" {fields.get('route')} {fields.get('outcome')}"
