@@ -20,8 +20,9 @@ CALL = {"name": mcp_server.TOOL["name"], "arguments": {"thing": "wheel"}}
 
 
 class Forcing(ThreadingHTTPServer):
-    """A proxy before the server. It forces the tool's call, once. Its model is too small to think
-    of the call by itself.
+    """A proxy before the server. It forces the tool's call in the first turn and a short answer in
+    the second one. The model is too small to think of the call by itself, and without a schema its
+    answer may repeat a word without end.
     """
 
     daemon_threads = True
@@ -44,6 +45,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.server.bodies:
             choice = {"type": "function", "namespace": NAMESPACE, "name": CALL["name"]}
             body["tool_choice"] = choice
+        else:
+            body["tool_choice"] = "none"
+            schema = {"enum": ["It is behind the mill."]}
+            body["text"] = {"format": {"type": "json_schema", "name": "place", "schema": schema}}
         self.server.bodies.append(body)
         self._pass_on(json.dumps(body).encode())
 
