@@ -142,6 +142,8 @@ class _FramesAfter(WireFrames):
     def __init__(self, record: Record, after: int) -> None:
         super().__init__(record)
         self._after = after
+        assert isinstance(self._frames, ResponseFrames)
+        self._frames.resume_after(max(after, 0))
 
     def render(self, event: AnyEvent) -> list[bytes]:
         frames = super().render(event)

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.gateway.responses_routes import _FramesAfter
 from headrace.protocols.dialect import encode
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.openai.response_events import StoredBody
@@ -229,6 +230,14 @@ def test_a_keepalive_repeats_the_last_number() -> None:
         frames_of(record_of(response_options={"heartbeat": False}), event)[2:]
         == frames_of(record_of(response_options={"heartbeat": False}))[2:]
     )
+
+
+def test_a_keepalive_before_the_first_resumed_event_has_the_number_of_the_cursor() -> None:
+    """A client may take the number of any event as its next cursor."""
+    resumed = _FramesAfter(record_of(), 23)
+    resumed.render(progress(600))
+    (beat,) = told([resumed.idle()])
+    assert beat == {"type": "keepalive", "sequence_number": 23}
 
 
 def test_queue_progress_and_recovery_ride_on_keepalives_if_asked_for() -> None:

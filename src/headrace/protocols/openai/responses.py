@@ -306,6 +306,7 @@ class ResponseFrames:
         # The numbers of the frames in the last result of `render`. A keepalive has the number of
         # the preceding event plus 0.5.
         self.places: list[float] = []
+        self._resumed_after = 0
         self._options = options = record.request.response_options
         self._has_numbered_progress = options.return_progress and record.rendering > 1
         self._response = ResponseBuilder(record)
@@ -328,6 +329,10 @@ class ResponseFrames:
         """Return a heartbeat: a valid frame that adds nothing to the answer."""
         return self._frame({"type": "keepalive"})
 
+    def resume_after(self, number: int) -> None:
+        """Give no keepalive a lower number than the last event that the client has."""
+        self._resumed_after = number
+
     def _advanced(self, event: AnyEvent) -> list[ResponseEvent]:
         """Return the prompt's progress as an event that clients count as a sign of life."""
         if not (self._has_numbered_progress and isinstance(event, Progress)):
@@ -349,7 +354,8 @@ class ResponseFrames:
 
     def _frame(self, event: dict[str, Any]) -> bytes:
         kind: str = event["type"]
-        payload = encode({"type": kind, "sequence_number": max(self.last_number, 0)} | event)
+        number = max(self.last_number, self._resumed_after)
+        payload = encode({"type": kind, "sequence_number": number} | event)
         return named(kind, payload)
 
 
