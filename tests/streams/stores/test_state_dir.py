@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.streams.stores import state_dir
 from headrace.streams.stores.state_dir import StateDir, StateError, StateInUse
 
 
@@ -16,6 +17,17 @@ def test_a_new_directory_and_its_files_are_private(tmp_path: Path) -> None:
     file = state.private_file("x")
     assert (mode(state.path), mode(file), mode(state.path / "lock")) == (0o700, 0o600, 0o600)
     state.close()
+
+
+def test_the_folders_of_new_directories_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure could lose the whole state directory of a new server."""
+    synced = list[Path]()
+    monkeypatch.setattr(state_dir, "sync_folder", synced.append)
+    for _ in range(2):
+        StateDir(tmp_path / "deep" / "state").close()
+    assert sorted(synced) == [tmp_path, tmp_path / "deep"]
 
 
 def test_an_open_directory_of_ours_is_made_private(tmp_path: Path) -> None:

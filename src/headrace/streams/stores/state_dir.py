@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from headrace_common.system.state_files import StateError as StateError
-from headrace_common.system.state_files import make_way
+from headrace_common.system.state_files import make_way, sync_folder
 
 
 class StateInUse(StateError):
@@ -57,7 +57,10 @@ class StateDir:
 
 
 def _lock(directory: Path) -> int:
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
     lock = directory / "lock"
     if lock.exists() or not any(directory.iterdir()):
         # A directory that contains other files keeps its mode.
