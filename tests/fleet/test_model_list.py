@@ -53,6 +53,34 @@ async def test_a_deleted_models_files_stay_if_a_model_of_the_flags_lies_among_th
     assert discarded == removed
 
 
+async def test_files_that_were_to_be_deleted_when_a_server_ended_are_deleted_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discarded: list[str] = []
+    monkeypatch.setattr(model_list, "discard", discarded.append)
+    file = tmp_path / "pulled.json"
+    file.write_bytes(msgspec.json.encode([StoredPull("owner/name", "here")]))
+
+    def next_server() -> tuple[ModelList, NoFleet]:
+        sources = ModelSources((), Pulls(file), tuple, None, False)
+        fleet = NoFleet()
+        return ModelList(ModelChanges(sources, NoFleet, len), fleet), fleet  # type: ignore[arg-type]
+
+    first, ended = next_server()
+    await first.delete("owner/name")
+    # A stream of the model still ran when the server ended.
+    ended.then.close()
+
+    second, fleet = next_server()
+    assert second.pulls.all() == () and second.pulls.find("owner/name") is None
+    running = asyncio.create_task(second.run())
+    await asyncio.sleep(0)
+    await fleet.then
+    assert discarded == ["owner/name"]
+    running.cancel()
+    assert next_server()[0].pulls.deleted == ()
+
+
 def test_a_pulled_model_has_the_flags_of_all_but_no_adapter_of_another(tmp_path: Path) -> None:
     kept = tmp_path / "pulled.json"
     kept.write_bytes(msgspec.json.encode([StoredPull("owner/name", "here")]))

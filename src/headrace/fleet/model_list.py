@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +122,12 @@ class ModelList:
         self._deleting = asyncio.Lock()
 
     async def run(self) -> None:
-        """Run the downloads until cancelled."""
+        """Run the downloads until cancelled.
+
+        First, delete the files of models that were deleted during an earlier server process.
+        """
+        for model in self.pulls.deleted:
+            self._fleet.when_removed(model, partial(self._delete_files, model))
         await self.pulls.run(self._apply)
 
     def document(self) -> dict[str, Any]:
@@ -179,7 +185,7 @@ class ModelList:
             raise RequestError("unsupported_operation", _NOT_PULLED, "model")
         if await self.pulls.forget(model):
             self._apply()
-        self._fleet.when_removed(model, lambda: self._delete_files(model))
+        self._fleet.when_removed(model, partial(self._delete_files, model))
 
     async def _delete_files(self, model: str) -> None:
         async with self._deleting:
@@ -187,6 +193,7 @@ class ModelList:
             wanted += [it.model for it in self.pulls.all()]
             if _repo_of(model) not in map(_repo_of, wanted):
                 await asyncio.to_thread(discard, model)
+            await self.pulls.note_deletion(model)
 
     def _apply(self) -> None:
         hosts = tuple(self._make(config) for config in self._sources.all())

@@ -42,7 +42,8 @@ _MAX_FILE_BYTES = 64 << 20
 
 _MAX_FAILED = 64
 
-PullState = Literal["downloading", "stopped", "failed", "here"]
+# A client has deleted a model in the state "deleted"; its files are deleted after its last stream.
+PullState = Literal["downloading", "stopped", "failed", "here", "deleted"]
 Begin = Callable[[str], Awaitable[DownloadProcess]]
 """Starts the download process of a model."""
 
@@ -141,10 +142,16 @@ class Pulls:
         self._on_arrival: Callable[[], None]
 
     def all(self) -> tuple[Pull, ...]:
-        return tuple(self._pulls.values())
+        return tuple(it for it in self._pulls.values() if it.state != "deleted")
 
     def find(self, model: str) -> Pull | None:
-        return self._pulls.get(model)
+        pull = self._pulls.get(model)
+        return None if pull is None or pull.state == "deleted" else pull
+
+    @property
+    def deleted(self) -> tuple[str, ...]:
+        """The deleted models whose files still exist."""
+        return tuple(it.model for it in self._pulls.values() if it.state == "deleted")
 
     @property
     def here(self) -> tuple[str, ...]:
@@ -173,7 +180,7 @@ class Pulls:
         """
         if not can_be_fetched(model):
             raise RequestError("invalid_value", _INVALID_ID, "model")
-        pull = self._pulls.get(model) or Pull(StoredPull(model, "stopped"))
+        pull = self.find(model) or Pull(StoredPull(model, "stopped"))
         if pull.state in ("stopped", "failed"):
             number = sum(it.state == "downloading" for it in self.all())
             if number >= MAX_AT_ONCE:
@@ -210,9 +217,15 @@ class Pulls:
         if self._pulls.get(model) is not pull:
             # Another call removed the download during the wait.
             return False
-        del self._pulls[model]
+        self._pulls[model] = Pull(StoredPull(model, "deleted"))
         await self._save()
         return pull.state == "here"
+
+    async def note_deletion(self, model: str) -> None:
+        """Note that the files of a deleted model do not exist any more."""
+        if model in self.deleted:
+            del self._pulls[model]
+            await self._save()
 
     async def _end(self, pull: Pull) -> None:
         while pull.state == "downloading":
