@@ -62,17 +62,19 @@ _CODES = {
         "unsupported_parameter unsupported_content unsupported_operation invalid_image "
         "image_too_large image_url_refused image_fetch_failed template_failed empty_prompt "
         "duplicate_id context_length_exceeded invalid_cursor batch_not_ended file_in_use "
-        "quota_exceeded model_unsupported"
+        "quota_exceeded model_unsupported mutually_exclusive_parameters"
     ),
     ErrorKind(400, "cancelled_error"): "cancelled client_gone replaced",
     ErrorKind(401, "authentication_error"): "invalid_api_key",
     ErrorKind(403, "permission_error"): "forbidden download_denied",
     ErrorKind(404, "not_found_error"): (
-        "route_not_found model_not_found stream_not_found file_not_found batch_not_found"
+        "route_not_found model_not_found stream_not_found file_not_found batch_not_found "
+        "conversation_not_found item_not_found"
     ),
     ErrorKind(405, "invalid_request_error"): "method_not_allowed",
     ErrorKind(408, "timeout_error", retry=True): "headers_timeout body_timeout",
     ErrorKind(409, "conflict_error"): "idempotency_key_reused",
+    ErrorKind(409, "conflict_error", retry=True): "conversation_locked",
     ErrorKind(410, "not_found_error"): "stream_gone",
     ErrorKind(413, "invalid_request_error"): "request_too_large",
     ErrorKind(415, "invalid_request_error"): "unsupported_media_type",

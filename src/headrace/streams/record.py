@@ -11,6 +11,12 @@ from headrace_common.adapter import Adapter
 from headrace_common.ids import StreamId
 from headrace_common.request import Chat, Request
 
+CONVERSATION = "conversation\n"
+"""The start of the stored names of conversations of /v1/conversations.
+
+No X-Conversation-Id contains a line break, so no client can choose such a name.
+"""
+
 
 class Names(msgspec.Struct, frozen=True):
     """The names under which a stream can be found, and their `owner`, the name of an API key.
@@ -32,11 +38,18 @@ class Names(msgspec.Struct, frozen=True):
     can_attach: bool = True
     # Ids that the client gave to items of its input.
     items: tuple[str, ...] = ()
+    # The stream after which this stream may take over the conversation. None: after any stream.
+    follows: StreamId | None = None
 
     @property
     def is_opted_in(self) -> bool:
         """Return whether the client asked for a stream that survives a lost connection."""
         return self.is_stored or self.conversation is not None or self.key is not None
+
+    @property
+    def is_in_conversation(self) -> bool:
+        """Return whether the stream belongs to a conversation of /v1/conversations."""
+        return self.conversation is not None and self.conversation.startswith(CONVERSATION)
 
     def outlives_client_s(self, linger_s: float) -> float | None:
         """Return how many seconds a stream without readers continues before its first token.

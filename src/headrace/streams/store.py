@@ -110,6 +110,15 @@ class StoreStalled(RequestError):
         super().__init__("storage_unavailable", message, retry_after_s=5)
 
 
+class ConversationLocked(RequestError):
+    """Raised if another stream than `follows` is the newest of a conversation, or is running."""
+
+    def __init__(self) -> None:
+        message = "Another process is currently operating on this conversation. "
+        message += "Please retry in a few seconds."
+        super().__init__("conversation_locked", message, "conversation")
+
+
 class SeenGateway(msgspec.Struct, frozen=True):
     """A running server of a shared store. `about` is the data that the server published with
     `tell`.
@@ -151,6 +160,9 @@ class Store(Protocol):
         The stream id, the idempotency key and the conversation are checked in this order, as one
         atomic operation. A new stream takes over a conversation whose stream has ended or is
         `replaces`. If the returned record has another id, an existing stream holds the name.
+
+        A stream whose names have `follows` only takes over a conversation of which that stream is
+        the newest and has ended. Otherwise ConversationLocked is raised.
         """
 
     async def find(self, name: Name) -> Stored | None:

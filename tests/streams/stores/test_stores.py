@@ -10,16 +10,19 @@ import msgspec
 import pytest
 
 from headrace.streams.log import Log, LogConflict, LogGone
+from headrace.streams.record import Record
 from headrace.streams.store import (
     ByConversation,
     ById,
     ByItem,
     ByKey,
+    ConversationLocked,
     Name,
     Retention,
     Store,
     Totals,
 )
+from headrace_common.ids import StreamId
 from tools.harness.eventually import settle
 from tools.harness.redis_servers import needs_redis
 from tools.harness.stream_events import (
@@ -348,3 +351,26 @@ async def test_a_sweep_counts_bytes_and_never_evicts_live_streams(store: Store) 
     assert 30_000 < after.num_bytes < before.num_bytes
     await live.append(1000, [finish(1000)])
     assert await store.sweep(Retention(max_bytes=30_000), time.time()) == Totals(0, 0, 0)
+
+
+@store_test
+async def test_a_stream_that_follows_another_takes_over_only_from_it_and_once_it_has_ended(
+    store: Store,
+) -> None:
+    def following(id: str, follows: str) -> Record:
+        record = make_record(id, conversation="talk")
+        names = msgspec.structs.replace(record.names, follows=StreamId(follows))
+        return msgspec.structs.replace(record, names=names)
+
+    with pytest.raises(ConversationLocked):
+        await store.create(following(B, A))
+    created = await store.create(make_record(A, conversation="talk"))
+    with pytest.raises(ConversationLocked):
+        await store.create(following(B, A))
+    await created.log.append(0, [finish(0)])
+    with pytest.raises(ConversationLocked):
+        await store.create(following(C, B))
+    assert (await store.create(following(B, A))).record.id == B
+    with pytest.raises(ConversationLocked):
+        await store.create(following(C, A))
+    assert await holder(store, ByConversation("", "talk")) == B

@@ -14,6 +14,7 @@ from headrace.streams.store import (
     ById,
     ByItem,
     ByKey,
+    ConversationLocked,
     Name,
     Retention,
     Stored,
@@ -98,6 +99,10 @@ class MemoryStore(Unshared):
     def _holder(self, record: Record, replaces: StreamId | None) -> "_Entry | None":
         for name in _names(record):
             entry = self._names.get(name)
+            follows = record.names.follows if isinstance(name, ByConversation) else None
+            ended_id = entry.record.id if entry and entry.ended_at is not None else None
+            if follows is not None and ended_id != follows:
+                raise ConversationLocked
             if entry is None:
                 continue
             is_free = entry.ended_at is not None or entry.record.id == replaces

@@ -23,6 +23,7 @@ from headrace.streams.store import (
     ById,
     ByItem,
     ByKey,
+    ConversationLocked,
     Name,
     OnCommit,
     Retention,
@@ -119,13 +120,15 @@ class RedisStore:
         names = record.names
         self._num_claims += 1
         try:
-            is_new, found = await self.link.run(
+            is_new, *found = await self.link.run(
                 scripts.CREATE,
                 *(record.id, names.owner, names.conversation or "", names.key or ""),
                 *(_encode(record), replaces or "", self.gateway, secrets.token_hex(8)),
-                " ".join(names.items),
+                *(" ".join(names.items), names.follows or ""),
             )
-            row = row_of(found)
+            if not found:
+                raise ConversationLocked
+            row = row_of(found[0])
             if is_new:
                 return self._claimed(row, record, self.tails.create(record.id))
         finally:

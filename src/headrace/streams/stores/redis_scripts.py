@@ -68,7 +68,8 @@ end
 """
 
 CREATE = """
-local _, id, owner, conversation, key, record, replaces, gateway, claim, items = unpack(ARGV)
+local _, id, owner, conversation, key, record, replaces, gateway, claim, items, follows =
+  unpack(ARGV)
 local k = meta(id)
 if call('EXISTS', k) == 1 then
   local is_mine = is_again and call('HGET', k, 'claim') == claim
@@ -80,6 +81,8 @@ if key ~= '' then
 end
 if conversation ~= '' then
   local holder = of_conversation(owner, conversation)
+  local is_next = holder == follows and call('HGET', meta(follows), 'ended')
+  if follows ~= '' and not is_next then return {-1} end
   if holder then
     if not call('HGET', meta(holder), 'ended') then
       if holder ~= replaces then return {0, shown(holder)} end

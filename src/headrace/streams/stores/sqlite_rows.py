@@ -16,7 +16,14 @@ import msgspec
 from headrace.streams.events import AnyEvent, frees_key, is_terminal
 from headrace.streams.log import LogConflict, LogGone, LogUnsound
 from headrace.streams.record import Record
-from headrace.streams.store import ByConversation, ById, ByItem, ByKey, Name
+from headrace.streams.store import (
+    ByConversation,
+    ById,
+    ByItem,
+    ByKey,
+    ConversationLocked,
+    Name,
+)
 from headrace.streams.stores.sweep import Kept
 from headrace_common.ids import StreamId
 
@@ -102,6 +109,10 @@ def claim(db: sqlite3.Connection, record: Record, replaces: StreamId | None) -> 
             set_aside(db, [holder])
     if names.conversation is not None:
         holder = find(db, ByConversation(names.owner, names.conversation))
+        if names.follows is not None:
+            ended_id = holder.record.id if isinstance(holder, Row) and holder.has_ended else None
+            if ended_id != names.follows:
+                raise ConversationLocked
         if isinstance(holder, Row) and not holder.has_ended and holder.record.id != replaces:
             return holder
         if holder is not None:
