@@ -23,6 +23,7 @@ from headrace.gateway.auth import Auth
 from headrace.gateway.batch_routes import BatchRoutes
 from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.byte_routes import ByteRoutes
+from headrace.gateway.conversation_routes import ConversationRoutes
 from headrace.gateway.durable_routes import DurableRoutes
 from headrace.gateway.file_routes import FileRoutes
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
@@ -118,7 +119,8 @@ def build_gateway(
         vectors=VectorRoutes(generation, intake, auth, bodies),
         texts=TextRoutes(generation, intake, bodies),
         responses=ResponsesRoutes(generation, intake, config, auth, bodies),
-        streams=NativeRoutes(generation, config, auth, index),
+        conversations=ConversationRoutes(intake.conversations, auth, bodies),
+        streams=NativeRoutes(generation, intake.conversations, config, auth, index),
         stream_bytes=ByteRoutes(generation, config, auth, bodies, index),
         durable=DurableRoutes(generation, auth, config.streams.heartbeat_s),
         llama=LlamaRoutes(generation, auth),

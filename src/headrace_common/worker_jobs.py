@@ -150,6 +150,8 @@ class ContinueResponse(Job[CheckedBody], frozen=True, tag=True):
     the earlier response, and of each referenced response.
     """
 
+    # The id of the newest stream of a conversation. Empty if the earlier response was named.
+    newest: str = ""
     dialect: ClassVar[Route] = "/v1/responses"
 
 
@@ -294,6 +296,32 @@ class ListInput(Job[bytes], frozen=True, tag=True):
     dialect: ClassVar[Route] = "/v1/responses"
 
 
+class UsedConversation(msgspec.Struct, frozen=True):
+    """The JSON of an answer of /v1/conversations, and the new kept data; empty if unchanged."""
+
+    answer: bytes
+    kept: bytes = b""
+
+
+class UseConversation(Job[UsedConversation], frozen=True, tag=True):
+    """Answer a request of /v1/conversations for the conversation `id`.
+
+    The packed bytes contain the kept data and the output of the conversation's newest stream
+    `stream_id`, and the request's body. `new_id` is the id of the stream that stores a change.
+    """
+
+    what: Literal["create", "show", "update", "add", "remove", "copy", "item", "list"]
+    id: str
+    stream_id: str = ""
+    new_id: str = ""
+    created: int = 0
+    item: str = ""
+    limit: int = 0
+    is_rising: bool = False
+    after: str = ""
+    dialect: ClassVar[Route] = "/v1/responses"
+
+
 class ReadModelName(Job[str], frozen=True, tag=True):
     """Read the required field `model` of a body."""
 
@@ -416,6 +444,7 @@ AnyJob = (
     | RankDocuments
     | WriteScores
     | ListInput
+    | UseConversation
     | CheckLines
     | OpenLine
     | ReadBatch

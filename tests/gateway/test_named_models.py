@@ -18,7 +18,14 @@ from headrace.text.model_names import Models
 from headrace.workers.job_queue import Body
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
-from headrace_common.worker_jobs import Job, NameModels, ReadBatch, ReadModelName, ReadNames
+from headrace_common.worker_jobs import (
+    Job,
+    NameModels,
+    ReadBatch,
+    ReadModelName,
+    ReadNames,
+    UseConversation,
+)
 from tests.gateway.builders import FakeGeneration, app_of
 
 CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))
@@ -26,7 +33,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 NAMED: dict[str, Any] = {"model": "headrace-mini", "max_tokens": 1, "messages": MESSAGES}
 REQUESTS = {"requests": [{"custom_id": "a", "params": NAMED}]}
 PATHS = sorted(it.path for it in ROUTES if it.method == "post" and "{" not in it.path)
-READ_NO_MODEL = (NameModels, ReadModelName, ReadNames, ReadBatch)
+READ_NO_MODEL = (NameModels, ReadModelName, ReadNames, ReadBatch, UseConversation)
 UNREAD = RequestError("load_failed", "It cannot be read.", "model")
 
 

@@ -154,7 +154,7 @@ class LineAnswers:
 
     async def forget(self, asked: LineRequest) -> None:
         """Stop and delete the stream of a line, if one exists."""
-        await self._generation.streams.discard(asked.owner, ByKey(asked.owner, asked.key))
+        await self._intake.conversations.discard(asked.owner, ByKey(asked.owner, asked.key))
 
     def _failed(self, asked: LineRequest, error: RequestError) -> tuple[int, bytes]:
         errors = _errors_of(asked.route)

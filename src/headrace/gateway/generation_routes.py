@@ -91,7 +91,8 @@ class GenerationRoutes:
         Returns None if neither is necessary.
         """
         host = self._generation.fleet.hosts.find(checked.fields.get("model", ""))
-        if host is None or names.conversation is not None:
+        is_by_byte = names.conversation is not None and not names.is_in_conversation
+        if host is None or is_by_byte:
             return None
         fields = checked.fields
         can_compact = "is_compaction" in fields or fields.get("context_management") is not None

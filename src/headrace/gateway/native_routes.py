@@ -23,6 +23,7 @@ from headrace.gateway.http_responses import answer
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.answers import AnswerBody
+from headrace.intake.conversations import Conversations
 from headrace.protocols.dialect import WireFrames, encode
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai.chunks import error_of
@@ -103,9 +104,15 @@ def _invalid(message: str) -> RequestError:
 
 class NativeRoutes:
     def __init__(
-        self, generation: Generation, config: ServerConfig, auth: Auth, index: BodyIndex
+        self,
+        generation: Generation,
+        conversations: Conversations,
+        config: ServerConfig,
+        auth: Auth,
+        index: BodyIndex,
     ) -> None:
         self._streams = generation.streams
+        self._conversations = conversations
         self._index = index
         self._config = config.streams
         self._auth = auth
@@ -120,7 +127,7 @@ class NativeRoutes:
 
     async def delete(self, request: Request) -> ASGIApp:
         owner = self._auth.owner(request.headers)
-        await self._streams.discard(owner, ById(StreamId(request.path_params["id"])))
+        await self._conversations.discard(owner, ById(StreamId(request.path_params["id"])))
         return Response(status_code=204)
 
     async def events(self, request: Request) -> ASGIApp:

@@ -94,10 +94,14 @@ def _described(path: str, operation: Operation) -> dict[str, Any]:
 
 def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
     string = {"type": "string"}
-    inside = [{"name": "id", "in": "path", "required": True, "schema": string}]
+    inside = [
+        {"name": name, "in": "path", "required": True, "schema": string}
+        for name in ("id", "item")
+        if f"{{{name}}}" in path
+    ]
     query = [{"name": name, "in": "query", "schema": string} for name in operation.query]
     headers = [{"name": name, "in": "header", "schema": string} for name in operation.headers]
-    return (inside if "{id}" in path else []) + query + headers
+    return inside + query + headers
 
 
 def _body(operation: Operation, table: Mapping[str, Kind]) -> dict[str, Any]:

@@ -74,20 +74,14 @@ class ResponsesRoutes:
 
     async def delete(self, request: Request) -> ASGIApp:
         id = (await self._find(request)).record.id
-        await self._generation.streams.discard(self._auth.owner(request.headers), ById(id))
+        await self._intake.conversations.discard(self._auth.owner(request.headers), ById(id))
         return answer({"id": id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> ASGIApp:
         """Return a page of the response's input items."""
-        limit = _number(request, "limit")
-        if limit is not None and not 1 <= limit <= _MAX_LIMIT:
-            raise _out_of_range("limit", f"a number from 1 to {_MAX_LIMIT}")
-        order = request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise _out_of_range("order", "asc or desc")
+        limit, is_rising, after = page_query(request)
         record = (await self._find(request)).record
-        after = request.query_params.get("after", "")
-        page = ListInput(record.id, limit or _LIMIT, order == "asc", after)
+        page = ListInput(record.id, limit, is_rising, after)
         listing = self._generation.work.do(page, [record.request.kept])
         return CountedAnswer(await unless_left(request.receive, listing), self._bodies)
 
@@ -154,6 +148,17 @@ class _FramesAfter(WireFrames):
             return frames
         pairs = zip(frames, places, strict=True)
         return [frame for frame, number in pairs if number > self._after]
+
+
+def page_query(request: Request) -> tuple[int, bool, str]:
+    """Return the limit of a page of items, whether the order is rising, and the item before it."""
+    limit = _number(request, "limit")
+    if limit is not None and not 1 <= limit <= _MAX_LIMIT:
+        raise _out_of_range("limit", f"a number from 1 to {_MAX_LIMIT}")
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise _out_of_range("order", "asc or desc")
+    return limit or _LIMIT, order == "asc", request.query_params.get("after", "")
 
 
 def _number(request: Request, name: str) -> int | None:

@@ -193,7 +193,7 @@ class ResponseSocket:
         held.close()
         checked = msgspec.structs.replace(checked, fields={**checked.fields, "stream": True})
         names = names_of(self._owner, checked)
-        is_unstored = checked.fields.get("store") is False
+        is_unstored = checked.fields.get("store") is False and not names.is_in_conversation
         names = msgspec.structs.replace(names, is_kept=names.is_kept or is_unstored)
         return _OpenedResponse((await intake.open(ROUTE, checked, names)).stream, is_unstored)
 

@@ -12,6 +12,7 @@ from headrace.gateway.adapter_routes import AdapterRoutes
 from headrace.gateway.auth import Auth, Endpoint
 from headrace.gateway.batch_routes import BatchRoutes
 from headrace.gateway.byte_routes import ByteRoutes
+from headrace.gateway.conversation_routes import ConversationRoutes
 from headrace.gateway.durable_routes import DurableRoutes
 from headrace.gateway.file_routes import FileRoutes
 from headrace.gateway.generation_routes import GenerationRoutes, TextRoutes
@@ -35,6 +36,7 @@ from headrace.protocols.dialect import DIALECTS, Dialect, dialect_of
 from headrace.protocols.fields.kinds import Kind, String
 from headrace.protocols.framing import LINES
 from headrace.protocols.ollama import answers as ollama_answers
+from headrace.protocols.openai import conversations
 from headrace.protocols.openai import responses as openai_responses
 from headrace.protocols.vectors import embeddings, rerank, score
 from headrace_common.errors import RequestError
@@ -55,6 +57,7 @@ class Endpoints(NamedTuple):
     vectors: VectorRoutes
     texts: TextRoutes
     responses: ResponsesRoutes
+    conversations: ConversationRoutes
     streams: NativeRoutes
     stream_bytes: ByteRoutes
     durable: DurableRoutes
@@ -277,6 +280,28 @@ ROUTES: tuple[Operation, ...] = (
     Operation("get", "/v1/responses/{id}/input_items", KEY, lambda on: on.responses.input_items,
         "List the input of a response", ("object", "data", "has_more"),
         query=("limit", "order", "after"), errors=(400, 404)),
+    Operation("post", "/v1/conversations", KEY, lambda on: on.conversations.create,
+        "Create a conversation", conversations.KEYS, conversations.CREATED,
+        errors=(400, 408, 413, 415, 503)),
+    Operation("get", "/v1/conversations/{id}", KEY, lambda on: on.conversations.read,
+        "Show a conversation", conversations.KEYS, errors=(404,)),
+    Operation("post", "/v1/conversations/{id}", KEY, lambda on: on.conversations.update,
+        "Replace the metadata of a conversation", conversations.KEYS, conversations.UPDATED,
+        tuple(conversations.UPDATED), errors=(*_BODY_ERRORS, 409, 503)),
+    Operation("delete", "/v1/conversations/{id}", KEY, lambda on: on.conversations.delete,
+        "Delete a conversation", ("id", "object", "deleted"), errors=(404, 409, 503)),
+    Operation("get", "/v1/conversations/{id}/items", KEY, lambda on: on.conversations.list,
+        "List the items of a conversation", _LIST,
+        query=("limit", "order", "after"), errors=(400, 404)),
+    Operation("post", "/v1/conversations/{id}/items", KEY, lambda on: on.conversations.add,
+        "Add items to a conversation", _LIST, conversations.ADDED, tuple(conversations.ADDED),
+        errors=(*_BODY_ERRORS, 409, 503)),
+    Operation("get", "/v1/conversations/{id}/items/{item}", KEY,
+        lambda on: on.conversations.item, "Show an item of a conversation", ("id", "type"),
+        errors=(404,)),
+    Operation("delete", "/v1/conversations/{id}/items/{item}", KEY,
+        lambda on: on.conversations.remove, "Remove an item of a conversation",
+        conversations.KEYS, errors=(404, 409, 503)),
     Operation("post", "/v1/files", KEY, lambda on: on.files.create,
         "Upload a file of requests, as a form", _FILE, errors=(400, 408, 413, 415, 503)),
     Operation("get", "/v1/files", KEY, lambda on: on.files.list,

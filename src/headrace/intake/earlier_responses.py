@@ -6,14 +6,17 @@ import msgspec
 
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found, Registry
-from headrace.intake.answers import encoded
-from headrace.protocols.openai.response_events import ResponseBuilder
+from headrace.intake.conversations import (
+    Conversations,
+    is_shown,
+    last_event,
+    output_of,
+    too_large,
+)
 from headrace.protocols.openai.response_items import response_of
 from headrace.protocols.openai.responses import NO_ITEMS, ROUTE
 from headrace.streams.events import Finish
-from headrace.streams.log import follow
-from headrace.streams.store import ById, ByItem
-from headrace.workers.loop_slices import slice_of_loop
+from headrace.streams.store import ById, ByItem, ConversationLocked
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
 from headrace_common.worker_jobs import CheckedBody, ContinueResponse
@@ -27,9 +30,12 @@ _MAX_RESPONSES = 64
 class EarlierResponses:
     """Adds earlier responses to requests that refer to earlier responses."""
 
-    def __init__(self, generation: Generation, max_bytes: int) -> None:
+    def __init__(
+        self, generation: Generation, conversations: Conversations, max_bytes: int
+    ) -> None:
         """`max_bytes` limits a conversation, including all its earlier responses."""
         self._generation = generation
+        self._conversations = conversations
         self._max_bytes = max_bytes
 
     async def restore(self, checked: CheckedBody, owner: str) -> CheckedBody:
@@ -75,22 +81,28 @@ class EarlierResponses:
     async def before(self, checked: CheckedBody, owner: str) -> CheckedBody:
         """Return the request with an earlier conversation before the request's own items.
 
-        The field `previous_response_id` names the earlier conversation. Raise RequestError if the
-        conversation is unknown, unfinished or too large.
+        The field `previous_response_id` or `conversation` names the earlier conversation. For the
+        latter, the result has the field `follows`. Raise RequestError if the conversation is
+        unknown, unfinished or too large.
         """
-        id = checked.fields.get("previous_response_id")
-        if id is None:
+        newest = StreamId("")
+        if (id := checked.fields.get("previous_response_id")) is not None:
+            found = await find(self._generation.streams, owner, id, "previous_response_id")
+            kept, output = found.record.request.kept, await _output(found)
+        elif (id := checked.fields.get("conversation")) is not None:
+            found, output, is_running = await self._conversations.newest(owner, id, "conversation")
+            if is_running:
+                raise ConversationLocked
+            kept, newest = found.record.request.kept, found.record.id
+        else:
             return checked
-        found = await find(self._generation.streams, owner, id, "previous_response_id")
-        kept = found.record.request.kept
-        output = await _output(found)
         num_bytes = len(kept) + len(output) + len(checked.kept)
         if num_bytes > self._max_bytes:
-            message = f"The conversation has {num_bytes} bytes; the limit is {self._max_bytes}. "
-            message += "Start a new conversation, or raise --max-body-bytes."
-            raise RequestError("request_too_large", message, "previous_response_id")
+            raise too_large(num_bytes, self._max_bytes)
         packed = msgspec.msgpack.encode((kept, output, checked, {}))
-        return await self._generation.work.do(ContinueResponse(), [packed])
+        checked = await self._generation.work.do(ContinueResponse(newest=newest), [packed])
+        fields = checked.fields | ({"follows": newest} if newest else {})
+        return msgspec.structs.replace(checked, fields=fields)
 
 
 async def find(streams: Registry, owner: str, id: str, param: str = "id") -> Found:
@@ -99,7 +111,8 @@ async def find(streams: Registry, owner: str, id: str, param: str = "id") -> Fou
 
 
 def _checked(found: Found | None, param: str) -> Found:
-    if found is None or found.record.request.route != ROUTE:
+    is_response = found is not None and found.record.request.route == ROUTE
+    if found is None or not is_response or not is_shown(found.record):
         message = "No response has this id. It may have expired, or it was never stored."
         raise RequestError("stream_not_found", message, param)
     return found
@@ -107,13 +120,8 @@ def _checked(found: Found | None, param: str) -> Found:
 
 async def _output(found: Found) -> bytes:
     """Return the items of an ended response as JSON. Raise RequestError if it has not finished."""
-    last, _ = await found.log.read(found.log.next_seq - 2, 1)
-    if not last or not isinstance(last[0], Finish):
+    if not isinstance(await last_event(found), Finish):
         message = "The response of previous_response_id is still running, or has failed. "
         message += "Only a response that is completed or incomplete can be continued."
         raise RequestError("invalid_value", message, "previous_response_id")
-    response = ResponseBuilder(found.record)
-    async for event in follow(found.log):
-        await slice_of_loop()
-        response.feed(event)
-    return await encoded(lambda: response.output)
+    return await output_of(found)

@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
+from headrace.intake.conversations import Conversations
 from headrace.intake.earlier_responses import EarlierResponses
 from headrace.intake.long_responses import LongResponses
 from headrace.intake.vectors import VectorAnswers
@@ -18,6 +19,7 @@ from headrace.protocols.dialect import Dialect, dialect_of
 from headrace.protocols.inserted_texts import AGENTS, client_of
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.requests import to_request
+from headrace.streams.record import CONVERSATION as CONVERSATIONS
 from headrace.streams.record import Names
 from headrace.text.tool_formats.generic import GENERIC
 from headrace.workers.job_queue import LARGE, Body
@@ -65,8 +67,10 @@ class Intake:
 
     def __init__(self, generation: Generation, config: ServerConfig) -> None:
         self.vectors = VectorAnswers(generation)
+        most = config.http.max_body_bytes
+        self.conversations = Conversations(generation, most)
         self.earlier: Mapping[Route, EarlierResponses] = {
-            "/v1/responses": EarlierResponses(generation, config.http.max_body_bytes)
+            "/v1/responses": EarlierResponses(generation, self.conversations, most)
         }
         self.long_responses = LongResponses(generation)
         self._generation = generation
@@ -169,9 +173,11 @@ class Intake:
         is_attached = stream is not None
         if stream is None:
             name = checked.fields.get("model")
-            host = await self._generation.host_for(name, waits=names.conversation is None)
+            can_wait = names.conversation is None or names.is_in_conversation
+            host = await self._generation.host_for(name, waits=can_wait)
             if earlier is not None:
                 checked = await earlier.before(checked, names.owner)
+                names = msgspec.structs.replace(names, follows=checked.fields.get("follows"))
                 checked = await self.long_responses.shorten(checked, host, names.owner)
             if host.config.return_progress != "off":
                 checked = _with_progress(checked, host.config.return_progress)
@@ -268,6 +274,11 @@ def names_of(
     conversation = conversation or None
     _check_name(conversation, CONVERSATION, _MAX_CONVERSATION)
     _check_name(key, KEY, _MAX_KEY)
+    if (id := fields.get("conversation")) is not None:
+        if conversation is not None:
+            message = f"Send the field conversation or the header {CONVERSATION}, not both."
+            raise RequestError("invalid_value", message, "conversation")
+        conversation = CONVERSATIONS + id
     return Names(
         owner=owner,
         conversation=conversation,

@@ -352,7 +352,7 @@ class Jobs:
 
 def _is_whole(checked: CheckedBody) -> bool:
     """Whether the prompt needs no image, no earlier response and no infill marks."""
-    continues = "previous_response_id" in checked.fields
+    continues = not checked.fields.keys().isdisjoint(("previous_response_id", "conversation"))
     return not continues and not any(
         isinstance(prompt, Infill) or (isinstance(prompt, Chat) and prompt.num_images)
         for prompt in checked.stubs

@@ -159,7 +159,7 @@ def test_an_effort_switches_thought_on_or_off() -> None:
             "tool_choice.name",
         ),
         ({"truncation": "some"}, "invalid_value", "truncation"),
-        ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+        ({"conversation": {"id": 5}}, "invalid_type", "conversation.id"),
         ({"background": True, "store": False}, "invalid_value", "store"),
         ({"metadata": {"a": 1}}, "invalid_type", "metadata.a"),
         ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),

@@ -47,6 +47,10 @@ class StoredBody(msgspec.Struct, frozen=True):
     summary: str = ""
     # The usage of the request that wrote the summary.
     summary_usage: dict[str, Any] = {}
+    # The number of items before the request's own input.
+    num_past: int = 0
+    # The conversation to which the items belong, as JSON without items; empty if there is none.
+    conversation: bytes = b""
 
 
 open_kept = msgspec.msgpack.Decoder(StoredBody).decode

@@ -173,6 +173,20 @@ class Metadata(msgspec.Struct, frozen=True):
         return {"type": "object", "maxProperties": _MAX_PAIRS, "additionalProperties": values}
 
 
+class ConversationId(msgspec.Struct, frozen=True):
+    """Reads a conversation's id, or an object with the id."""
+
+    def check(self, value: Any, path: str) -> str:
+        if type(value) is dict:
+            id: str = required(value, "id", path, String(1, 128))
+            return id
+        return String(1, 128).check(value, path)
+
+    def schema(self) -> dict[str, Any]:
+        id = String(1, 128).schema()
+        return {"anyOf": [id, {"type": "object", "properties": {"id": id}, "required": ["id"]}]}
+
+
 def constraint_of(text: dict[str, Any]) -> AnswerConstraint | None:
     """Return the constraint that a checked field `text` asks for."""
     format = text.get("format") or {}

@@ -15,7 +15,7 @@ from headrace.protocols.fields.tools import check_choice, narrow, text_parameter
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import chunks as openai
-from headrace.protocols.openai import long_responses
+from headrace.protocols.openai import conversations, long_responses
 from headrace.protocols.openai.long_responses import head_of
 from headrace.protocols.openai.response_events import (
     ResponseBuilder,
@@ -25,6 +25,7 @@ from headrace.protocols.openai.response_events import (
 )
 from headrace.protocols.openai.response_fields import (
     ContextManagement,
+    ConversationId,
     FlatChoice,
     FlatTools,
     Metadata,
@@ -52,7 +53,14 @@ from headrace.streams.record import Record
 from headrace.text.text_model import TextModel
 from headrace_common.errors import RequestError
 from headrace_common.request import Chat, Prompt, Request, Route
-from headrace_common.worker_jobs import CheckedBody, ContinueResponse, ListInput, ShortenResponse
+from headrace_common.worker_jobs import (
+    CheckedBody,
+    ContinueResponse,
+    ListInput,
+    ShortenResponse,
+    UseConversation,
+    UsedConversation,
+)
 
 ROUTE: Route = "/v1/responses"
 SUMMARY = "Answer a conversation with a response that can be retrieved later"
@@ -101,6 +109,7 @@ TABLE: Mapping[str, Kind] = {
     "top_logprobs": Integer(0, 20),
     "include": Array(String(), most=32),
     "previous_response_id": String(1, 128),
+    "conversation": ConversationId(),
     "store": Flag(),
     "background": Flag(),
     "generate": Flag(),
@@ -115,10 +124,11 @@ KEYS: tuple[str, ...] = ("id", "object", "created_at", "status", "model", "outpu
 _FOR_TEMPLATE = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
 _LOGPROBS = "message.output_text.logprobs"
 # These fields only refer to content that is stored by a provider.
-_ELSEWHERE = {
-    "conversation": "send previous_response_id, or the conversation's items as input",
-    "prompt": "send its content as input",
-}
+_ELSEWHERE = {"prompt": "send its content as input"}
+_ONE_PAST = (
+    "Mutually exclusive parameters. Ensure you are only providing one of: 'previous_response_id' "
+    "or 'conversation'."
+)
 _MAX_SKIPPED = 16
 # Fields that the response repeats if they are strings, and that have no other effect.
 _LABELS = ("prompt_cache_key", "safety_identifier")
@@ -133,11 +143,14 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     for name, remedy in _ELSEWHERE.items():
         if body.get(name) is not None:
             raise _unsupported(name, remedy)
-    if body.get("input") is None and body.get(PAST) is not None:
+    continues = body.get(PAST) is not None or body.get("conversation") is not None
+    if body.get("input") is None and continues:
         body = {**body, "input": []}
     if is_compaction := _ends_with_trigger(body.get("input")):
         body = {**body, "input": body["input"][:-1]}
     fields = read_common(TABLE, REQUIRED, body)
+    if PAST in fields and "conversation" in fields:
+        raise RequestError("mutually_exclusive_parameters", _ONE_PAST)
     if fields.get("background") and fields.get("store") is False:
         message = "background needs a response that is stored; leave store out, or send true."
         raise RequestError("invalid_value", message, "store")
@@ -200,19 +213,26 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextM
 
 
 def do(
-    job: ContinueResponse | ListInput | ShortenResponse, body: bytes, models: WorkerModels
-) -> CheckedBody | bytes:
+    job: ContinueResponse | ListInput | UseConversation | ShortenResponse,
+    body: bytes,
+    models: WorkerModels,
+) -> CheckedBody | UsedConversation | bytes:
     """Return the result of a job. Raise RequestError if the job refuses `body`."""
+    if isinstance(job, UseConversation):
+        return conversations.do(job, body)
     if not isinstance(job, ContinueResponse | ListInput):
         return long_responses.do(job, body, models)
     if isinstance(job, ListInput):
         return input_items(body, job.stream_id, job.limit, job.is_rising, job.after)
-    checked = go_on(*_earlier_of(body))
+    earlier, output, checked, others = _earlier_of(body)
+    if job.newest:
+        earlier, output = conversations.as_past(earlier, output, job.newest), b"[]"
+    checked = go_on(earlier, output, checked, others)
     (chat,) = checked.stubs
     assert isinstance(chat, Chat)
     text = models.asked(checked.fields)
     if chat.num_images and text and not text.model.has_vision:
-        raise unseen(PAST, TEXT_ONLY)
+        raise unseen("conversation" if job.newest else PAST, TEXT_ONLY)
     return checked
 
 
@@ -243,7 +263,12 @@ def go_on(
     head = head_of(chat, sent)
     whole = head + (messages_of([*past, *new], len(past)) or NO_MESSAGES)
     chat = msgspec.structs.replace(chat, **take_images(whole)._asdict())
-    kept = msgspec.structs.replace(own, items=encode([*past, *new]))
+    kept = msgspec.structs.replace(
+        own,
+        items=encode([*past, *new]),
+        num_past=len(past),
+        conversation=open_kept(earlier).conversation,
+    )
     fields = {name: value for name, value in checked.fields.items() if name != "referenced"}
     if found := _found_earlier([*past, *new], chat, fields):
         chat = msgspec.structs.replace(chat, tools=(*chat.tools, *found))
@@ -285,17 +310,7 @@ def input_items(kept: bytes, stream_id: str, limit: int, is_rising: bool, after:
     Raise RequestError if `after` is not the id of one of these items.
     """
     items = listed(_decode_items(open_kept(kept).items), stream_id)
-    items = items if is_rising else items[::-1]
-    ids = [item["id"] for item in items]
-    if after and after not in ids:
-        raise RequestError(
-            "invalid_value", "after is not the id of an item of this response.", "after"
-        )
-    start = ids.index(after) + 1 if after else 0
-    page = items[start : start + limit]
-    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    listing = {"object": "list", "data": page, "first_id": first_id, "last_id": last_id}
-    return encode(listing | {"has_more": start + limit < len(items)})
+    return encode(conversations.page_of(items, limit, is_rising, after))
 
 
 class ResponseFrames:
@@ -378,6 +393,7 @@ def _repeated(fields: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         "store": fields.get("store", True),
         "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
+        **({"conversation": {"id": fields["conversation"]}} if "conversation" in fields else {}),
         "tools": [_shown_tool(tool) for tool in body.get("tools") or ()],
         "top_logprobs": fields.get("top_logprobs", 0),
         "truncation": fields.get("truncation", "disabled"),

@@ -1,0 +1,338 @@
+"""Conversations over real HTTP: items, responses, kills, retries, tenants, two gateways."""
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tools.harness.eventually import eventually
+from tools.harness.redis_servers import needs_redis, redis_server
+from tools.harness.servers import ServerProcess, running_server
+
+BRIEF = {"temperature": 0, "max_output_tokens": 8}
+LONG = {"temperature": 0, "ignore_eos": True, "max_output_tokens": 400}
+STORY = "Tell a story."
+
+
+class Client:
+    """A client of /v1 with one API key."""
+
+    def __init__(self, url: str, key: str = "none") -> None:
+        headers = {"X-Api-Key": key}
+        self.http = httpx.Client(base_url=f"{url}/v1", headers=headers, timeout=60)
+
+    def create(self, *texts: str, **more: Any) -> str:
+        items = [said(text) for text in texts]
+        made = self.http.post("/conversations", json={"items": items} | more)
+        assert made.status_code == 200, made.text
+        return str(made.json()["id"])
+
+    def respond(self, id: str, text: str, **more: Any) -> httpx.Response:
+        headers = more.pop("headers", {})
+        body = {"input": text, "conversation": id} | (more or BRIEF)
+        return self.http.post("/responses", json=body, headers=headers)
+
+    def items(self, id: str, **query: Any) -> list[dict[str, Any]]:
+        query = {"order": "asc", "limit": 100} | query
+        listed = self.http.get(f"/conversations/{id}/items", params=query)
+        assert listed.status_code == 200, listed.text
+        found: list[dict[str, Any]] = listed.json()["data"]
+        return found
+
+    def texts(self, id: str) -> list[str]:
+        return [text_of(item) for item in self.items(id)]
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": text} | more
+
+
+def text_of(item: dict[str, Any]) -> str:
+    return "".join(part["text"] for part in item["content"])
+
+
+def output_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return text_of(response.json()["output"][0])
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[Client]:
+    yield Client(server.url)
+
+
+def test_a_response_sees_the_conversation_and_is_added_to_it(client: Client) -> None:
+    id = client.create("I am Ann.")
+    first = client.respond(id, "Count from 1 to 5.")
+    second = client.respond({"id": id}, "And from 6 to 9?")  # type: ignore[arg-type]
+    assert first.json()["conversation"] == second.json()["conversation"] == {"id": id}
+    whole = ["I am Ann.", "Count from 1 to 5.", output_of(first), "And from 6 to 9?"]
+    assert client.texts(id) == [*whole, output_of(second)]
+    past = [said(text, role=role) for text, role in zip(whole, "uuau", strict=True)]
+    past = [it | {"role": {"u": "user", "a": "assistant"}[it["role"]]} for it in past]
+    alone = client.http.post("/responses", json={"input": past} | BRIEF)
+    assert output_of(alone) == output_of(second)
+    assert alone.json()["usage"]["input_tokens"] == second.json()["usage"]["input_tokens"]
+
+
+def test_ids_of_items_stay_the_same_while_the_conversation_grows(client: Client) -> None:
+    id = client.create("a", "b")
+    seen: list[str] = []
+    for text in ("c", "d", "e"):
+        client.respond(id, text)
+        ids = [item["id"] for item in client.items(id)]
+        assert ids[: len(seen)] == seen and len(set(ids)) == len(ids) > len(seen)
+        seen = ids
+    pages = [seen[0]]
+    while page := client.items(id, after=pages[-1], limit=2):
+        pages += [item["id"] for item in page]
+    assert pages == seen
+    assert [item["id"] for item in client.items(id, order="desc")] == seen[::-1]
+
+
+def test_items_are_added_shown_and_removed(client: Client) -> None:
+    id = client.create("a", metadata={"topic": "letters"})
+    place = f"/conversations/{id}"
+    added = client.http.post(f"{place}/items", json={"items": [said("b"), said("c")]}).json()
+    assert (added["object"], added["has_more"], len(added["data"])) == ("list", False, 2)
+    item = added["data"][0]
+    assert client.http.get(f"{place}/items/{item['id']}").json() == item
+    assert item == said("b") | {
+        "id": item["id"],
+        "status": "completed",
+        "content": [{"type": "input_text", "text": "b"}],
+    }
+    shown = client.http.delete(f"{place}/items/{item['id']}").json()
+    assert shown == client.http.get(place).json()
+    assert (shown["id"], shown["object"], shown["metadata"]) == (
+        id,
+        "conversation",
+        {"topic": "letters"},
+    )
+    assert client.texts(id) == ["a", "c"]
+    assert client.http.get(f"{place}/items/{item['id']}").status_code == 404
+    changed = client.http.post(place, json={"metadata": {"topic": "more"}}).json()
+    assert changed == shown | {"metadata": {"topic": "more"}}
+    client.respond(id, "d")
+    assert client.http.get(place).json() == changed
+    assert client.texts(id)[:3] == ["a", "c", "d"]
+
+
+def test_an_item_with_an_id_that_the_conversation_has_gets_another_id(client: Client) -> None:
+    id = client.create("a")
+    twice = [said("b", id="msg_same"), said("c", id="msg_same")]
+    client.http.post(f"/conversations/{id}/items", json={"items": twice})
+    ids = [item["id"] for item in client.items(id)]
+    assert ids[1] == "msg_same" and len(set(ids)) == 3
+
+
+def test_a_conversation_can_be_deleted_and_its_responses_stay(client: Client) -> None:
+    id = client.create("a")
+    response = client.respond(id, "b", store=True, **BRIEF).json()
+    deleted = client.http.delete(f"/conversations/{id}").json()
+    assert deleted == {"id": id, "object": "conversation.deleted", "deleted": True}
+    assert client.http.get(f"/responses/{response['id']}").json() == response
+    calls = [("GET", ""), ("POST", ""), ("DELETE", ""), ("GET", "/items"), ("POST", "/items")]
+    for method, below in calls:
+        body = None if method != "POST" else {"metadata": {}, "items": []}
+        answer = client.http.request(method, f"/conversations/{id}{below}", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (
+            404,
+            "conversation_not_found",
+        )
+    assert client.respond(id, "c").status_code == 404
+
+
+def test_deleting_a_conversation_stops_its_running_response(client: Client) -> None:
+    id = client.create()
+    running = client.respond(id, STORY, background=True, **LONG).json()["id"]
+    assert client.http.delete(f"/conversations/{id}").status_code == 200
+    assert client.http.get(f"/responses/{running}").json()["status"] == "cancelled"
+    assert client.http.get(f"/conversations/{id}").status_code == 404
+
+
+@pytest.mark.parametrize("store", [{}, {"store": True}, {"store": False}])
+def test_the_conversation_outlives_its_responses(client: Client, store: dict[str, bool]) -> None:
+    id = client.create("a")
+    response = client.respond(id, "b", **BRIEF, **store)
+    found = client.http.get(f"/responses/{response.json()['id']}").status_code
+    assert found == (404 if store.get("store") is False else 200)
+    for place in ("responses", "streams"):
+        client.http.delete(f"/{place}/{response.json()['id']}")
+    assert client.texts(id) == ["a", "b", output_of(response)]
+    assert client.http.get(f"/responses/{response.json()['id']}").status_code == 404
+
+
+def test_only_one_response_at_a_time_runs_in_a_conversation(client: Client) -> None:
+    id = client.create()
+    running = client.respond(id, STORY, background=True, **LONG).json()["id"]
+    second = client.respond(id, "And?")
+    added = client.http.post(f"/conversations/{id}/items", json={"items": [said("b")]})
+    for refused in (second, added):
+        assert refused.status_code == 409, refused.text
+        assert refused.json()["error"]["code"] == "conversation_locked"
+        assert refused.headers["x-should-retry"] == "true"
+    assert client.texts(id) == []
+    cancelled = client.http.post(f"/responses/{running}/cancel").json()
+    # A response that was cancelled adds nothing.
+    assert cancelled["status"] == "cancelled" and client.texts(id) == []
+    assert client.texts(id) == [] and client.respond(id, "And?").status_code == 200
+
+
+def test_of_concurrent_changes_none_is_lost(client: Client) -> None:
+    id = client.create()
+    done: list[str] = []
+
+    def add(number: int) -> None:
+        body = {"items": [said(f"item {number}")]}
+        while client.http.post(f"/conversations/{id}/items", json=body).status_code == 409:
+            pass
+        done.append(f"item {number}")
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(client.texts(id)) == sorted(done) and len(done) == 8
+
+
+def test_a_retry_with_the_same_key_adds_nothing(client: Client) -> None:
+    id = client.create()
+    key = {"Idempotency-Key": f"once {id}"}
+    answers = [client.respond(id, "b", **BRIEF, headers=key) for _ in range(3)]
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    assert client.texts(id) == ["b", output_of(answers[0])]
+
+
+def test_the_answer_is_added_although_its_client_left(client: Client) -> None:
+    id = client.create()
+    body = {"input": STORY, "conversation": id, "stream": True, **LONG, "max_output_tokens": 60}
+    with client.http.stream("POST", "/responses", json=body) as answer:
+        next(answer.iter_bytes())
+    eventually(lambda: len(client.texts(id)) == 2)
+    assert client.texts(id)[0] == STORY
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"previous_response_id": "resp_1"}, "mutually_exclusive_parameters"),
+        ({"conversation": 5}, "invalid_type"),
+        ({"conversation": {}}, "missing_required_parameter"),
+        ({"conversation": "x" * 129}, "invalid_value"),
+        ({"conversation": "conv_\u0000*\n::"}, "conversation_not_found"),
+        ({"conversation": "conv_" + "0" * 32}, "conversation_not_found"),
+    ],
+)
+def test_a_wrong_conversation_is_refused(client: Client, body: dict[str, Any], code: str) -> None:
+    refused = client.http.post("/responses", json={"input": "a", "conversation": "conv_1"} | body)
+    assert refused.json()["error"]["code"] == code
+    assert refused.status_code == (404 if "not_found" in code else 400)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"items": [said("a")] * 21},
+        {"items": "text"},
+        {"items": [{"type": 5}]},
+        {"items": [5]},
+        {"metadata": {"key": "x" * 513}},
+        {"metadata": {str(number): "x" for number in range(17)}},
+        {"metadata": ["x"]},
+    ],
+)
+def test_a_wrong_body_is_refused(client: Client, body: dict[str, Any]) -> None:
+    assert client.http.post("/conversations", json=body).status_code == 400
+    id = client.create("a")
+    below = "/items" if "items" in body else ""
+    assert client.http.post(f"/conversations/{id}{below}", json=body).status_code == 400
+    assert client.texts(id) == ["a"]
+
+
+def test_hostile_paths_find_nothing(client: Client) -> None:
+    for id in ("conv_x", "%0Aconv", "conv_%00", "..%2Ffiles", "x" * 2000, "conv_" + "f" * 32):
+        assert client.http.get(f"/conversations/{id}").status_code == 404
+        assert client.http.get(f"/conversations/{id}/items/%00").status_code == 404
+
+
+def test_the_header_of_a_conversation_and_the_field_exclude_each_other(client: Client) -> None:
+    named = {"X-Conversation-Id": "mine"}
+    refused = client.respond(client.create(), "a", **BRIEF, headers=named)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "conversation")
+
+
+def test_the_size_of_a_conversation_is_limited(tmp_path: Path) -> None:
+    flags = ("--threads", "1", "--state-dir", str(tmp_path), "--max-body-bytes", "20000")
+    with running_server(*flags) as server:
+        client = Client(server.url)
+        id = client.create()
+        body = {"items": [said("x" * 6000)]}
+        added = [client.http.post(f"/conversations/{id}/items", json=body) for _ in range(4)]
+        assert [answer.status_code for answer in added] == [200, 200, 200, 413]
+        client.http.delete(f"/conversations/{id}/items/{client.items(id)[0]['id']}")
+        assert len(client.items(id)) == 2
+
+
+def test_a_response_that_a_kill_interrupts_is_added_once_and_belongs_to_its_key(
+    tmp_path: Path,
+) -> None:
+    keys = ("--api-key", "mine", "--api-key", "other")
+    flags = ("--threads", "1", "--state-dir", str(tmp_path / "state"), *keys)
+    key = {"Idempotency-Key": "once"}
+    with running_server(*flags) as server:
+        client = Client(server.url, "mine")
+        id = client.create("a")
+        unread = client.create("x", metadata={"a": "b"})
+        undisturbed = output_of(client.respond(client.create("a"), STORY, **LONG))
+        body = {"input": STORY, "conversation": id, "stream": True, **LONG}
+        with client.http.stream("POST", "/responses", json=body, headers=key) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if "output_text.delta" in line)
+            engine = server.engine_pid
+            server.stop(signal.SIGKILL)
+        eventually(lambda: not Path(f"/proc/{engine}").exists())
+    with running_server(*flags) as server:
+        client, other = Client(server.url, "mine"), Client(server.url, "other")
+        again = client.http.post("/responses", json=body, headers=key)
+        last = json.loads(again.text.split("data: ")[-1])["response"]
+        assert last["conversation"] == {"id": id}
+        assert client.texts(id) == ["a", STORY, undisturbed]
+        assert client.http.get(f"/conversations/{unread}").json()["metadata"] == {"a": "b"}
+        assert client.texts(unread) == ["x"]
+        item = client.items(id)[0]["id"]
+        place = f"/conversations/{id}"
+        calls = [("GET", ""), ("POST", ""), ("DELETE", ""), ("GET", "/items"), ("POST", "/items")]
+        calls += [("GET", f"/items/{item}"), ("DELETE", f"/items/{item}")]
+        for method, below in calls:
+            sent = {"metadata": {}, "items": []} if method == "POST" else None
+            assert other.http.request(method, place + below, json=sent).status_code == 404
+        assert other.respond(id, "Mine?").status_code == 404
+        assert len(client.items(id)) == 3
+
+
+@needs_redis
+def test_two_gateways_with_one_redis_share_conversations(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server(tmp_path))
+        flags = ("--threads", "1", "--state-dir", redis.url)
+        servers = [stack.enter_context(running_server(*flags)) for _ in range(2)]
+        one, two = (Client(server.url) for server in servers)
+        id = one.create("a")
+        first = two.respond(id, "b")
+        second = one.respond(id, "c")
+        assert one.texts(id) == two.texts(id)
+        assert one.texts(id) == ["a", "b", output_of(first), "c", output_of(second)]
+        running = one.respond(id, STORY, background=True, **LONG).json()["id"]
+        assert two.respond(id, "d").status_code == 409
+        assert len(two.items(id)) == 5
+        assert two.http.delete(f"/conversations/{id}").status_code == 200
+        assert one.http.get(f"/responses/{running}").json()["status"] == "cancelled"
+        assert one.http.get(f"/conversations/{id}").status_code == 404
