@@ -22,6 +22,7 @@ PATIENCE_S = 120.0
 """The longest time until a request is answered. A stalled disk delays all of these requests."""
 _LATER = (429, 503, 529)
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+_ENDED = ("completed", "cancelled", "failed", "expired")
 _FORM = "form-boundary"
 
 Json = dict[str, Any]
@@ -32,7 +33,9 @@ async def uses_batches(world: World) -> None:
     API_KEY.set(choice(CLIENT_KEYS))
     await asyncio.sleep(uniform(0.0, 8.0))
     requests = {request.key: request for request in _requests(world)}
-    await choice((_openai, _anthropic))(world, requests)
+    use, listing = choice(((_openai, "/v1/batches"), (_anthropic, BATCHES)))
+    await use(world, requests)
+    await _all_end(world, listing)
 
 
 def _requests(world: World) -> list[Request]:
@@ -90,13 +93,18 @@ async def _openai(world: World, requests: dict[str, Request]) -> None:
         await asyncio.sleep(uniform(0.0, 10.0))
         await call(world, "POST", f"{target}/cancel")
     batch = await _watch(world, target)
+    if batch["status"] == "failed":
+        for error in batch["errors"]["data"]:
+            _check_error(world, error["code"], is_cancelled)
+        return
     assert batch["status"] == "completed" or (is_cancelled and batch["status"] == "cancelled"), (
         f"{target} is {batch['status']}: {batch}"
     )
     counts = batch["request_counts"]
     assert counts["total"] == counts["completed"] + counts["failed"] == len(requests), counts
-    results = await _content(world, batch["output_file_id"])
-    errors = await _content(world, batch["error_file_id"])
+    contents: dict[str, bytes] = {}
+    results = await _content(world, batch["output_file_id"], contents)
+    errors = await _content(world, batch["error_file_id"], contents)
     _check_once(requests, [*results, *errors])
     assert len(results) == counts["completed"], f"{len(results)} results, {counts}"
     for line in results:
@@ -107,6 +115,7 @@ async def _openai(world: World, requests: dict[str, Request]) -> None:
         error = line["error"] or line["response"]["body"]["error"]
         _check_error(world, error["code"], is_cancelled)
     world.counts["batches"] += 1
+    await _check_again(world, target, batch, contents)
     await _delete_files(world, batch)
 
 
@@ -131,15 +140,40 @@ async def _watch(world: World, target: str) -> Json:
             _, now = await call(world, "GET", f"/v1/files/{output_id}/content")
             assert now.startswith(seen), f"{target}: {seen!r} became {now!r}"
             seen = now
-        if batch["status"] in ("completed", "cancelled", "failed", "expired"):
+        if batch["status"] in _ENDED:
             return batch
         await asyncio.sleep(uniform(0.5, 5.0))
 
 
-async def _content(world: World, file_id: str | None) -> list[Json]:
+async def _check_again(world: World, target: str, batch: Json, contents: dict[str, bytes]) -> None:
+    """Read an ended batch and its results again later: nothing has changed since."""
+    await asyncio.sleep(uniform(0.0, 60.0))
+    now = await read(world, target)
+    assert now == batch, f"{target} has ended as {batch}, and is now {now}"
+    for content_target, content in contents.items():
+        _, found = await call(world, "GET", content_target)
+        assert found == content, f"{content_target}: {content!r} became {found!r}"
+
+
+async def _all_end(world: World, listing: str) -> None:
+    """Wait until all batches of this key have ended, even if their creation was not answered."""
+    while True:
+        batches = (await read(world, f"{listing}?limit=100"))["data"]
+        if all(batch.get("ended_at") or batch.get("status") in _ENDED for batch in batches):
+            return
+        await asyncio.sleep(5.0)
+
+
+async def _content(world: World, file_id: str | None, contents: dict[str, bytes]) -> list[Json]:
+    """Return the lines of a result file, and add its content to `contents`."""
     if file_id is None:
         return []
-    _, content = await call(world, "GET", f"/v1/files/{file_id}/content")
+    target = f"/v1/files/{file_id}/content"
+    _, contents[target] = await call(world, "GET", target)
+    return _lines(contents[target])
+
+
+def _lines(content: bytes) -> list[Json]:
     return [json.loads(line) for line in content.splitlines()]
 
 
@@ -182,7 +216,7 @@ async def _anthropic(world: World, requests: dict[str, Request]) -> None:
     counts = batch["request_counts"]
     assert sum(counts.values()) == len(requests) and not counts["processing"], counts
     _, content = await call(world, "GET", f"{target}/results")
-    lines = [json.loads(line) for line in content.splitlines()]
+    lines = _lines(content)
     _check_once(requests, lines)
     for line in lines:
         result = line["result"]
@@ -200,6 +234,7 @@ async def _anthropic(world: World, requests: dict[str, Request]) -> None:
         else:
             assert result["type"] == "canceled" and is_cancelled, line
     world.counts["batches"] += 1
+    await _check_again(world, target, batch, {f"{target}/results": content})
     await call(world, "DELETE", target, allowed=(200, 404))
     await asyncio.sleep(uniform(0.0, 20.0))
     await call(world, "GET", target, allowed=(404,))

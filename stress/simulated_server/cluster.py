@@ -5,9 +5,11 @@ paused and cut off from Redis; Redis stalls, restarts and loses connections.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import copy_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from detangle import choice, randint, uniform
@@ -17,7 +19,7 @@ from headrace.streams.stores.redis_lease import LEASE_S, NUM_CHECKS, RENEW_S
 from headrace.streams.stores.state_dir import StateError
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from stress.simulated_server import redis_model
-from stress.simulated_server.http import Broken, Connection
+from stress.simulated_server.http import ADMIN_KEY, CLIENT_KEYS, Broken, Connection, connect
 from stress.simulated_server.redis_model import RedisModel
 from stress.simulated_server.server import Machine, SimServer
 from stress.simulated_server.system import world_loop
@@ -31,14 +33,21 @@ from stress.simulated_server.world import (
 
 T = TypeVar("T")
 
-API_KEYS = ("one", "two")
 TAKEOVER_S = LEASE_S + (NUM_CHECKS + 1) * RENEW_S + 2.0
 """Within this time after a death, a stream has another gateway; 2 s allow for slow answers."""
 RATES = {
     "redis: connection lost before a command": 0.005,
     "redis: connection lost before an answer": 0.005,
     "redis: stalls": 0.003,
+    "redis: restarts after a file's write": 0.1,
 }
+BATCH_RATES = {
+    "gateway: killed at a batch's write": 0.1,
+    "gateway: paused at a batch's command": 0.03,
+}
+"""The highest rates of faults that strike a gateway between two commands for a batch."""
+MAX_PAUSE_S = 60.0
+"""Within this time, another gateway can end a batch, and the claim on the batch can expire."""
 
 
 class Gateway:
@@ -71,9 +80,14 @@ class ClusterWorld(World):
         self.faults.rates.pop("engine: hangs in a step", None)
         # Streams must last for long enough to be taken over.
         self.faults.rates["engine: slow step"] = choice((0.0, 0.1, 0.3))
-        for kind, most in RATES.items():
+        for kind, most in {**RATES, **BATCH_RATES}.items():
             self.faults.rates[kind] = choice((0.0, 0.0, 0.3, 1.0)) * most
         self.redis = RedisModel(self.faults, self.counts)
+        self.redis.on_batch_command = self._batch_command
+        self.redis.on_recovered = self.disturbed
+        # Faults that an operator did not cause, and the context in which they run.
+        self._breaking: list[asyncio.Task[None]] = []
+        self._context = copy_context()
         self.gateways = [
             Gateway(self._machine(folder, f"gateway{number}")) for number in range(randint(2, 3))
         ]
@@ -89,7 +103,8 @@ class ClusterWorld(World):
         return Machine(folder / name, config, self.model, self.faults, name, redis)
 
     def _config(self) -> ServerConfig:
-        return msgspec.structs.replace(super()._config(), http=HttpConfig(api_key=API_KEYS))
+        http = HttpConfig(api_key=CLIENT_KEYS, admin_key=ADMIN_KEY)
+        return msgspec.structs.replace(super()._config(), http=http)
 
     @property
     def server(self) -> SimServer | None:
@@ -100,7 +115,12 @@ class ClusterWorld(World):
     def may_fail(self, code: str) -> bool:
         # A stream that Redis could not store in time ends for all requests with its key.
         happened = self.faults.injected
-        lost = ("redis: stalls for long", "redis: restarted", "gateway: cut off from Redis")
+        lost = (
+            "redis: stalls for long",
+            "redis: restarts after a file's write",
+            "redis: restarted",
+            "gateway: cut off from Redis",
+        )
         is_unstored = code == "storage_unavailable" and any(happened[it] for it in lost)
         return is_unstored or super().may_fail(code)
 
@@ -115,19 +135,43 @@ class ClusterWorld(World):
         """Note that a fault begins or ends, so that a takeover may take longer."""
         self._calm_since = world_loop().time()
 
-    async def in_time(self, connection: Connection, work: Awaitable[T]) -> T:
+    def _batch_command(self, host: str, is_write: bool) -> None:
+        """Strike a gateway whose command for a batch Redis has just executed, now and then.
+
+        The gateway has not received the answer yet.
+        """
+        gateway = next(it for it in self.gateways if it.name == host)
+        if gateway.is_busy or not gateway.is_up:
+            return
+        if is_write and self.faults.hits("gateway: killed at a batch's write"):
+            work = _kill
+        elif self.faults.hits("gateway: paused at a batch's command"):
+            work = _pause
+        else:
+            return
+        gateway.is_busy = True
+        task = asyncio.create_task(self._strike(work, gateway), context=self._context)
+        self._breaking.append(task)
+
+    async def _strike(self, work: "Strike", gateway: Gateway) -> None:
+        await work(self, gateway)
+        gateway.is_busy = False
+
+    async def in_time(
+        self, connection: Connection, work: Awaitable[T], seconds: float = SILENCE_S
+    ) -> T:
         server = connection._server
         gateway = next(it for it in self.gateways if it.name == server.process.name.split()[0])
         try:
-            async with asyncio.timeout(SILENCE_S):
+            async with asyncio.timeout(seconds):
                 return await work
         except TimeoutError:
-            was_paused = gateway.paused_until > world_loop().time() - SILENCE_S
+            was_paused = gateway.paused_until > world_loop().time() - seconds
             if server.has_ended.is_set() or was_paused:
                 connection.close()
                 raise Broken from None
             name = connection.task.get_name()
-            raise AssertionError(f"{name}: no byte for {SILENCE_S:g} s") from None
+            raise AssertionError(f"{name}: no byte for {seconds:g} s") from None
 
     async def run(self, clients: Sequence[Client], operators: Sequence[Client]) -> None:
         await self.redis.start()
@@ -146,7 +190,7 @@ class ClusterWorld(World):
             raise AssertionError(f"clients are not done after {PATIENCE_S:g} s") from None
         self.faults.stop()
         async with asyncio.timeout(PATIENCE_S):
-            await asyncio.gather(*operating)
+            await asyncio.gather(*operating, *self._breaking)
         await self._finish()
         watching.cancel()
         await asyncio.wait((watching,))
@@ -180,6 +224,8 @@ class ClusterWorld(World):
 
     def _check_takeovers(self) -> None:
         now = world_loop().time()
+        if not any(it.is_up and not it.server.process.is_paused for it in self.gateways):
+            self.disturbed()
         orphans = {}
         for id in self.redis.live():
             owner = self._by_id.get(self.redis.field(id, "gateway"))
@@ -227,7 +273,7 @@ async def breaks_gateways(world: World) -> None:
         if gateway.is_busy or gateway.server.has_ended.is_set():
             continue
         gateway.is_busy = True
-        await choice((_kill, _stop, _pause, _cut_off))(world, gateway)
+        await choice((_kill, _stop, _pause, _cut_off, _drain))(world, gateway)
         gateway.is_busy = False
 
 
@@ -253,7 +299,7 @@ async def _stop(world: ClusterWorld, gateway: Gateway) -> None:
 
 async def _pause(world: ClusterWorld, gateway: Gateway) -> None:
     """Pause a gateway's process, often for longer than its lease."""
-    seconds = choice((uniform(0.5, 6.0), uniform(6.0, 30.0)))
+    seconds = choice((uniform(0.5, 6.0), uniform(6.0, 30.0), uniform(30.0, MAX_PAUSE_S)))
     world.faults.note("gateway: paused")
     world.tell(f"{gateway.name} is paused for {seconds:.1f} s")
     gateway.paused_until = world_loop().time() + seconds
@@ -276,9 +322,28 @@ async def _cut_off(world: ClusterWorld, gateway: Gateway) -> None:
     world.disturbed()
 
 
+async def _drain(world: ClusterWorld, gateway: Gateway) -> None:
+    """Let a gateway refuse new requests for a while."""
+    for method in ("POST", "DELETE"):
+        with contextlib.suppress(Broken):
+            headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+            connection = connect(gateway.server, method, "/manage/drain", headers)
+            await world.in_time(connection, connection.read())
+            assert connection.status == 200, f"{method} /manage/drain: {connection.status}"
+            world.faults.note(f"gateway: {method} drain")
+        await asyncio.sleep(uniform(0.0, 10.0))
+
+
+Strike = Callable[[ClusterWorld, Gateway], Coroutine[Any, Any, None]]
+
+
 async def breaks_redis(world: World) -> None:
-    """Restart and stall Redis at random times."""
+    """Restart and stall Redis at random times; publish messages that no gateway can read."""
     assert isinstance(world, ClusterWorld)
+    for message in choice(((), (b"\xff", b""))):
+        await asyncio.sleep(uniform(0.0, 10.0))
+        world.faults.note("redis: damaged message")
+        world.redis.publish("ask", message)
     for _ in range(choice((0, 0, 1, 2))):
         await asyncio.sleep(uniform(0.0, 30.0))
         world.disturbed()

@@ -6,15 +6,19 @@ from typing import Any
 
 from detangle import choice, randint, uniform
 
+from stress.simulated_server.clients import KINDS
 from stress.simulated_server.clients.common import Backoff
+from stress.simulated_server.clients.conversations import lingers
 from stress.simulated_server.clients.events import add, log_events
-from stress.simulated_server.cluster import API_KEYS, ClusterWorld
-from stress.simulated_server.http import Broken, Connection, connect
-from stress.simulated_server.requests import MODEL, Request
+from stress.simulated_server.clients.fairness import asks_beside_many
+from stress.simulated_server.cluster import ClusterWorld
+from stress.simulated_server.http import API_KEY, CLIENT_KEYS, Broken, Connection, connect
+from stress.simulated_server.requests import Request
 from stress.simulated_server.world import World
 
 BUSY = (429, 503)
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+# These clients look at one server: its streams without a key, and its queue.
+_KINDS = [kind for kind in KINDS if kind not in (lingers, asks_beside_many)]
 _ENDS = ("finish", "error")
 
 
@@ -110,10 +114,18 @@ async def uses_the_cluster(world: World) -> None:
     assert isinstance(world, ClusterWorld)
     for _ in range(randint(1, 3)):
         await asyncio.sleep(uniform(0.0, 10.0))
-        kind = choice(
-            (_reads_everywhere, _repeats, _stops_elsewhere, _shares_a_name, _runs_a_batch)
-        )
-        await kind(User(world, choice(API_KEYS)))
+        kind = choice((_reads_everywhere, _repeats, _stops_elsewhere, _shares_a_name))
+        await kind(User(world, choice(CLIENT_KEYS)))
+
+
+async def asks_gateways(world: World) -> None:
+    """Be a client that only needs one server: here each of its requests may go to another one."""
+    API_KEY.set(choice(CLIENT_KEYS))
+    for _ in range(randint(1, 3)):
+        await asyncio.sleep(uniform(0.0, 8.0))
+        kind = choice(_KINDS)
+        world.counts[f"client {kind.__name__}"] += 1
+        await kind(world, world.new_request())
 
 
 async def _reads_everywhere(user: User) -> None:
@@ -133,7 +145,7 @@ async def _reads_everywhere(user: User) -> None:
     # A failed stream frees its key, so later requests get another one.
     num_whole = len(set(ids) - failed)
     assert num_whole <= 1, f"{request.key} has the streams {ids}"
-    other = User(user.world, next(key for key in API_KEYS if key != user.key))
+    other = User(user.world, next(key for key in CLIENT_KEYS if key != user.key))
     status, _ = await other.ask("GET", f"/v1/streams/{ids[0]}")
     assert status == 404, f"another key reads {ids[0]}: {status}"
     user.world.counts["streams hidden from other keys"] += 1
@@ -171,51 +183,6 @@ async def _shares_a_name(user: User) -> None:
     """Use the idempotency key of another user's request: each user gets their own answer."""
     one = user.world.new_request()
     two = user.world.new_request()._replace(key=one.key)
-    users = [User(user.world, key) for key in API_KEYS]
+    users = [User(user.world, key) for key in CLIENT_KEYS]
     for own, request in zip(users, (one, two), strict=True):
         own.check(request, await own.read(await own.begin(request)))
-
-
-async def _runs_a_batch(user: User) -> None:
-    """Create a batch at one gateway, and read the results at another: each line once."""
-    world = user.world
-    requests = {f"line-{number}": world.new_request() for number in range(randint(1, 6))}
-    lines = [{"custom_id": id, "params": _message(request)} for id, request in requests.items()]
-    status, found = await user.ask("POST", "/v1/messages/batches", {"requests": lines})
-    assert status == 200, f"a batch is refused: {status} {found!r}"
-    target = f"/v1/messages/batches/{json.loads(found)['id']}"
-    while True:
-        status, found = await user.ask("GET", target)
-        assert status == 200, f"{target}: {status} {found!r}"
-        if json.loads(found)["processing_status"] == "ended":
-            break
-        await asyncio.sleep(2.0)
-    status, found = await user.ask("GET", f"{target}/results")
-    assert status == 200, f"{target}: {status} {found!r}"
-    results = [json.loads(line) for line in found.splitlines()]
-    ids = sorted(it["custom_id"] for it in results)
-    assert ids == sorted(requests), f"results of {ids}"
-    for it in results:
-        _check_result(world, requests[it["custom_id"]], it["result"])
-    world.counts["batches"] += 1
-
-
-def _message(request: Request) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": request.content}],
-        "seed": request.seed,
-        "max_tokens": request.max_tokens,
-    }
-
-
-def _check_result(world: ClusterWorld, request: Request, result: dict[str, Any]) -> None:
-    if result["type"] != "succeeded":
-        is_allowed = any(world.may_fail(code) for code in ("engine_failed", "internal_error"))
-        assert is_allowed, f"{request.key} failed without a reason: {result}"
-        world.counts["allowed failures"] += 1
-        return
-    message = result["message"]
-    text = "".join(block["text"] for block in message["content"])
-    reasons = {value: key for key, value in _STOP_REASONS.items()}
-    world.compare(request, text, reasons[message["stop_reason"]])

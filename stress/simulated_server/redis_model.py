@@ -8,6 +8,7 @@ import asyncio
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 from detangle import uniform
@@ -22,6 +23,8 @@ from stress.simulated_server.system import world_loop
 HOST, PORT = "redis", 6379
 URL = f"redis://{HOST}:{PORT}/0"
 _PREFIX = b"headrace:"
+_BATCHES = _PREFIX + b"batches:"
+_CLAIMS, _BLOBS = _BATCHES + b"claim:", _BATCHES + b"blob:"
 _numbers = itertools.count(1)
 
 
@@ -48,18 +51,39 @@ class RedisModel:
         # Bytes in both directions that wait until the server runs again; None while it runs.
         self._waiting: list[Callable[[], None]] | None = None
         self._num_stalls = 0
+        # Called after a command of a gateway for a batch that this gateway runs; the flag says
+        # whether the command wrote something.
+        self.on_batch_command: Callable[[str, bool], None] = lambda host, is_write: None
+        # Called when the server runs again after a stall.
+        self.on_recovered: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
+        """Start the process, unless it runs."""
+        self._context = copy_context()
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: _Client(self), HOST, PORT)
+        if self._listener is None:
+            self._listener = await loop.create_server(lambda: _Client(self), HOST, PORT)
 
     def stop(self) -> None:
         """End the process: its connections break, and its scripts are forgotten."""
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = None
         for client in list(self._clients):
             client.drop()
         self.data.script_cache.clear()
         self._waiting = None
+
+    def restart(self, seconds: float) -> None:
+        """End the process, and start it again after some time."""
+        self.stop()
+
+        async def start_again() -> None:
+            await asyncio.sleep(seconds)
+            await self.start()
+            self.on_recovered()
+
+        world_loop().create_task(start_again(), name="redis", context=self._context)
 
     def stall(self, seconds: float) -> None:
         """Do nothing for some time, as a server whose disk is slow does. Nothing is lost."""
@@ -70,6 +94,7 @@ class RedisModel:
     def _go_on(self, number: int) -> None:
         if number != self._num_stalls or self._waiting is None:
             return
+        self.on_recovered()
         waiting, self._waiting = self._waiting, None
         for work in waiting:
             self.do(work)
@@ -80,6 +105,11 @@ class RedisModel:
             work()
         else:
             self._waiting.append(work)
+
+    def publish(self, channel: str, message: bytes) -> None:
+        """Publish a message, as another gateway does."""
+        for client in list(self._clients)[:1]:
+            client._socket.publish(_PREFIX + channel.encode(), message)
 
     def _database(self) -> Any:
         return self.data.dbs[0]
@@ -194,11 +224,18 @@ class _Socket(FakeSocket):
         if faults.hits("redis: connection lost before a command"):
             client.drop()
             return
-        if faults.hits("redis: connection lost before an answer"):
+        key = fields[3] if fields[0] == b"EVAL" else fields[1] if len(fields) > 1 else b""
+        # Each gateway lists the open batches once a second.
+        is_for_batch = key.startswith(_BATCHES) and fields[0] != b"HVALS"
+        is_write = fields[0] == b"EVAL" and not key.startswith(_CLAIMS)
+        ends = key.startswith(_BLOBS) and faults.hits("redis: restarts after a file's write")
+        if ends or faults.hits("redis: connection lost before an answer"):
             client.is_open = False
             super()._process_command(fields)
             client.is_open = True
             client.drop()
+            if ends:
+                client.model.restart(uniform(1.0, 5.0))
             return
         if fields[0] == b"CONFIG":
             client.answer([fields[2], _SETTINGS.get(fields[2], b"")])
@@ -206,6 +243,8 @@ class _Socket(FakeSocket):
         if faults.hits("redis: stalls"):
             client.model.stall(uniform(0.1, 6.0))
         super()._process_command(fields)
+        if is_for_batch:
+            client.model.on_batch_command(client.host, is_write)
 
     def _get_server_runtime(self, server: FakeServer) -> Any:
         runtime = super()._get_server_runtime(server)

@@ -19,7 +19,7 @@ from stress.simulated_server import disk
 from stress.simulated_server.batch_clients import uses_batches
 from stress.simulated_server.clients import asks_for_a_while
 from stress.simulated_server.cluster import ClusterWorld, breaks_gateways, breaks_redis
-from stress.simulated_server.cluster_clients import uses_the_cluster
+from stress.simulated_server.cluster_clients import asks_gateways, uses_the_cluster
 from stress.simulated_server.fleet_clients import asks_models, waits
 from stress.simulated_server.fleet_world import FleetWorld
 from stress.simulated_server.operators import OPERATORS
@@ -90,7 +90,9 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
             await world.run([waits, *[asks_models] * randint(1, 6)], [*OPERATORS, kills_engines])
         elif kind == "cluster":
             operators = [breaks_gateways, breaks_gateways, breaks_redis]
-            await world.run([uses_the_cluster] * randint(1, 4), operators)
+            clients = [uses_the_cluster] * randint(1, 3) + [uses_batches] * choice((0, 0, 1, 2))
+            clients += [asks_gateways] * choice((0, 0, 1, 2))
+            await world.run(clients, operators)
         else:
             operators = [restarts, kills_engines, disk.disk_fails]
             clients = [asks_for_a_while] * randint(1, 6) + [uses_batches] * choice((0, 0, 1, 2))

@@ -10,16 +10,19 @@ import pytest
 
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
+from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
+from headrace.streams.events import AnyEvent
 from headrace.streams.record import Names, Record
-from headrace.streams.store import ByConversation, ById, Retention, Stored
-from headrace.streams.stores.memory import MemoryStore
+from headrace.streams.store import ByConversation, ById, Name, Retention, Stored
+from headrace.streams.stores.memory import MemoryLog, MemoryStore
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
 from headrace_common.messages import FinishReason
 from tests.fleet.fakes import DOWN, FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle
+from tools.harness.stream_events import some
 
 OPTED_IN = Names(conversation="c", digest=b"1")
 NAME = ByConversation("", "c")
@@ -132,6 +135,43 @@ async def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Pa
         generation.streams.add(successor)
         generation.streams.remove(old)
         assert await generation.streams.find("", NAME) is successor
+
+
+class FakeWriter:
+    """A server that writes a stream."""
+
+    async def stop(self, code: str) -> None: ...
+
+    def beat(self, form: str, interval_s: float) -> None: ...
+
+    def recent(self) -> list[AnyEvent]:
+        return []
+
+
+class TakenStore(MemoryStore):
+    """Has an event that another server wrote after it took the stream over."""
+
+    is_durable = True
+
+    def surely_writes(self, stream_id: StreamId) -> bool:
+        return False
+
+    async def find(self, name: Name) -> Stored | None:
+        if (stored := await super().find(name)) is None:
+            return None
+        log = MemoryLog()
+        await log.append(0, some(stored.log.next_seq + 1))
+        return Stored(stored.record, log, elsewhere=FakeWriter())
+
+
+async def test_a_stream_that_another_server_has_taken_over_is_found_as_that_server_writes_it(
+    folder: Path,
+) -> None:
+    async with running(folder, TakenStore()) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN)
+        found = await generation.streams.find("", ById(stream.record.id))
+        assert isinstance(found, RemoteStream)
+        assert found.log.next_seq == stream.log.next_seq + 1
 
 
 async def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once(

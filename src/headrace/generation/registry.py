@@ -128,9 +128,12 @@ class Registry:
 
         Raises LogUnsound if the stream is damaged, and StoreStalled if the store does not answer.
         """
-        if isinstance(name, ById) and (live := self._live.get(name.stream_id)):
-            found: Found | None = live
-        else:
+        found: Found | None = self._live.get(name.stream_id) if isinstance(name, ById) else None
+        # A server that was paused for long may not be the writer any more. Then its log misses
+        # events that clients have read at the server that continued the stream.
+        if found is None or (
+            found.record.is_durable and not self.store.surely_writes(found.record.id)
+        ):
             try:
                 stored = await self._kept.find(name) or await self.store.find(name)
             except LogUnsound as unsound:
@@ -299,7 +302,10 @@ class Registry:
         stream counted as finished, clients could not stop it and would get no heartbeats. Raises
         RequestError if no writer will start before the server restarts.
         """
-        while (live := self._live.get(stored.record.id)) is None:
+        # A live stream whose log is behind the stored log has lost its stream to another writer.
+        while (live := self._live.get(stored.record.id)) is None or (
+            live.log.next_seq < stored.log.next_seq
+        ):
             added = self._added
             if await _has_ended(stored.log):
                 return FinishedStream(stored.record, stored.log)

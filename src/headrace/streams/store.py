@@ -151,6 +151,9 @@ class Store(Protocol):
     stalled: asyncio.Event
     writable: asyncio.Event
 
+    def surely_writes(self, stream_id: StreamId) -> bool:
+        """Return whether no other server can have taken over this stream of this server."""
+
     async def close(self) -> None:
         """Make every append durable and release the store's resources."""
 
@@ -218,6 +221,9 @@ class Store(Protocol):
 
 class Unshared:
     """Default methods for a store that belongs to one server only."""
+
+    def surely_writes(self, stream_id: StreamId) -> bool:
+        return True
 
     async def orphans(self) -> list[Stored]:
         await asyncio.Event().wait()

@@ -176,6 +176,25 @@ async def test_a_gateway_is_told_to_look_after_a_stream_that_was_taken_from_it(
 
 
 @with_two
+async def test_a_gateway_whose_lease_ran_out_is_not_sure_of_its_streams(
+    one: RedisStore, other: RedisStore
+) -> None:
+    await one.create(make_record())
+    while not one.surely_writes(A):
+        await asyncio.sleep(0.01)
+    await die(one)
+    await other.orphans()
+    # As after a long pause: the gateway renews its lease and looks after its streams.
+    one._lease._ends_at = 0.0
+    assert not one.surely_writes(A)
+    renewing = asyncio.create_task(one._lease.run())
+    while not one._lease.is_held:
+        await asyncio.sleep(0.01)
+    assert not one.surely_writes(A)
+    renewing.cancel()
+
+
+@with_two
 async def test_a_stop_counts_though_its_writer_has_gone(one: RedisStore, other: RedisStore) -> None:
     await one.create(make_record())
     stored = await found(other)

@@ -74,6 +74,8 @@ class RedisStore:
         self._num_claims = 0
         # Streams that Redis assigns to this gateway but that this gateway does not know.
         self._unknown: set[StreamId] = set()
+        # Streams that this gateway writes but that Redis assigns to another gateway.
+        self._taken: set[StreamId] = set()
         # Ids of claims that Redis has not answered, by the dead gateway whose streams were claimed.
         self._unanswered: dict[str, str] = {}
         # Unix seconds at which each stream was last read, collected since the last sweep.
@@ -99,6 +101,9 @@ class RedisStore:
             await link.close()
             raise
         return cls(link, on_commit)
+
+    def surely_writes(self, stream_id: StreamId) -> bool:
+        return self._lease.is_held and stream_id not in self._taken
 
     async def close(self) -> None:
         """Commit all appends and leave the live streams to other gateways."""
@@ -230,6 +235,7 @@ class RedisStore:
 
     def _claimed(self, row: RedisRow, record: Record, tail: Tail) -> Stored:
         """Return a stream for its writer."""
+        self._taken.discard(row.stream_id)
         log = _RedisLog(self, row, tail, row.epoch)
         return Stored(record, log, stop_code=row.stop_code)
 
@@ -301,7 +307,8 @@ class RedisStore:
         """
         answer = await self.link.attempt(scripts.OWNED, self.gateway)
         owned = {StreamId(id.decode()) for id in answer}
-        for id in self.tails.own - owned:
+        self._taken = self.tails.own - owned
+        for id in self._taken:
             self._asks.put_nowait(WriterRequest(id, "look"))
         unknown = owned - self.tails.own if not self._num_claims else set()
         if still_unknown := unknown & self._unknown:

@@ -53,6 +53,12 @@ class GatewayLease:
         # The number of consecutive checks in which Redis counted a different number of streams.
         self._num_odd = 0
         self._has_run = False
+        # The lease holds at least until this time of the event loop.
+        self._ends_at = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        return asyncio.get_running_loop().time() < self._ends_at
 
     def tell(self, about: Callable[[], bytes]) -> None:
         """Publish the result of `about` with each renewal, for the other gateways."""
@@ -75,6 +81,7 @@ class GatewayLease:
         lease_ms = int(LEASE_S * 1000)
         before = self._count()
         mine = (self._gateway, lease_ms, self._about())
+        asked_at = asyncio.get_running_loop().time()
         had, number, missing = await self._link.attempt(scripts.RENEW, *mine)
         self._link.heard()
         is_odd = before is not None and number != before and self._count() == before
@@ -82,6 +89,7 @@ class GatewayLease:
         if (self._has_run and not had) or self._num_odd >= NUM_CHECKS:
             self._num_odd = 0
             await self._on_doubt()
+        self._ends_at = asked_at + LEASE_S
         self._has_run = True
         gone = [gateway.decode() for gateway in missing]
         self._num_missed = {name: self._num_missed.get(name, 0) + 1 for name in gone}
