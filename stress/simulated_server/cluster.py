@@ -351,11 +351,19 @@ async def breaks_redis(world: World) -> None:
             seconds = uniform(0.5, 15.0)
             world.faults.note("redis: stalls for long")
             world.redis.stall(seconds)
-            await asyncio.sleep(seconds)
+            await _disturb(world, seconds)
         else:
             world.faults.note("redis: restarted")
             world.redis.stop()
-            await asyncio.sleep(uniform(0.1, 20.0))
+            await _disturb(world, uniform(0.1, 20.0))
             await world.redis.start()
             world.tell("Redis is back")
+        world.disturbed()
+
+
+async def _disturb(world: ClusterWorld, seconds: float) -> None:
+    """Wait while Redis does not answer; no stream can be taken over meanwhile."""
+    ends = world_loop().time() + seconds
+    while (left_s := ends - world_loop().time()) > 0:
+        await asyncio.sleep(min(left_s, RENEW_S))
         world.disturbed()
