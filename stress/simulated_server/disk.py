@@ -8,6 +8,7 @@ settings decide what a commit has synced.
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import shutil
 import sqlite3
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import greenlet
+import msgspec
 from detangle import choice, flip, randint, uniform
 
+from headrace.streams.events import AnyEvent
 from headrace.streams.stores.sqlite_schema import NAME
 from stress.simulated_server.faults import Faults
 from stress.simulated_server.system import sleep
@@ -35,6 +38,7 @@ _FAILURES = {
     "full": (errno.ENOSPC, sqlite3.SQLITE_FULL, "database or disk is full"),
     "broken": (errno.EIO, sqlite3.SQLITE_IOERR, "disk I/O error"),
 }
+_BATCHES = "SELECT id, events FROM streams JOIN batches USING (n) ORDER BY n, first_seq"
 _connect = sqlite3.connect
 _disks: "list[Disk]" = []
 
@@ -62,6 +66,8 @@ class Disk:
         self.trouble = ""
         # The connection whose commit is being synced.
         self.committing: SimConnection | None = None
+        # Called at the start of each commit's sync.
+        self.on_commit: Callable[[], None] = lambda: None
         self._names: dict[str, _Names] = {}
         self._files: dict[int, _File] = {}
         # Files of a database whose commits are not synced, as they were at the last sync.
@@ -231,6 +237,7 @@ class SimConnection(sqlite3.Connection):
         disk.fail_sql("commit")
         if _is_thread():
             disk.committing = self
+            disk.on_commit()
             sleep(uniform(*_SYNC_S))
             disk.committing = None
         before = disk.files_of_database() if self.synchronous < _FULL else {}
@@ -265,18 +272,24 @@ def _torn(before: bytes, after: bytes) -> bytes:
     return after[:cut] + before[cut:]
 
 
-def stored_streams(disk: Path) -> dict[str, int]:
-    """Return the number of events of each stream that the database on this disk has."""
+def stored_events(disk: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the events of each stream that the database on this disk has, as clients see them."""
     scratch = disk.with_name(f"{disk.name}-read")
+    shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     for suffix in ("", "-wal"):
         if (file := disk / f"{NAME}{suffix}").exists():
             shutil.copy(file, scratch)
+    logs: dict[str, list[dict[str, Any]]] = {}
     with contextlib.closing(_connect(scratch / NAME)) as database:
         try:
-            return dict(database.execute("SELECT id, next_seq FROM streams").fetchall())
+            found = database.execute(_BATCHES).fetchall()
         except sqlite3.OperationalError:
-            return {}
+            found = []
+    for stream_id, data in found:
+        events = msgspec.json.encode(msgspec.msgpack.decode(data, type=list[AnyEvent]))
+        logs.setdefault(stream_id, []).extend(json.loads(events))
+    return logs
 
 
 def _disk_of(path: object) -> Disk | None:

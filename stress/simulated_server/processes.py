@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 import msgspec
+from detangle import uniform
 
 from headrace.engines.client import EngineDown
 from headrace.protocols.worker import Jobs
@@ -77,7 +78,7 @@ class SimChild:
 
     @classmethod
     async def spawn(cls, faults: Faults, on_start: "OnEngine") -> "SimChild":
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(uniform(0.5, 5.0) if faults.hits("engine: slow spawn") else 0.01)
         if faults.hits("engine: cannot be started"):
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return cls(faults, on_start)
@@ -146,6 +147,10 @@ class SimChild:
             self.reader.feed_data(frame)
 
     def num_unsent(self) -> int:
+        """Return 0. The engine calls this before each step, so a stopped process stops here."""
+        if self._faults.hits("engine: stops between two steps"):
+            self._is_mute = True
+            sleep(1e6)
         return 0
 
     def _start(self, config: ModelConfig) -> None:

@@ -1,10 +1,12 @@
 """A run: a machine with a server, its clients, its operator, and what goes wrong."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +16,7 @@ from headrace.fleet.served_model import ServedModel
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig, StreamConfig
 from stress.simulated_server import faults as fault_rates
-from stress.simulated_server.disk import stored_streams
+from stress.simulated_server.disk import Disk, stored_events
 from stress.simulated_server.http import ADMIN_KEY, CLIENT_KEYS, Broken, Connection
 from stress.simulated_server.processes import SimChild
 from stress.simulated_server.requests import MODEL, Request
@@ -33,6 +35,8 @@ STOP_S = 120.0
 
 MAX_STEPS = 1500
 """The most steps until an operator strikes. Most runs have a few thousand."""
+COMMITS_S = 30.0
+"""The longest wait for a commit."""
 
 Client = Callable[["World"], Coroutine[Any, Any, None]]
 
@@ -88,20 +92,28 @@ class World:
         """Return whether ended streams are deleted during the run."""
         return self.machine.config.streams.keep_streams_hours < 1.0
 
-    def cut_power(self) -> None:
-        """Cut the machine's power, and check that everything that clients have read is stored."""
-        self.tell("the power is cut")
-        self.faults.note("machine: power cut")
-        self.machine.cut_power()
+    def kill(self) -> None:
+        """Kill the server or cut the machine's power, and check what is stored."""
+        if flip(0.3):
+            self.faults.note("machine: power cut")
+            self.machine.cut_power()
+        else:
+            self.faults.note("server: killed")
+            self.machine.kill()
+        self.check_stored()
+
+    def check_stored(self) -> None:
+        """Check that the disk has each event that a client has received."""
         if self.machine.redis:
             return
-        stored = stored_streams(self.machine.disk)
+        stored = stored_events(self.machine.disk)
         for stream_id, events in self.reads:
             if self.expires and events and events[-1]["kind"] in ("finish", "error"):
                 continue
-            num_stored = stored.get(stream_id, -1)
-            assert num_stored >= len(events), f"{stream_id}: {num_stored} of {len(events)} events"
-            self.counts["streams after a power cut"] += 1
+            log = stored.get(stream_id, [])
+            for event, kept in zip_longest(events, log[: len(events)]):
+                assert event == kept, f"{stream_id}: {event} was sent, but {kept} is stored"
+            self.counts["streams compared with the disk"] += 1
 
     def new_request(self) -> Request:
         self._num_requests += 1
@@ -193,6 +205,7 @@ class World:
         await asyncio.sleep(1.0)
         left = [it.get_name() for it in world_loop().living_tasks(server.process)]
         assert not left, f"tasks outlive the server: {left}"
+        self.check_stored()
 
     async def stop(self, server: SimServer) -> None:
         """Stop a server like a signal does, and wait for its end."""
@@ -264,7 +277,7 @@ def _raise_failure(tasks: "Sequence[asyncio.Task[None]]") -> None:
 async def restarts(world: World) -> None:
     """Stop, kill and restart the server at random moments."""
     for _ in range(randint(0, 4)):
-        if flip(0.3):
+        if flip(0.4):
             await _kill_between_steps(world)
         else:
             await asyncio.sleep(uniform(0.0, 20.0))
@@ -290,23 +303,40 @@ async def restarts(world: World) -> None:
 def _kill(world: World) -> None:
     server = world.server
     if server is not None and not server.has_ended.is_set() and not world.is_calm:
-        if flip(0.3):
-            world.cut_power()
-        else:
-            world.faults.note("server: killed")
-            world.machine.kill()
+        world.kill()
 
 
 async def _kill_between_steps(world: World) -> None:
-    """Kill the server between two steps of whatever is going on."""
+    """Kill the server between two steps of whatever is going on, often during a commit."""
+    most = MAX_STEPS
+    if flip(0.5):
+        await _some_commits(world.machine.storage)
+        most = 20
     has_come = asyncio.Event()
 
     def strike() -> None:
         _kill(world)
         has_come.set()
 
-    world_loop().after_steps(randint(1, MAX_STEPS), strike)
+    world_loop().after_steps(randint(1, most), strike)
     await has_come.wait()
+
+
+async def _some_commits(disk: Disk) -> None:
+    """Wait for the start of a random commit, but not for long."""
+    has_come, num_left = asyncio.Event(), randint(1, 40)
+
+    def begin() -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            has_come.set()
+
+    disk.on_commit = begin
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(COMMITS_S):
+            await has_come.wait()
+    disk.on_commit = lambda: None
 
 
 class StoryHandler(logging.Handler):

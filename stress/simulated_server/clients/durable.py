@@ -21,6 +21,7 @@ class DurableReader:
         self._offset = "-1"
         self._is_closed = False
         self.events: list[Event] = []
+        world.reads.append((stream_id, self.events))
 
     async def read(self) -> None:
         backoff = Backoff()

@@ -88,7 +88,9 @@ class SocketClient:
             # The end of the server is announced, or this reading has ended.
             self._running.pop(message.get("id") or "", None)
             return "id" not in message or stream is None
-        stream.stream_id = message["stream"]
+        if not stream.stream_id:
+            stream.stream_id = message["stream"]
+            self._world.reads.append((stream.stream_id, stream.events))
         if "seq" in message["event"]:
             add(stream.events, message["event"])
         if stream.has_ended:
