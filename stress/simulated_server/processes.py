@@ -73,6 +73,9 @@ class SimChild:
         self._code: int | None = None
         self._exited = asyncio.Event()
         self._was_killed = self._is_mute = False
+        self.has_loaded = False
+        # Whether a fault makes a step slow, or keeps the engine from its next step.
+        self.is_stuck = False
         self._suspects: tuple[SequenceId, ...] = ()
         self._salts: dict[int, str] = {}
 
@@ -149,7 +152,7 @@ class SimChild:
     def num_unsent(self) -> int:
         """Return 0. The engine calls this before each step, so a stopped process stops here."""
         if self._faults.hits("engine: stops between two steps"):
-            self._is_mute = True
+            self._is_mute = self.is_stuck = True
             sleep(1e6)
         return 0
 
@@ -171,6 +174,7 @@ class SimChild:
         ready, scheduler = _scheduler(config)
         runner = SimRunner(self, FakeRunner(LAYOUT, self._salts), self._faults)
         self.put(ready)
+        self.has_loaded = True
         Engine(scheduler, runner, self, self.step_record).run(self._inbox)  # type: ignore[arg-type]
         self.die(0)
 
@@ -221,9 +225,13 @@ class SimRunner:
         seconds = 0.01 + sum(
             5e-4 * c.length + 1e-8 * c.length * (2 * c.start + c.length) for c in plan.chunks
         )
-        if faults.hits("engine: slow step"):
+        self._child.is_stuck = faults.hits("engine: slow step")
+        if self._child.is_stuck:
             seconds *= 30
         if faults.hits("engine: hangs in a step"):
+            # It takes minutes until the step is overdue, so a run has only one.
+            faults.rates.pop("engine: hangs in a step")
+            self._child.is_stuck = True
             sleep(1e6)
         if faults.hits("engine: death in a step"):
             sleep(seconds * world_loop().choose(4, "data") / 4)
@@ -234,6 +242,7 @@ class SimRunner:
             self._child.die((-signal.SIGSEGV, -signal.SIGKILL)[world_loop().choose(2, "data")], cut)
             sleep(1e6)
         sleep(seconds)
+        self._child.is_stuck = False
         if faults.hits("engine: step error"):
             raise RuntimeError("a step failed")
         result = self._runner.execute(plan, (seconds, ()), {})

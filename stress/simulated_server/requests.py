@@ -34,6 +34,10 @@ class Request(NamedTuple):
     num_choices: int = 1
     stops: tuple[str, ...] = ()
 
+    def longer(self) -> "Request":
+        """Return a request whose answer takes some seconds."""
+        return self._replace(max_tokens=400, content="x" * 10)
+
     def body(self, is_stream: bool, **fields: Any) -> dict[str, Any]:
         """Return the body for /v1/chat/completions."""
         several = {"n": self.num_choices} if self.num_choices > 1 else {}
@@ -57,6 +61,8 @@ class Request(NamedTuple):
             if token in END_TOKEN_IDS:
                 return Answer(tokenizer.decode(tokens, True), "stop", len(tokens) + 1)
             tokens.append(token)
+            if not self.stops:
+                continue
             text = tokenizer.decode(tokens, True)
             if stop := next((it for it in self.stops if it in text), ""):
                 return Answer(text[: text.index(stop)], "stop", len(tokens), stop)

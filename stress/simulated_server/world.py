@@ -142,6 +142,21 @@ class World:
         }
         return any(happened[reason] for reason in reasons.get(code, ()))
 
+    def troubles(self) -> object:
+        """Return what has happened so far to engines and servers, after which all begin again."""
+        kinds = ("engine: ", "server: ", "machine: ")
+        happened = {kind: it for kind, it in self.faults.injected.items() if kind.startswith(kinds)}
+        return self.server, happened
+
+    @property
+    def has_steady_engine(self) -> bool:
+        """Return whether an engine runs and is not in a step that is slow or never ends."""
+        server = self.server
+        if server is None or not self.is_up:
+            return False
+        engines = server.engines()
+        return bool(engines) and all(it.has_loaded and not it.is_stuck for it in engines)
+
     async def in_time(
         self, connection: Connection, work: Awaitable[T], seconds: float = SILENCE_S
     ) -> T:

@@ -14,8 +14,10 @@ from stress.simulated_server.clients.conversations import (
 )
 from stress.simulated_server.clients.dialects import asks_for_a_stream, repeats_the_request
 from stress.simulated_server.clients.durable import resumes_durably
+from stress.simulated_server.clients.embeddings import embeds
 from stress.simulated_server.clients.events import reads_twice, resumes_by_event
 from stress.simulated_server.clients.fairness import asks_beside_many
+from stress.simulated_server.clients.keys import shares_a_key
 from stress.simulated_server.clients.responses import answers_on_a_socket, keeps_a_response
 from stress.simulated_server.clients.slow import reads_late
 from stress.simulated_server.clients.sockets import uses_a_socket
@@ -39,6 +41,9 @@ KINDS = (
     leaves,
     reads_late,
     asks_beside_many,
+    embeds,
+    shares_a_key,
+    shares_a_key,
 )
 
 

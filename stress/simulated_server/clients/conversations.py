@@ -11,6 +11,7 @@ from stress.simulated_server.clients.common import (
     Backoff,
     Event,
     ask,
+    is_later,
     post_until_accepted,
 )
 from stress.simulated_server.clients.dialects import DIALECTS, parse
@@ -18,6 +19,9 @@ from stress.simulated_server.clients.events import check, read_events, text_of
 from stress.simulated_server.http import Broken, Connection, connect
 from stress.simulated_server.requests import Request
 from stress.simulated_server.world import World
+
+ENDS_S = 1.0
+"""The time within which a healthy engine ends the sequences of a stream."""
 
 
 def check_cut(world: World, request: Request, events: list[Event], code: str) -> None:
@@ -88,6 +92,7 @@ async def deletes(world: World, request: Request) -> None:
 async def lingers(world: World, request: Request) -> None:
     """Leave before the first token and send the same request again, without a key."""
     linger_s = world.machine.config.streams.linger_s
+    request = request.longer() if flip(0.5) else request
     # An equal request of another client could take the stream over.
     body = request.body(is_stream=True, user=request.key)
     first = await _begin_unnamed(world, body)
@@ -107,7 +112,11 @@ async def lingers(world: World, request: Request) -> None:
         parsed = parse(DIALECTS[0], await second.read())
     except Broken:
         return
-    if parsed.is_done:
+    if parsed.code:
+        assert is_later(world, parsed.code) or world.may_fail(parsed.code), (
+            f"{request.key} failed without a reason: {parsed.code}"
+        )
+    elif parsed.is_done:
         world.compare(request, parsed.texts[0], parsed.reasons[0])
 
 
@@ -125,19 +134,32 @@ async def _begin_unnamed(world: World, body: object) -> Connection:
 
 
 async def leaves(world: World, request: Request) -> None:
-    """Begin to read a stream without a key, and leave."""
+    """Begin to read a stream without a key, and leave: the stream soon ends."""
     num_left = randint(0, 10)
     dialect = choice(DIALECTS)
     headers = {CONVERSATION: request.key} if flip(0.2) else {}
+    request = request.longer() if flip(0.5) else request
     try:
         body = dialect.body(request, True)
         connection = connect(world.server, "POST", dialect.route, headers, body)
-        await connection.begin()
+        status = await connection.begin()
         async for _ in connection.chunks():
             num_left -= 1
             if num_left < 0:
                 break
-        world.faults.note("client: left")
-        connection.close()
     except Broken:
-        pass
+        return
+    world.faults.note("client: left")
+    connection.close()
+    if status == 200 and not headers and world.has_steady_engine:
+        await _check_abandoned(world, connection.headers["x-stream-id"])
+
+
+async def _check_abandoned(world: World, stream_id: str) -> None:
+    """Check that a stream without readers is not computed for longer than its linger time."""
+    server, troubles = world.server, world.troubles()
+    await asyncio.sleep(world.machine.config.streams.linger_s + ENDS_S)
+    if server is not None and world.troubles() == troubles:
+        live = [it.record.id for it in server.generation.streams if not it.ended.is_set()]
+        assert stream_id not in live, f"{stream_id} is computed for nobody"
+        world.counts["abandoned streams"] += 1

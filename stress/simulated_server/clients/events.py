@@ -13,10 +13,13 @@ from stress.simulated_server.clients.common import (
     server_sent_events,
 )
 from stress.simulated_server.http import Broken, Connection, connect
+from stress.simulated_server.processes import MAX_NUM_SEQS
 from stress.simulated_server.requests import Request
 from stress.simulated_server.world import World
 
 ENDS = ("finish", "error")
+FIRST_TOKEN_MS = 2000
+"""The longest wait for the first token while the engine has room."""
 
 
 async def resumes_by_event(world: World, request: Request) -> None:
@@ -24,7 +27,21 @@ async def resumes_by_event(world: World, request: Request) -> None:
     if flip(0.3):
         request = request._replace(num_choices=2)
     stream_id = await post_until_accepted(world, request)
-    check(world, request, await read_events(world, request, stream_id))
+    is_free, troubles = _has_free_engine(world), world.troubles()
+    events = await read_events(world, request, stream_id)
+    check(world, request, events)
+    if is_free and troubles == world.troubles():
+        first_ms = next(it["at_ms"] for it in events if it["kind"] in ("tokens", *ENDS))
+        assert first_ms < FIRST_TOKEN_MS, f"{request.key} waited {first_ms} ms for a free engine"
+        world.counts["starts on a free engine"] += 1
+
+
+def _has_free_engine(world: World) -> bool:
+    """Return whether the engine can compute all streams and embeddings of the server at once."""
+    if not world.has_steady_engine or world.server is None:
+        return False
+    users = world.server.generation.fleet.hosts.first.users
+    return len(users._owners) <= MAX_NUM_SEQS and not world.machine.storage.trouble
 
 
 async def reads_twice(world: World, request: Request) -> None:

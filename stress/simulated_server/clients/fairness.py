@@ -23,9 +23,9 @@ async def asks_beside_many(world: World, request: Request) -> None:
         for _ in range(randint(6, 10))
     ]
     await asyncio.sleep(0.5)
-    happened = _troubles(world)
+    happened = world.troubles()
     accepted_at, first_at = await _first_token_at(world, request, single_key)
-    is_calm = happened == _troubles(world)
+    is_calm = happened == world.troubles()
     others = [first for _, first in await asyncio.gather(*crowd)]
     if not is_calm or first_at is None:
         return
@@ -46,10 +46,3 @@ async def _first_token_at(world: World, request: Request, key: str) -> tuple[flo
     check(world, request, events)
     first = next((event["at_ms"] for event in events if event["kind"] == "tokens"), None)
     return accepted_at, None if first is None else accepted_at + first / 1000
-
-
-def _troubles(world: World) -> object:
-    """Return what has happened so far to engines and servers, after which all begin again."""
-    injected = world.faults.injected
-    kinds = ("engine: ", "server: ")
-    return world.server, {kind: it for kind, it in injected.items() if kind.startswith(kinds)}
