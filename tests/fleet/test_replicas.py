@@ -211,6 +211,50 @@ async def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_f
         await made.replicas.close()
 
 
+async def test_a_model_that_was_given_up_starts_no_engine_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(replica, "_RETRY_AFTER_S", 0.001)
+    async with asyncio.timeout(LIMIT_S):
+        made = Scene(fewest=1)
+        await made.engines[0].say(EngineDown("load_failed", "No memory.", given_up=True))
+        await made.reading  # The news has ended.
+        await asyncio.sleep(0.05)
+        assert len(made.engines) == 1
+
+
+async def test_the_only_engine_is_replaced_although_its_successor_loads_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.001)
+    async with asyncio.timeout(LIMIT_S):
+        made = Scene(fewest=1, most=1)
+        await made.up(0)
+        replacing = asyncio.create_task(made.replicas.replace(0, 0.0))
+        await asyncio.sleep(0.05)
+        await made.up(1)
+        await replacing
+        assert [it.number for it in made.replicas.all()] == [1]
+        await made.replicas.close()
+
+
+async def test_an_engine_whose_successor_is_given_up_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.001)
+    async with asyncio.timeout(LIMIT_S):
+        made = Scene(fewest=1, most=1)
+        await made.up(0)
+        replacing = asyncio.create_task(made.replicas.replace(0, 0.0))
+        await settle()
+        await made.engines[1].say(EngineDown("load_failed", "No memory.", given_up=True))
+        await replacing
+        (kept,) = made.replicas.all()
+        assert kept.number == 0 and kept.up and not kept.is_leaving
+        await made.replicas.close()
+
+
 @contextlib.asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngine]]]:
     """A generation over two fake engines that are up."""

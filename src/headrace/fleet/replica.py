@@ -25,7 +25,8 @@ class Replica:
         self.number = number
         self.client = client
         self.up: EngineUp | None = None
-        self.was_up = asyncio.Event()
+        # Set when the engine has come up, was given up, or is closed.
+        self.settled = asyncio.Event()
         # Set when no sequence slot of the replica is reserved any more.
         self.emptied = asyncio.Event()
         # Set when the replica has been chosen to be removed.
@@ -40,7 +41,7 @@ class Replica:
     def came_up(self, news: EngineUp, now: float) -> None:
         self.up, self.status, self.rested_at = news, None, now
         self.num_starts += 1
-        self.was_up.set()
+        self.settled.set()
 
     def show(self, status: Status) -> None:
         """Store the latest status report of the replica's engine."""
@@ -58,6 +59,10 @@ class Replica:
     def leave(self) -> None:
         """Note that the replica will be removed."""
         self.is_leaving = True
+
+    def stay(self) -> None:
+        """Note that the replica will not be removed, because no other engine could start."""
+        self.is_leaving = False
 
 
 @dataclass(slots=True)

@@ -107,6 +107,12 @@ class Replicas:
     async def close(self) -> None:
         self._is_closing = True
         await asyncio.gather(*(it.client.close() for it in self._replicas.values()))
+        self._end()
+
+    def _end(self) -> None:
+        self._is_closing = True
+        for it in self._replicas.values():
+            it.settled.set()
         for task in self._tasks:
             task.cancel()
         self.news.end(None)
@@ -138,8 +144,14 @@ class Replicas:
             return
         others = [it for it in self._replicas.values() if it is not old]
         if not any(it.up for it in others):
+            # The old engine counts as leaving from now on. Otherwise, the new engine could be
+            # removed as surplus while it loads.
+            old.leave()
             others.append(self._add())
-            await others[-1].was_up.wait()
+            await others[-1].settled.wait()
+            if not any(it.up for it in self._replicas.values() if it is not old):
+                old.stay()
+                return
         if self._replicas.get(number) is not old:
             # The old engine was removed during the wait, so there is nothing left to replace.
             return
@@ -206,7 +218,11 @@ class Replicas:
             logger.error("A replica was given up. %s", news.message)
             del self._replicas[replica.number]
             self._count.give_up(asyncio.get_running_loop().time())
+            replica.settled.set()
         self._on_lost(replica, news)
+        if not self._replicas:
+            # The host has received the end of the model, and does not close this object.
+            self._end()
 
     def _on_lost(self, replica: Replica, news: EngineDown) -> None:
         """Notify the streams of a lost replica. If no other engine is up, notify all streams."""
