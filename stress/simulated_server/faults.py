@@ -19,6 +19,8 @@ class Faults:
     rates: dict[str, float]
     tell: Callable[[str], None]
     injected: Counter[str] = field(default_factory=Counter)
+    # Until this time, engines cannot load their model.
+    loads_fail_until: float = 0.0
 
     def hits(self, kind: str) -> bool:
         """Return whether this fault happens now, and count it."""
@@ -35,6 +37,7 @@ class Faults:
 
     def stop(self) -> None:
         self.rates = {}
+        self.loads_fail_until = 0.0
 
 
 RATES = {
@@ -60,6 +63,8 @@ RATES = {
     "disk: slow job": 0.01,
     "disk: stalled job": 0.001,
     "disk: single error": 0.005,
+    "disk: slow read of a model": 0.3,
+    "disk: model cannot be read": 0.2,
 }
 """The highest rate of each fault in a run."""
 

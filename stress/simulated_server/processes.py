@@ -26,6 +26,7 @@ from headrace_common.errors import RequestError
 from headrace_common.ids import SequenceId
 from headrace_common.layout import MemoryLayout
 from headrace_common.messages import (
+    LoadFailed,
     Loading,
     Message,
     Ping,
@@ -170,6 +171,11 @@ class SimChild:
         sleep(LOAD_S)
         if self._faults.hits("engine: death while loading"):
             self.die(-signal.SIGKILL)
+            return
+        if world_loop().time() < self._faults.loads_fail_until:
+            self._faults.note("engine: load failed")
+            self.put(LoadFailed("load_failed", "The device is not available."))
+            self.die(0)
             return
         ready, scheduler = _scheduler(config)
         runner = SimRunner(self, FakeRunner(LAYOUT, self._salts), self._faults)

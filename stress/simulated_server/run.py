@@ -26,6 +26,7 @@ from stress.simulated_server.operators import OPERATORS
 from stress.simulated_server.processes import packaged_text
 from stress.simulated_server.requests import MODEL
 from stress.simulated_server.retention import returns_too_late
+from stress.simulated_server.stopping_clients import stops_streams
 from stress.simulated_server.system import WorldLoop, simulated
 from stress.simulated_server.world import StoryHandler, World, kills_engines, restarts
 
@@ -87,7 +88,8 @@ def run_once(strategy: Strategy, model: ServedModel) -> Outcome:
         logging.getLogger().handlers = [StoryHandler(world)]
         logging.getLogger().setLevel(logging.INFO)
         if kind == "fleet":
-            await world.run([waits, *[asks_models] * randint(1, 6)], [*OPERATORS, kills_engines])
+            clients = [*[asks_models] * randint(1, 6), *[stops_streams] * choice((0, 1, 2))]
+            await world.run([waits, *clients], [*OPERATORS, kills_engines])
         elif kind == "cluster":
             operators = [breaks_gateways, breaks_gateways, breaks_redis]
             clients = [uses_the_cluster] * randint(1, 3) + [uses_batches] * choice((0, 0, 1, 2))

@@ -1,12 +1,16 @@
 """A server inside the simulated system, from its start to its stop or its death."""
 
 import asyncio
+import errno
 import itertools
+import os
+import time
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from functools import partial
 from pathlib import Path
 
+from detangle import uniform
 from detangle._context import current_host
 from starlette.applications import Starlette
 
@@ -181,7 +185,7 @@ class SimServer:
                 self.auth,
                 metrics,
                 partial(SimWorker.begin, faults=self._faults),  # type: ignore[arg-type]
-                ModelFiles(self._hub.fetch, self._hub.read),
+                ModelFiles(self._hub.fetch, self._read),
             )
             self.generation = generation = server.generation
             http = SimHttp(self, server.app)
@@ -205,6 +209,14 @@ class SimServer:
         configs = (file and kept(file)) or config.models
         pulls = Pulls(self._disk / "pulled.json", self._hub.begin)  # type: ignore[arg-type]
         return ModelSources(configs, pulls, lambda: config.models, file, is_one)
+
+    def _read(self, config: ModelConfig, path: str) -> ServedModel:
+        """Read a model in a thread. The disk may be slow or damaged."""
+        if self._faults.hits("disk: slow read of a model"):
+            time.sleep(uniform(0.5, 10.0))
+        if self._faults.hits("disk: model cannot be read"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self._hub.read(config, path)
 
     async def _drain(self, generation: Generation) -> None:
         await generation.drain(self._config.streams.drain_s)

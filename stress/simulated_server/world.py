@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from detangle import choice, flip, randint, uniform
 
+from headrace.fleet.fleet import pinned_model
 from headrace.fleet.served_model import ServedModel
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig, StreamConfig
@@ -134,7 +135,10 @@ class World:
                 "engine: death in a step",
                 "engine: step error",
                 "engine: hangs in a step",
+                "engine: load failed",
+                "disk: model cannot be read",
             ),
+            "load_failed": ("engine: load failed", "disk: model cannot be read"),
             "internal_error": ("engine: step error", "worker: death in a job"),
             "poison_request": ("engine: death in a step", "engine: hangs in a step"),
             # A hanging step is noticed after ten minutes, like the longest wait in the queue.
@@ -270,6 +274,23 @@ async def kills_engines(world: World) -> None:
         if world.is_up and world.server is not None and (engines := world.server.engines()):
             world.faults.note("engine: killed from outside")
             choice(engines).die(-signal.SIGKILL)
+            if pinned_model(world.server.config) is None and flip(0.4):
+                await _loads_fail(world)
+
+
+async def _loads_fail(world: World) -> None:
+    """Let engines fail to load until they are given up. The disk may stall meanwhile."""
+    seconds = uniform(1.0, 20.0)
+    world.faults.note("engine: loads fail for a while")
+    world.faults.loads_fail_until = world_loop().time() + seconds
+    disk = world.machine.storage
+    if flip(0.3):
+        world.faults.note("disk: stalled")
+        disk.trouble = "stalled"
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        disk.trouble = ""
 
 
 async def _some_time(most_s: float) -> None:
