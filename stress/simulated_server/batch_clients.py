@@ -23,7 +23,7 @@ PATIENCE_S = 120.0
 _LATER = (429, 503, 529)
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 _ENDED = ("completed", "cancelled", "failed", "expired")
-_FORM = "form-boundary"
+FORM = "form-boundary"
 
 Json = dict[str, Any]
 
@@ -49,7 +49,7 @@ async def call(
     backoff = Backoff()
     headers: dict[str, str] = {}
     if isinstance(body, bytes):
-        headers["content-type"] = f"multipart/form-data; boundary={_FORM}"
+        headers["content-type"] = f"multipart/form-data; boundary={FORM}"
     while True:
         try:
             connection = connect(world.server, method, target, headers, body)
@@ -120,15 +120,18 @@ async def _openai(world: World, requests: dict[str, Request]) -> None:
 
 
 async def _upload(world: World, lines: bytes) -> str:
-    form = (
-        f'--{_FORM}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-        f'--{_FORM}\r\ncontent-disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
-    ).encode()
-    _, answer = await call(
-        world, "POST", "/v1/files", form + lines + f"\r\n--{_FORM}--\r\n".encode()
-    )
+    _, answer = await call(world, "POST", "/v1/files", form_of(lines))
     input_id: str = json.loads(answer)["id"]
     return input_id
+
+
+def form_of(lines: bytes) -> bytes:
+    """Return the form that uploads a file for a batch."""
+    head = (
+        f'--{FORM}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        f'--{FORM}\r\ncontent-disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+    )
+    return head.encode() + lines + f"\r\n--{FORM}--\r\n".encode()
 
 
 async def _watch(world: World, target: str) -> Json:

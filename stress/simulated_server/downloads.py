@@ -44,7 +44,8 @@ class Hub:
     def add_piece(self, model: str) -> None:
         file = self.file(model)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(b"x" * (self.num_pieces(model) + 1))
+        # A process and a thread may download the same model.
+        file.write_bytes(b"x" * min(NUM_PIECES, self.num_pieces(model) + 1))
 
     async def begin(self, model: str) -> "SimDownload":
         """Start a simulated download process, in place of `DownloadProcess.begin`."""
@@ -84,7 +85,8 @@ class SimDownload:
 
     def __init__(self, hub: Hub, model: str, faults: Faults) -> None:
         self.stdout = asyncio.StreamReader()
-        self._hub, self._model, self._faults = hub, model, faults
+        self.model = model
+        self._hub, self._faults = hub, faults
         self._process = Process(f"download of {model}")
         self._code: int | None = None
         self._exited = asyncio.Event()
@@ -126,7 +128,7 @@ class SimDownload:
         self.stdout.feed_data(data[cut:])
 
     async def _run(self) -> None:
-        faults, model = self._faults, self._model
+        faults, model = self._faults, self.model
         while (num_pieces := self._hub.num_pieces(model)) < NUM_PIECES:
             self._tell(Fetched(num_pieces, NUM_PIECES))
             await asyncio.sleep(uniform(0.1, 2.0))

@@ -1,14 +1,17 @@
 """Clients of a server with several models: each has a key, and names a model."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 from detangle import choice, flip, randint, uniform
 
+from stress.simulated_server.batch_clients import FORM, form_of
+from stress.simulated_server.clients.dialects import RESPONSES, Parsed
 from stress.simulated_server.downloads import HUB_MODELS
-from stress.simulated_server.fleet_world import NAMES, FleetWorld
+from stress.simulated_server.fleet_world import NAMES, QUOTA_BYTES, FleetWorld
 from stress.simulated_server.http import Broken, Connection, connect
 from stress.simulated_server.operators import call
 from stress.simulated_server.requests import Request
@@ -34,7 +37,15 @@ class FleetClient:
             await asyncio.sleep(uniform(0.0, 10.0))
             names = (*NAMES, *HUB_MODELS)
             self.name = choice(self.world.served_names() or names) if flip(0.7) else choice(names)
-            kind = choice((self.resumes, self.resumes, self.asks, self.streams, self.embeds))
+            kinds = (
+                self.resumes,
+                self.asks,
+                self.streams,
+                self.embeds,
+                self.uploads,
+                self.responds,
+            )
+            kind = choice((self.resumes, *kinds))
             try:
                 await kind(self.world.new_request())
             except GivesUp as reason:
@@ -129,6 +140,70 @@ class FleetClient:
         assert len({str(it) for it in self.world.vectors.values()}) == len(self.world.vectors)
         self.world.counts["embeddings"] += len(texts)
 
+    async def uploads(self, request: Request) -> None:
+        """Upload files slowly and together: their sum never exceeds the quota of the key."""
+        await asyncio.gather(*(self._upload(request) for _ in range(randint(2, 4))))
+        files: list[dict[str, Any]] | None = None
+        while files is None:
+            try:
+                connection = self.send("GET", "/v1/files")
+                if await connection.begin() == 200:
+                    files = json.loads(await connection.read())["data"]
+                else:
+                    await self._refused(connection)
+            except Broken:
+                await asyncio.sleep(1.0)
+        total = sum(it["bytes"] for it in files)
+        assert total <= QUOTA_BYTES, f"{self.key} has {total} bytes in {len(files)} files"
+        self.world.counts["quotas of files"] += 1
+        for file in files[: randint(0, len(files))]:
+            with contextlib.suppress(Broken):
+                await self.send("DELETE", f"/v1/files/{file['id']}").read()
+
+    async def _upload(self, request: Request) -> None:
+        await asyncio.sleep(uniform(0.0, 1.0))
+        lines = request.content.encode() * (400 // len(request.content))
+        with contextlib.suppress(Broken):
+            connection = connect(
+                self.world.server,
+                "POST",
+                "/v1/files",
+                {
+                    "authorization": f"Bearer {self.key}",
+                    "content-type": f"multipart/form-data; boundary={FORM}",
+                },
+                form_of(lines),
+                pause_s=uniform(0.0, 1.0),
+            )
+            answer = await connection.read()
+            if connection.status not in (200, 429, 503):
+                code = json.loads(answer)["error"]["code"]
+                is_known = code in ("quota_exceeded", "invalid_api_key")
+                assert is_known or self.world.may_fail(code), f"an upload failed: {answer!r}"
+
+    async def responds(self, request: Request) -> None:
+        """Continue a stored response a few times; the server shortens the conversation."""
+        extra: dict[str, Any] = {
+            "model": self.name,
+            "store": True,
+            "truncation": "auto",
+            "context_management": [{"type": "compaction", "compact_threshold": choice((50, 1000))}],
+        }
+        for _ in range(randint(1, 3)):
+            body = RESPONSES.body(request, False) | extra
+            connection = await self._post(request, {}, body=body, route=RESPONSES.route)
+            found = json.loads(await connection.read())
+            # A summary of earlier items is an item of its own.
+            output = [it for it in found.get("output", ()) if it["type"] == "message"]
+            parsed = Parsed()
+            parsed.take(found | {"output": output}, RESPONSES)
+            if parsed.code:
+                self._failed(parsed.code, request)
+            self.world.compare(request, parsed.texts[0], parsed.reasons[0])
+            self.world.counts["responses continued"] += "previous_response_id" in extra
+            extra["previous_response_id"] = found["id"]
+            request = self.world.new_request()
+
     async def peeks(self) -> None:
         """Try to read and to stop the streams of other keys."""
         for key in self.world.keys:
@@ -150,14 +225,19 @@ class FleetClient:
             self.world.counts["looks at other keys' streams"] += 1
 
     async def _post(
-        self, request: Request, headers: dict[str, str], is_stream: bool = True
+        self,
+        request: Request,
+        headers: dict[str, str],
+        is_stream: bool = True,
+        body: Any = None,
+        route: str = CHAT,
     ) -> Connection:
-        """Send a chat until the server accepts it."""
-        body = request.body(is_stream, model=self.name)
+        """Send a chat, or another body, until the server accepts it."""
+        body = body or request.body(is_stream, model=self.name)
         while True:
             begun = world_loop().time()
             try:
-                connection = self.send("POST", CHAT, body, headers)
+                connection = self.send("POST", route, body, headers)
                 if await connection.begin() == 200:
                     self._accepted(begun)
                     return connection

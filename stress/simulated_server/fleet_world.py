@@ -14,6 +14,7 @@ from headrace.fleet.served_model import ServedModel
 from headrace.text.model_names import with_unique_names
 from headrace_common.config.document import read_document, to_document
 from headrace_common.config.settings import (
+    BatchConfig,
     HttpConfig,
     LoadingConfig,
     ServerConfig,
@@ -32,6 +33,8 @@ CACHE_BYTES = 4 << 20
 MEMORY_BYTES = 24_000_000
 """Enough for three engines that were never loaded. An engine that was loaded has a known size."""
 ENGINE_BYTES = CACHE_BYTES + 4000
+QUOTA_BYTES = 1000
+"""The bytes that the files of one key may have."""
 SETTLED_S = 1300.0
 """The longest time without an operator until nothing changes. A download may hang for 600 s."""
 
@@ -96,7 +99,10 @@ class FleetWorld(World):
             admin_key=ADMIN_KEY if self.keys else None,
         )
         models = read_document({"models": tables}, with_unique_names)
-        return ServerConfig(models=models, streams=streams, loading=loading, http=http)
+        batches = BatchConfig(key_file_bytes=QUOTA_BYTES)
+        return ServerConfig(
+            models=models, streams=streams, loading=loading, http=http, batches=batches
+        )
 
     def change_settings(self) -> None:
         """Give the next server process other settings."""
@@ -123,6 +129,8 @@ class FleetWorld(World):
                 "download: failure",
             ),
             "model_changed": ("operator: models replaced", "operator: other settings"),
+            # The list of models cannot be saved.
+            "internal_error": ("disk: single error",),
             "engine_failed": ("engine: cannot be started", "engine: killed from outside"),
         }
         return super().may_fail(code) or any(happened[it] for it in reasons.get(code, ()))
@@ -174,6 +182,18 @@ class FleetWorld(World):
             expected.append(to_document(read_document({"models": tables}, with_unique_names)))
         assert shown in expected, f"{shown} instead of {expected}"
         self.counts["lists of models"] += 1
+
+    def check_downloads(self) -> None:
+        """Check that a model whose download runs is shown as being downloaded."""
+        server = self.server
+        if server is None or not self.is_up:
+            return
+        for process in self.machine.hub.running:
+            if process.is_running:
+                pull = server.generation.desired.pulls.find(process.model)
+                state = pull.state if pull is not None else "absent"
+                assert state == "downloading", f"{process.model} is {state}, but a process runs"
+        self.counts["looks at downloads"] += 1
 
     async def _check_pulls(self, server: SimServer) -> None:
         """Check the downloads, and that the files of deleted models are gone."""

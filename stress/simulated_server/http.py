@@ -26,8 +26,15 @@ class Connection:
     """One request and its answer. The request runs in the server's process."""
 
     def __init__(
-        self, server: SimServer, method: str, target: str, headers: dict[str, str], body: bytes
+        self,
+        server: SimServer,
+        method: str,
+        target: str,
+        headers: dict[str, str],
+        body: bytes,
+        pause_s: float = 0.0,
     ) -> None:
+        """With `pause_s`, the second half of the body arrives that much later."""
         assert server.app is not None
         self.status = 0
         self.headers: dict[str, str] = {}
@@ -38,7 +45,9 @@ class Connection:
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._body: bytes | None = body
+        half = len(body) // 2 if pause_s else 0
+        self._parts = deque([body[:half], body[half:]] if half else [body])
+        self._pause_s = pause_s
         # Whether the server sent parts of the answer after this side had closed.
         self.missed_parts = False
         self.task = asyncio.get_running_loop().create_task(
@@ -77,9 +86,11 @@ class Connection:
             self._changed.set()
 
     async def _receive(self) -> dict[str, Any]:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
+        if self._parts:
+            body = self._parts.popleft()
+            if self._pause_s and not self._parts:
+                await asyncio.sleep(self._pause_s)
+            return {"type": "http.request", "body": body, "more_body": bool(self._parts)}
         await self._is_closed.wait()
         return {"type": "http.disconnect"}
 
@@ -152,11 +163,16 @@ class Connection:
 
 
 def connect(
-    server: SimServer | None, method: str, target: str, headers: dict[str, str], body: Any = None
+    server: SimServer | None,
+    method: str,
+    target: str,
+    headers: dict[str, str],
+    body: Any = None,
+    pause_s: float = 0.0,
 ) -> Connection:
     """Send a request. Raise Broken if no server listens."""
     if server is None or server.app is None or server.has_ended.is_set():
         raise Broken
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     given = {"content-type": "application/json", "content-length": str(len(data)), **headers}
-    return Connection(server, method, target, given, data)
+    return Connection(server, method, target, given, data, pause_s)

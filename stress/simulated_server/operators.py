@@ -1,6 +1,7 @@
 """Operators: they load, download, replace and delete models, and restart the server."""
 
 import asyncio
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -116,9 +117,10 @@ async def pulls(world: "FleetWorld") -> None:
         await asyncio.sleep(uniform(0.0, 12.0))
         known = [it for it in HUB_MODELS if world.asked.pulls.get(it, {"absent"}) != {"absent"}]
         if known and flip(0.5):
-            await choice((_stop, _delete))(world, choice(known))
+            await choice((_stop, _delete, _stop_and_pull))(world, choice(known))
         else:
             await choice((_pull, _pull, _stop, _delete))(world, choice(HUB_MODELS))
+        world.check_downloads()
 
 
 ANY = {"downloading", "stopped", "failed", "here", "absent"}
@@ -153,14 +155,43 @@ async def _stop(world: "FleetWorld", model: str) -> None:
         world.asked.pulls[model] = {"stopped", "failed", "here"}
 
 
+async def _stop_and_pull(world: "FleetWorld", model: str) -> None:
+    """Stop a download twice at a time, and start the download again meanwhile."""
+    before = world.asked.pulls.get(model, {"absent"})
+    world.asked.pulls[model] = before | {"stopped"}
+
+    async def stop() -> None:
+        with contextlib.suppress(Broken):
+            await call(world, "POST", "/models/unload", {"model": model})
+
+    stopping = [asyncio.create_task(stop()) for _ in range(2)]
+    await asyncio.wait(stopping, return_when=asyncio.FIRST_COMPLETED)
+    await _pull(world, model)
+    world.asked.pulls[model] |= {"stopped"}
+    await asyncio.gather(*stopping)
+    for _ in range(3):
+        await asyncio.sleep(uniform(0.0, 0.5))
+        world.check_downloads()
+
+
 async def _delete(world: "FleetWorld", model: str) -> None:
+    """Delete a model, sometimes twice at a time."""
     before = world.asked.pulls.get(model, {"absent"})
     world.asked.pulls[model] = before | {"absent"}
     server = world.server
-    try:
-        status, body = await call(world, "DELETE", f"/models?model={model}")
-    except Broken:
-        return
+    both = [call(world, "DELETE", f"/models?model={model}") for _ in range(choice((1, 1, 2)))]
+    answers = await asyncio.gather(*both, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, Broken):
+            return
+        if isinstance(answer, BaseException):
+            raise answer
+    # One of two deletions may come too late.
+    status, body = min(
+        (it for it in answers if not isinstance(it, BaseException)), key=lambda it: it[0]
+    )
+    for later, why in (it for it in answers if not isinstance(it, BaseException)):
+        assert later != 500 or world.may_fail(why["error"]["code"]), f"deletes {model}: {why}"
     if status == 404:
         assert "absent" in before, f"{model} is unknown"
         world.asked.pulls[model] = {"absent"}

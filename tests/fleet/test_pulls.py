@@ -12,6 +12,7 @@ import pytest
 
 from headrace.fleet import atomic_file, pulls
 from headrace.fleet.atomic_file import keep_file
+from headrace.fleet.download_process import DownloadProcess
 from headrace.fleet.pulls import Pull, Pulls
 from headrace_common.checkpoints.fetch import FetchFailed
 from headrace_common.errors import RequestError
@@ -101,6 +102,35 @@ async def test_a_download_may_be_deleted_twice_at_once(monkeypatch: pytest.Monke
         await settle()
         await asyncio.gather(made.forget("owner/name"), made.forget("owner/name"))
     assert made.all() == ()
+
+
+class SlowProcess:
+    """A download process that takes a while to end."""
+
+    def __init__(self) -> None:
+        self.stdout = asyncio.StreamReader()
+        self.has_ended = False
+
+    async def end(self) -> None:
+        await asyncio.sleep(0.05)
+        self.has_ended = True
+
+
+async def test_a_second_stop_leaves_no_process() -> None:
+    process = SlowProcess()
+
+    async def begin(model: str) -> DownloadProcess:
+        return process  # type: ignore[return-value]
+
+    made = Pulls(None, begin)
+    async with running(made):
+        made.begin("owner/name")
+        await settle()
+        first = asyncio.create_task(made.stop("owner/name"))
+        await settle()
+        await made.stop("owner/name")
+        await first
+        assert process.has_ended
 
 
 GARBAGE = {

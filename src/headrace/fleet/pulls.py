@@ -28,6 +28,7 @@ from headrace_common.checkpoints.fetch import (
 )
 from headrace_common.checkpoints.find import can_be_fetched
 from headrace_common.errors import KINDS, RequestError
+from headrace_common.system.race import uncut
 from headrace_common.system.state_files import read_kept
 
 logger = logging.getLogger(__name__)
@@ -300,7 +301,8 @@ async def _fetch(pull: Pull, begin: Begin) -> FetchFailed | None:
     except TimeoutError:
         return FetchFailed("download_failed", SILENT)
     finally:
-        await process.end()
+        # A second stop must not cancel the end of the process. The process could go on downloading.
+        await uncut(process.end())
 
 
 async def _follow(process: DownloadProcess, pull: Pull) -> FetchFailed | None:
