@@ -85,7 +85,7 @@ def test_what_is_piped_in_is_one_message_and_the_text_alone_comes_out(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     shown = piped(("--url", server.url, *GREEDY), "hi\n", XDG_STATE_HOME=str(tmp_path))
-    assert (shown.returncode, shown.stderr) == (0, "")
+    assert (shown.returncode, shown.stderr) == (0, "[cut off at the limit of tokens]\n")
     assert shown.stdout.rstrip("\n") == answer_of(
         server.url, [{"role": "user", "content": "hi"}]
     ).rstrip("\n")
@@ -152,7 +152,20 @@ def test_ctrl_c_stops_the_answer_and_again_leaves(server: ServerProcess, tmp_pat
         shown.wait_for(r"(?s)\[stopped\].*> ")
         eventually(lambda: num_running(server) == 0)
         shown.press_ctrl_c()
+        shown.wait_for(r"(?s)press Ctrl-C again.*> ")
+        shown.press_ctrl_c()
         assert shown.wait_until_ended() == 130
+
+
+def test_an_answer_that_is_cut_off_at_its_limit_is_followed_by_a_note(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    words = ("chat", "--url", server.url, "-o", "max_tokens=3", "-o", "ignore_eos=true")
+    with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
+        shown.wait_for("> ")
+        shown.type("hi")
+        shown.wait_for(r"(?s)\[cut off at the limit of tokens\].*> ")
+        shown.press_ctrl_d()
 
 
 def test_ctrl_c_clears_a_half_typed_line(server: ServerProcess, tmp_path: Path) -> None:
@@ -164,6 +177,8 @@ def test_ctrl_c_clears_a_half_typed_line(server: ServerProcess, tmp_path: Path) 
         shown.wait_for("> ")
         shown.type("/help")
         shown.wait_for("(?s)/new.*/exit.*> ")
+        shown.press_ctrl_c()
+        shown.wait_for(r"(?s)press Ctrl-C again.*> ")
         shown.press_ctrl_c()
         assert shown.wait_until_ended() == 130
 
@@ -264,6 +279,8 @@ def test_with_a_model_it_has_a_server_of_its_own_that_ends_with_it(
         shown.wait_for("> ")
         children = processes.children(shown.process.pid)
         assert children
+        shown.press_ctrl_c()
+        shown.wait_for(r"(?s)press Ctrl-C again.*> ")
         shown.press_ctrl_c()
         assert shown.wait_until_ended() == 130
     assert not any(Path(f"/proc/{child}").exists() for child in children)

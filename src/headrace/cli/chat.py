@@ -125,14 +125,15 @@ class ChatLoop:
             raise
 
     def _hear(self, stream: Stream) -> None:
-        said = _Reply()
+        said, is_cut = _Reply(), False
         try:
             with contextlib.closing(stream.updates()) as updates:
                 for event in updates:
                     if isinstance(event, Accepted):
                         self._keep(event.id)
                     if isinstance(event, Tokens) and event.choice == 0:
-                        said.add(to_piece(event, stream.id))
+                        said.add(piece := to_piece(event, stream.id))
+                        is_cut = piece.finish_reason == "length"
                     self._screen.show(event)
         except KeyboardInterrupt:
             # The server has not accepted the request, so there is no stream to stop.
@@ -150,6 +151,8 @@ class ChatLoop:
                 # stream.
                 raise
             self._screen.note(error.message)
+        if is_cut:
+            self._screen.note("cut off at the limit of tokens")
         self._screen.end_answer()
         self.conversation.messages.append(said.message())
         self._keep("")
@@ -202,7 +205,7 @@ def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None, act: Act
         return
     draft = ""
     while True:
-        text, draft = keyboard.read(default=draft), ""
+        text, draft = _read(screen, keyboard, draft), ""
         if text is None or text.strip() in ("/exit", "/quit"):
             return
         before = len(chat.conversation.messages)
@@ -218,6 +221,18 @@ def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None, act: Act
                 screen.note(
                     "the answer continues on the server; press Enter on an empty line to read it"
                 )
+
+
+def _read(screen: Screen, keyboard: Keyboard, draft: str) -> str | None:
+    """Read the next message. On an empty line, only a second Ctrl-C raises KeyboardInterrupt.
+
+    The answer may have ended just before the user pressed Ctrl-C to stop it.
+    """
+    try:
+        return keyboard.read(default=draft)
+    except KeyboardInterrupt:
+        screen.note("to leave, press Ctrl-C again, or Ctrl-D")
+        return keyboard.read()
 
 
 def _answer_calls(chat: ChatLoop, screen: Screen, keyboard: Keyboard) -> None:
