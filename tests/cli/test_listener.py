@@ -49,11 +49,11 @@ def test_a_headrace_server_on_the_port_is_named_with_what_to_type(
 ) -> None:
     caplog.set_level("INFO")
     with program(b'{"status":"ok","last_step_age_s":1.5}') as port:
-        line = port_in_use(HttpConfig(port=port))
+        line = port_in_use(HttpConfig(port=port), ["m"])
     before, _, after = line.partition("; stop it, or choose another port: --port ")
     assert before == f"port {port} already has a Headrace server (http://127.0.0.1:{port})"
     free = after.split()[0]
-    assert int(free) > port and after == f'{free} (make serve ARGS="--port {free}")'
+    assert int(free) > port and after == f'{free} (make serve ARGS="m --port {free}")'
     assert len(f"headrace: {line}") <= 160
     assert not caplog.records
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -53,14 +54,17 @@ def no_listener(http: HttpConfig, error: OSError) -> ConfigError:
     )
 
 
-def port_in_use(http: HttpConfig) -> str:
-    """Return a line that names the program on the port and a port that is free."""
+def port_in_use(http: HttpConfig, models: Sequence[str] = ()) -> str:
+    """Return a line that names the program on the port and a port that is free.
+
+    `models` are the models that the user named; the suggested command names them too.
+    """
     free = f"--port {_free_port(http)}"
     has = "is in use by another program"
     if (neighbour := find_neighbour(http)) is not None:
         has = f"already has a Headrace server ({neighbour.url})"
     line = f"port {http.port} {has}; stop it, or choose another port: {free}"
-    longer = f'{line} (make serve ARGS="{free}")'
+    longer = f'{line} (make serve ARGS="{" ".join((*models, free))}")'
     return longer if len(longer) <= _LONGEST_LINE - len("headrace: ") else line
 
 

@@ -87,7 +87,8 @@ def serve(config: ServerConfig, lines: LoadLines, chooses: bool = False) -> int:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise no_listener(config.http, error) from None
-        say(f"headrace: {port_in_use(config.http)}")
+        named = [it.model for it in config.models if it.model != ModelConfig().model]
+        say(f"headrace: {port_in_use(config.http, named)}")
         return exit_codes.IN_USE
     with listener:
         # A server that cannot listen announces no model.
