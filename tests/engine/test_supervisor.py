@@ -230,6 +230,25 @@ async def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
     assert "last words" in child.death_report().message
 
 
+async def test_an_engines_log_keeps_its_levels_and_information_is_no_reason_for_its_end(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    child = await Child.spawn()
+    assert child._process.stderr is not None
+    lines = b"INFO headrace_engine.x: all is well\nWARNING headrace_engine.x: the disk is full\n"
+    child._process.stderr.feed_data(lines)
+    child.kill()
+    await child.end()
+    logged = [(it.levelname, it.message) for it in caplog.records if it.message[:7] == "engine:"]
+    assert logged[:2] == [
+        ("INFO", "engine: all is well"),
+        ("WARNING", "engine: the disk is full"),
+    ]
+    report = child.death_report().message
+    assert "the disk is full" in report and "all is well" not in report
+
+
 async def test_an_end_does_not_wait_for_others_who_hold_the_engines_stderr(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ import collections
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MODULE = "headrace_engine.process"
 _LAST_LINES = 200
+# A line of the engine's log, in the format that the engine's process sets.
+_LOG_LINE = re.compile(r"(?P<level>INFO|WARNING|ERROR|CRITICAL) headrace[\w.]*: (?P<message>.*)")
 _LONGEST_LINE = 1 << 16
 _LAST_WORDS_S = 1.0
 _STDERR_S = 3.0
@@ -151,8 +154,14 @@ class Child:
 
     def _log_line(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
-        self._last_lines.append(text)
-        logger.info("engine: %s", text)
+        logged = _LOG_LINE.fullmatch(text)
+        if logged is None or logged["level"] != "INFO":
+            self._last_lines.append(text)
+        if logged is None:
+            logger.info("engine: %s", text)
+        else:
+            level = logging.getLevelNamesMapping()[logged["level"]]
+            logger.log(level, "engine: %s", logged["message"])
 
 
 async def _start(
