@@ -61,7 +61,10 @@ async def answer(engine: FakeEngine, *sequence_ids: SequenceId) -> None:
     await engine.say(Outputs(finished=tuple(ends)))
 
 
-async def test_a_batch_fills_no_queue_and_keeps_its_order(folder: Path) -> None:
+async def test_a_batch_fills_no_queue_and_keeps_its_order(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace.requests")
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 11)
         done: set[SequenceId] = set()
@@ -73,6 +76,9 @@ async def test_a_batch_fills_no_queue_and_keeps_its_order(folder: Path) -> None:
         made = await task
         assert [array("f", vector)[0] for vector in made.vectors] == list(range(1, 12))
         assert made.num_tokens == sum(range(1, 12))
+        (line,) = [it for it in caplog.records if it.name == "headrace.requests"]
+        logged = vars(line)["fields"]
+        assert (logged["outcome"], logged["prompt_tokens"]) == ("finished", made.num_tokens)
         assert not engine.cancels and not generation.vectors.batches
 
 

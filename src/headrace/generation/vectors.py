@@ -16,6 +16,7 @@ from headrace.generation.submission import salt_of
 from headrace.generation.vector_batch import VectorBatch, VectorWork
 from headrace.workers.pool import JobRunner
 from headrace_common.errors import RequestError
+from headrace_common.log_context import log_request
 from headrace_common.request import BACKGROUND
 from headrace_common.sampling import Pooling
 from headrace_common.vector_request import VectorRequest
@@ -90,6 +91,9 @@ class VectorMaker:
             )
             vectors = await self._run(VectorBatch(work), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
+            # If the request fails, the error's answer writes the line.
+            total_ms = round((time.monotonic() - began) * 1000)
+            log_request(request.route, outcome, prompt_tokens=num_tokens, total_ms=total_ms)
         except RequestError as error:
             outcome = error.code
             raise
