@@ -66,6 +66,12 @@ def split_inputs(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, list(words)
 
 
+def say_model(config: ServerConfig) -> None:
+    """On a terminal, say which model answers if the user has named none."""
+    if sys.stderr.isatty():
+        say(f"headrace: {config.models[0].model} answers; for another model, name it first.")
+
+
 def read_prompt(prompt: str | None) -> str:
     """Return the prompt, or stdin without its final newline."""
     if prompt is None and sys.stdin.isatty():

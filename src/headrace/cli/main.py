@@ -197,6 +197,8 @@ def _generate_command() -> click.Command:
         if schema is not None:
             fields["json_schema"] = verb.read_schema(schema)
         config, prompt = _config(model, flags), verb.read_prompt(given)
+        if model is None:
+            verb.say_model(config)
         sys.exit(verb.generate(config, prompt, verb.check_fields(fields, prompt), as_json))
 
     params: list[click.Parameter] = [
