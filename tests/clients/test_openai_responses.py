@@ -241,3 +241,31 @@ def test_the_oldest_items_are_dropped_automatically(client: openai.OpenAI) -> No
     question = {"role": "user", "content": "What is 23 + 45?"}
     response = create(client, input=[*talk, question], truncation="auto")
     assert response.output_text == "23 + 45 = 68" and response.truncation == "auto"
+
+
+def test_a_conversation_is_created_used_listed_and_deleted(client: openai.OpenAI) -> None:
+    hello: Any = {"type": "message", "role": "user", "content": "What is the weather in Paris?"}
+    talk = client.conversations.create(items=[hello], metadata={"topic": "weather"})
+    (call,) = create(client, conversation=talk.id, input=[], tools=[WEATHER]).output
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    answer = create(client, conversation={"id": talk.id}, input=[output], tools=[WEATHER])
+    assert answer.conversation.id == talk.id and "sunny" in answer.output_text
+    listed = list(client.conversations.items.list(talk.id, order="asc", limit=2))
+    kinds = ["message", "function_call", "function_call_output", "message"]
+    assert [item.type for item in listed] == kinds
+    assert listed[-1].content[0].text == answer.output_text
+    assert listed[1].call_id == call.call_id
+    added = client.conversations.items.create(talk.id, items=[hello])
+    assert (added.data[0].role, added.first_id) == ("user", added.last_id)
+    found = client.conversations.items.retrieve(added.first_id, conversation_id=talk.id)
+    assert found == added.data[0]
+    assert client.conversations.items.delete(added.first_id, conversation_id=talk.id) == talk
+    changed = client.conversations.update(talk.id, metadata={"topic": "Paris"})
+    assert client.conversations.retrieve(talk.id) == changed
+    assert (changed.created_at, changed.metadata) == (talk.created_at, {"topic": "Paris"})
+    with pytest.raises(openai.BadRequestError, match="Mutually exclusive parameters"):
+        create(client, conversation=talk.id, previous_response_id=answer.id)
+    deleted = client.conversations.delete(talk.id)
+    assert (deleted.id, deleted.deleted, deleted.object) == (talk.id, True, "conversation.deleted")
+    with pytest.raises(openai.NotFoundError):
+        create(client, conversation=talk.id)

@@ -248,3 +248,13 @@ def test_a_page_of_another_host_and_a_client_without_a_key_are_refused() -> None
                     socket.next()
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
         assert server.stop() == 0
+
+
+def test_a_conversation_outlives_the_socket_of_its_unstored_response(server: ServerProcess) -> None:
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
+        id = client.post("/conversations", json={}).json()["id"]
+        with open_socket(server) as socket:
+            assert socket.ask(**COUNT, conversation=id, store=False)["conversation"] == {"id": id}
+        with open_socket(server) as socket:
+            socket.ask(**COUNT, conversation=id, store=False)
+        assert len(client.get(f"/conversations/{id}/items").json()["data"]) == 4

@@ -14,12 +14,15 @@ from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.streams.events import Error, Finish
-from headrace.streams.record import Names
+from headrace.streams.record import Names, Record
 from headrace.streams.store import ByConversation
 from headrace.streams.stores.memory import MemoryStore
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
+from headrace_common.ids import StreamId
 from headrace_common.messages import FinishReason
+from headrace_common.request import Request
+from headrace_common.sampling import Sampling
 from tests.fleet.fakes import DOWN, READY, FakeEngine
 from tests.generation.fakes import ask, models_of, read
 from tools.harness.eventually import settle
@@ -86,6 +89,18 @@ async def test_a_stream_is_resumed_after_what_its_last_writer_still_had_to_appen
         await engine.finish(engine.newest, FinishReason.LENGTH)
         found = await generation.streams.find("", NAME)
         assert found is not None and isinstance((await read(found))[-1], Finish)
+
+
+async def test_a_change_of_a_conversation_that_a_kill_interrupted_is_ended_without_an_engine(
+    folder: Path,
+) -> None:
+    store = durable_store()
+    request = Request("/v1/responses", "", (), Sampling())
+    await store.create(Record(StreamId("resp_1"), 1, request, (), "", OPTED_IN, is_durable=True))
+    async with models_of(folder, "ab", store) as (generation, engines):
+        found = await generation.streams.find("", NAME)
+        assert found is not None and isinstance((await read(found))[-1], Finish)
+        assert not any(engine.submits for made in engines.values() for engine in made)
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])

@@ -12,14 +12,13 @@ from headrace.batches.store import Blobs
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.answers import AnswerBody
-from headrace.intake.intake import Intake
+from headrace.intake.intake import Intake, names_of
 from headrace.intake.vectors import Requester
 from headrace.protocols.batch_lines import MAX_FAULTS
 from headrace.protocols.dialect import DIALECTS, ErrorFormat, dialect_of
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.vectors import embeddings, rerank, score
 from headrace.streams.log import LogGone
-from headrace.streams.record import Names
 from headrace.streams.store import ByKey
 from headrace.workers.pool import JobRunner
 from headrace_common.errors import RequestError
@@ -167,7 +166,7 @@ class LineAnswers:
             asker = Requester(asked.route, asked.owner, BACKGROUND)
             return 200, await self._intake.vectors.answer(checked, asker)
         # A stream that an earlier server started is found by its key.
-        names = Names(asked.owner, key=asked.key, digest=checked.digest)
+        names = names_of(asked.owner, checked, key=asked.key)
         stream = (await self._intake.open(asked.route, checked, names)).stream
         return await stream.audience.pause.unless(_gathered(stream))
 

@@ -99,11 +99,6 @@ class Resumption:
 
     async def _continue(self, left: list[Stored]) -> None:
         # Streams with images take long to prepare, so streams without images go first.
-        # A stream without prompts holds a conversation; its server was killed before the stream's
-        # end. The kind of its end has no effect.
-        for stored in (it for it in left if not it.record.prompts):
-            self._group.create_task(_give_up(stored.log), name="give up")
-        left = [it for it in left if it.record.prompts]
         for stored in sorted(left, key=lambda it: len(it.record.images)):
             self._figures.recovered()
             cut = cut_by(stored.stop_code) if stored.stop_code else None

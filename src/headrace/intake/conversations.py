@@ -7,6 +7,7 @@ except its end. Only one stream can follow another, so no change is lost.
 """
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -20,7 +21,7 @@ from headrace.intake.answers import encoded
 from headrace.protocols.openai.response_events import ResponseBuilder
 from headrace.protocols.openai.responses import ID_PREFIX, ROUTE
 from headrace.streams.events import AnyEvent, Finish, Timings, Usage
-from headrace.streams.log import LogUnsound, follow
+from headrace.streams.log import LogGone, LogUnsound, follow
 from headrace.streams.record import CONVERSATION, Names, Record
 from headrace.streams.store import ByConversation, ConversationLocked, Name
 from headrace.workers.loop_slices import slice_of_loop
@@ -31,6 +32,7 @@ from headrace_common.sampling import Sampling
 from headrace_common.system.race import uncut
 from headrace_common.worker_jobs import UseConversation
 
+_MAX_TRIES = 5
 # The time that another server has for stopping a response.
 _STOP_S = 5.0
 _ID = re.compile(r"conv_[0-9a-f]{32}")
@@ -62,6 +64,13 @@ class Conversations:
 
     async def newest(self, owner: str, id: str, param: str = "id") -> Newest:
         """Return the newest stream of a conversation. Raise RequestError if there is none."""
+        for _ in range(_MAX_TRIES):
+            # The stream that was found may be replaced and deleted before it is read.
+            with contextlib.suppress(LogGone):
+                return await self._newest(owner, id, param)
+        raise ConversationLocked
+
+    async def _newest(self, owner: str, id: str, param: str) -> Newest:
         found = None
         if _ID.fullmatch(id):
             found = await self._generation.streams.find(
@@ -114,10 +123,11 @@ class Conversations:
 
     async def discard(self, owner: str, name: Name) -> None:
         """Delete a stream. If the stream holds a conversation, another stream holds it first."""
-        found = await self._generation.streams.find(owner, name)
-        if found is not None and found.record.names.is_in_conversation:
-            await self._stop(found)
-            await self._pass_on(owner, found.record)
+        with contextlib.suppress(LogUnsound):
+            found = await self._generation.streams.find(owner, name)
+            if found is not None and found.record.names.is_in_conversation:
+                await self._stop(found)
+                await self._pass_on(owner, found.record)
         await self._generation.streams.discard(owner, name)
 
     async def _stop(self, found: Found) -> None:
@@ -132,14 +142,17 @@ class Conversations:
 
     async def _pass_on(self, owner: str, record: Record) -> None:
         """Store a conversation in a new stream, if it is stored in the stream of this record."""
-        id = (record.names.conversation or "").removeprefix(CONVERSATION)
-        newest = await self.newest(owner, id)
-        if newest.id != record.id:
+        name = record.names.conversation or ""
+        found = await self._generation.streams.find(owner, ByConversation(owner, name))
+        if found is None or found.record.id != record.id:
             return
+        newest = await self.newest(owner, id := name.removeprefix(CONVERSATION))
         job = UseConversation(what="copy", id=id, stream_id=newest.id, new_id=_new_id())
         packed = msgspec.msgpack.encode((newest.kept, newest.output, b""))
         used = await self._generation.work.do(job, [packed])
-        await self._put(owner, job, used.kept, record)
+        # Another stream that took over meanwhile holds the conversation, too.
+        with contextlib.suppress(ConversationLocked):
+            await self._put(owner, job, used.kept, record)
 
     async def _put(
         self, owner: str, job: UseConversation, kept: bytes, follows: Record | None

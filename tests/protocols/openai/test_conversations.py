@@ -1,0 +1,77 @@
+"""Conversations in a worker: which items a stream leaves behind, and how they get their ids."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.protocols.dialect import encode
+from headrace.protocols.openai import conversations
+from headrace.protocols.openai.response_events import StoredBody, open_kept
+from headrace_common.errors import RequestError
+from headrace_common.worker_jobs import UseConversation, UsedConversation
+
+CONVERSATION = "conv_1"
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": text} | more
+
+
+def use(what: Any, kept: bytes = b"", output: bytes = b"", **fields: Any) -> UsedConversation:
+    body = encode(fields.pop("body", {}))
+    job = UseConversation(what=what, id=CONVERSATION, stream_id="resp_a", new_id="resp_b", **fields)
+    return conversations.do(job, msgspec.msgpack.encode((kept, output, body)))
+
+
+def items_in(used: UsedConversation) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = msgspec.json.decode(open_kept(used.kept).items)
+    return found
+
+
+def kept_by_a_response(*items: dict[str, Any], num_past: int) -> bytes:
+    return msgspec.msgpack.encode(StoredBody(encode(items), b"{}", num_past=num_past))
+
+
+def test_a_response_that_failed_or_runs_adds_nothing() -> None:
+    kept = kept_by_a_response(said("old", id="msg_1"), said("new"), num_past=1)
+    assert [it["content"] for it in items_in(use("copy", kept))] == ["old"]
+
+
+def test_a_response_that_completed_adds_its_input_and_output() -> None:
+    kept = kept_by_a_response(said("old", id="msg_1"), said("new"), num_past=1)
+    output = encode([said("answer", id="msg_ao0")])
+    listed = msgspec.json.decode(use("list", kept, output, limit=9, is_rising=True).answer)
+    assert [it["id"] for it in listed["data"]] == ["msg_1", "msg_ai1", "msg_ao0"]
+    whole = open_kept(conversations.as_past(kept, output, "resp_a"))
+    assert msgspec.json.decode(whole.items) == listed["data"]
+
+
+def test_items_with_equal_ids_get_distinct_ids_that_stay() -> None:
+    made = use("create", body={"items": [said("a", id="x"), said("b", id="x")]})
+    assert [it["id"] for it in items_in(made)] == ["x", "msg_bi1"]
+    again = use("add", made.kept, body={"items": [said("c", id="x")]})
+    assert [it["id"] for it in items_in(again)] == ["x", "msg_bi1", "msg_bi2"]
+    assert msgspec.json.decode(again.answer)["data"][0]["id"] == "msg_bi2"
+
+
+def test_metadata_are_replaced_and_null_removes_them() -> None:
+    made = use("create", body={"metadata": {"a": "b"}, "items": None})
+    for metadata in ({"c": "d"}, None):
+        changed = use("update", made.kept, body={"metadata": metadata})
+        assert msgspec.json.decode(changed.answer)["metadata"] == (metadata or {})
+    with pytest.raises(RequestError, match="metadata is required"):
+        use("update", made.kept)
+
+
+def test_a_conversation_with_too_many_items_still_lets_items_be_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = use("create", body={"items": [said(str(number)) for number in range(20)]})
+    monkeypatch.setattr(conversations, "MAX_ITEMS", 19)
+    with pytest.raises(RequestError, match="20 items; the limit is 19"):
+        conversations.as_past(made.kept, b"", "resp_a")
+    removed = use("remove", made.kept, item="msg_bi0")
+    assert len(items_in(removed)) == 19
+    with pytest.raises(RequestError, match="20 items"):
+        use("add", removed.kept, body={"items": [said("more")]})
