@@ -113,6 +113,13 @@ async def test_after_the_end_of_the_fleet_requests_are_refused(folder: Path) -> 
         assert refused.value.code == "server_shutdown"
 
 
+async def test_a_closed_engine_is_unloaded_before_the_next_load_can_begin(folder: Path) -> None:
+    async with running(folder) as made:
+        host = await made.use("a")
+        await host.engine.close()
+        assert host.engine.state == "unloaded"
+
+
 async def test_a_second_model_sends_the_first_out_once_its_uses_have_ended(folder: Path) -> None:
     async with running(folder) as made:
         used = await made.use("a")

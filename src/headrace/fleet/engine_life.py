@@ -60,6 +60,9 @@ class EngineLife:
         # Done when no more messages will arrive from this engine.
         self._ended: asyncio.Future[None]
         self._was_up = asyncio.Event()
+        # Set unless `run` is running.
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     def expect(self) -> None:
         """Note that an engine is about to be started."""
@@ -85,8 +88,15 @@ class EngineLife:
     async def run(self) -> None:
         """Handle the engine's messages until the engine is closed or given up."""
         assert self._client is not None
+        self._is_idle.clear()
+        try:
+            await self._follow(self._client)
+        finally:
+            self._is_idle.set()
+
+    async def _follow(self, client: EngineClient) -> None:
         self._ended = asyncio.get_running_loop().create_future()
-        self._client.news.subscribe(self._users.deliver, self._on_news, self._end)
+        client.news.subscribe(self._users.deliver, self._on_news, self._end)
         await self._ended
         self._client = self.up = self.status = None
         self._loading.end()
@@ -99,9 +109,13 @@ class EngineLife:
             self.settled.set_exception(lost)
 
     async def close(self) -> None:
-        """End the engine if it runs."""
+        """End the engine if it runs, and wait for the end of `run`.
+
+        Otherwise, a load that follows at once could count as closed, too.
+        """
         if self._client is not None:
             await self._client.close()
+            await self._is_idle.wait()
 
     @property
     def last_step_age_s(self) -> float | None:
