@@ -240,7 +240,12 @@ class FleetClient:
                 connection = self.send("POST", route, body, headers)
                 if await connection.begin() == 200:
                     self._accepted(begun)
-                    return connection
+                    if not headers or "x-stream-id" in connection.headers:
+                        return connection
+                    # The server still waits for the model, so the stream has no id yet.
+                    connection.close()
+                    await asyncio.sleep(1.0)
+                    continue
                 await self._refused(connection)
             except Broken:
                 await asyncio.sleep(1.0)

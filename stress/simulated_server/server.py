@@ -66,6 +66,8 @@ class Machine:
         self._numbers = itertools.count()
         self.storage = Disk(self._next_disk(), faults)
         self.server: SimServer | None = None
+        # Set at the next start of a server.
+        self.starts = asyncio.Event()
 
     @property
     def disk(self) -> Path:
@@ -92,6 +94,8 @@ class Machine:
         finally:
             PROCESS.reset(token)
             current_host.reset(host)
+        self.starts.set()
+        self.starts = asyncio.Event()
         return self.server
 
     def kill(self) -> None:

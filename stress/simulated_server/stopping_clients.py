@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import signal
 from typing import Any
 
-from detangle import choice, randint, uniform
+from detangle import choice, flip, randint, uniform
 
 from stress.simulated_server.fleet_clients import FleetClient, GivesUp
 from stress.simulated_server.fleet_world import NAMES, FleetWorld
 from stress.simulated_server.http import Broken
 from stress.simulated_server.requests import Request
+from stress.simulated_server.world import lose_models
 
 
 class StoppingClient(FleetClient):
@@ -29,7 +31,10 @@ class StoppingClient(FleetClient):
         connection = await self._post(request, {"idempotency-key": request.key})
         stream_id = connection.headers["x-stream-id"]
         connection.close()
-        await asyncio.sleep(uniform(0.0, choice((0.5, 5.0, 30.0))))
+        await asyncio.sleep(uniform(0.0, choice((0.5, 5.0))))
+        if flip(0.5):
+            self._lose_engines()
+            await asyncio.sleep(uniform(0.0, choice((0.1, 5.0))))
         server = self.world.server
         state = await self._cancel(stream_id)
         last = await self._last_event(stream_id)
@@ -40,6 +45,17 @@ class StoppingClient(FleetClient):
             self.world.counts["stopped streams"] += 1
         if last["kind"] == "error" and last["code"] != "cancelled":
             self._failed(last["code"], request)
+
+    def _lose_engines(self) -> None:
+        """Kill the engines of the model, which are then given up."""
+        server = self.world.server
+        if self.world.is_up and not self.world.is_calm and server is not None:
+            mine = [it for it in server.engines() if it.has_loaded]
+            for engine in mine:
+                if engine.config.served_model_name[0] == self.name:
+                    self.world.faults.note("engine: killed from outside")
+                    engine.die(-signal.SIGKILL)
+            lose_models(self.world)
 
     async def _cancel(self, stream_id: str) -> str:
         """Return the state of the stream after the stop."""

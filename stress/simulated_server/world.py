@@ -62,7 +62,7 @@ class World:
 
     def _config(self) -> ServerConfig:
         streams = StreamConfig(
-            linger_s=choice((0.0, 1.0, 10.0)),
+            linger_s=choice((0.0, 1.0, 3.0)),
             drain_s=choice((0.0, 2.0, 30.0)),
             max_num_queued_reqs=choice((512, 2)),
             keep_streams_hours=choice((24.0,) * 19 + (0.1,)),
@@ -83,6 +83,20 @@ class World:
     def is_up(self) -> bool:
         server = self.server
         return server is not None and server.app is not None and not server.has_ended.is_set()
+
+    async def until_up(self) -> None:
+        """Wait until a server accepts requests, so that the next request is one of its first."""
+        while not self.is_up:
+            server = self.server
+            if server is None or server.has_ended.is_set():
+                await self.machine.starts.wait()
+                continue
+            # A server that accepts no requests any more has only its end to come.
+            ways = [server.has_ended] if server.accepts.is_set() else [server.accepts]
+            waits = [asyncio.create_task(it.wait()) for it in (*ways, server.has_ended)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
 
     def tell(self, text: str) -> None:
         """Add a line to the story of this run, which is printed if the run fails."""
@@ -275,22 +289,18 @@ async def kills_engines(world: World) -> None:
             world.faults.note("engine: killed from outside")
             choice(engines).die(-signal.SIGKILL)
             if pinned_model(world.server.config) is None and flip(0.4):
-                await _loads_fail(world)
+                lose_models(world)
 
 
-async def _loads_fail(world: World) -> None:
-    """Let engines fail to load until they are given up. The disk may stall meanwhile."""
-    seconds = uniform(1.0, 20.0)
+def lose_models(world: World) -> None:
+    """Let engines fail to load for a while, so that they are given up. The disk may stall, too."""
+    seconds, disk = uniform(2.0, 10.0), world.machine.storage
     world.faults.note("engine: loads fail for a while")
     world.faults.loads_fail_until = world_loop().time() + seconds
-    disk = world.machine.storage
-    if flip(0.3):
+    if flip(0.5):
         world.faults.note("disk: stalled")
         disk.trouble = "stalled"
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        disk.trouble = ""
+        world_loop().call_later(seconds + uniform(0.0, 5.0), setattr, disk, "trouble", "")
 
 
 async def _some_time(most_s: float) -> None:

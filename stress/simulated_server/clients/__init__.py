@@ -38,11 +38,13 @@ KINDS = (
     cancels,
     deletes,
     lingers,
+    lingers,
+    leaves,
     leaves,
     reads_late,
     asks_beside_many,
     embeds,
-    shares_a_key,
+    embeds,
     shares_a_key,
 )
 

@@ -14,14 +14,14 @@ from stress.simulated_server.world import World
 
 async def embeds(world: World, request: Request) -> None:
     """Embed more texts than the engine takes at once; equal texts have equal vectors."""
-    texts = [f"{request.seed} {n % 9}" * (1 + n % 3) for n in range(randint(1, 40))]
+    texts = [f"{request.seed} {n % 9}" * (1 + n % 3) for n in range(randint(1, 150))]
     backoff = Backoff()
     while True:
         try:
             body = {"model": MODEL, "input": texts}
             connection = connect(world.server, "POST", "/v1/embeddings", {}, body)
-            if flip(0.5):
-                world_loop().after_steps(randint(1, 300), lambda: _kill_engine(world))
+            if flip(0.7):
+                world_loop().after_steps(randint(1, 500), lambda: _kill_engine(world))
             if await connection.begin() == 200:
                 _check(texts, json.loads(await connection.read())["data"])
                 world.counts["embeddings"] += len(texts)

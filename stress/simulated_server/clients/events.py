@@ -73,7 +73,9 @@ async def read_events(world: World, request: Request, stream_id: str) -> list[Ev
                 raise Broken
             await _read_some(world, connection, events)
         except Broken:
-            pass
+            if flip(0.3):
+                await world.until_up()
+                continue
         # A notice also ends a connection, and a client that came back at once would spin.
         await backoff.pause()
     return events
