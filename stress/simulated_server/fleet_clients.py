@@ -277,7 +277,9 @@ class FleetClient:
         is_end = code in ("server_shutdown", "server_restarting")
         is_gone = code == "model_not_found" and self.world.may_be_missing(self.name)
         key = request.key if request else "request"
-        is_allowed = is_end or is_gone or self.world.may_fail(code)
+        # A continued conversation may be too long, also for its summary.
+        is_long = code == "context_length_exceeded"
+        is_allowed = is_end or is_gone or is_long or self.world.may_fail(code)
         assert is_allowed, f"{key} for {self.name} failed without a reason: {code}"
         raise GivesUp(code)
 
