@@ -5,9 +5,9 @@
 Needs websockets.
 """
 
+import argparse
 import asyncio
 import json
-import sys
 
 from websockets.asyncio.client import connect
 
@@ -34,4 +34,8 @@ async def main(url: str, *prompts: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description="Ask several questions over one WebSocket.")
+    parser.add_argument("url", help="the server, such as http://127.0.0.1:8000")
+    parser.add_argument("prompts", nargs="+", metavar="prompt")
+    arguments = parser.parse_args()
+    asyncio.run(main(arguments.url, *arguments.prompts))

@@ -7,6 +7,10 @@
 import { randomUUID } from 'node:crypto';
 
 const [url, prompt] = process.argv.slice(2);
+if (!url?.startsWith('http') || !prompt) {
+  console.error('usage: node resume.mjs URL PROMPT, with a URL such as http://127.0.0.1:8000');
+  process.exit(2);
+}
 const conversation = randomUUID();
 const body = { messages: [{ role: 'user', content: prompt }], stream: true };
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));

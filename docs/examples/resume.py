@@ -6,6 +6,7 @@ The request goes out under a key of its own, so it can be sent again. From its f
 stream is read by its id, behind the last event that was shown. Needs httpx.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -72,4 +73,8 @@ def main(url: str, prompt: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = argparse.ArgumentParser(description="Stream an answer that survives lost connections.")
+    parser.add_argument("url", help="the server, such as http://127.0.0.1:8000")
+    parser.add_argument("prompt")
+    arguments = parser.parse_args()
+    main(arguments.url, arguments.prompt)

@@ -122,14 +122,22 @@ def test_a_wrong_value_is_named_as_it_was_given_with_what_it_must_be(tmp_path: P
     ("variable", "must_be"),
     [
         ("DTYPE", "one of auto, float32, bfloat16"),
-        ("MAX_STALL_MS", "a number above 0 and at most 1000000000 or off"),
-        ("LINGER_S", "a number at least 0"),
-        ("MAX_NUM_SEQS", "a whole number from 1 to 1099511627776"),
+        ("MAX_STALL_MS", "a number above 0, or off"),
+        ("LINGER_S", "a number of at least 0"),
+        ("MAX_NUM_SEQS", "a whole number of at least 1"),
+        ("THREADS", "a whole number of at least 1, or auto"),
     ],
 )
 def test_ranges_and_choices_are_told_in_words(variable: str, must_be: str) -> None:
     told = refusal({}, **{f"HEADRACE_{variable}": "f8"})
     assert told == f'HEADRACE_{variable} is "f8"; it must be {must_be}.'
+
+
+def test_a_limit_that_only_guards_integers_is_told_to_those_who_exceed_it() -> None:
+    assert refusal({"threads": 1 << 41}).endswith("it must be at most 1099511627776.")
+    assert refusal({"max_stall_ms": "1e12"}) == (
+        '--max-stall-ms is "1e12"; it must be at most 1000000000.'
+    )
 
 
 def test_a_wrong_key_is_not_shown() -> None:

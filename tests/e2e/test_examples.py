@@ -1,8 +1,12 @@
 """The Python examples, as a reader would run them; those in JavaScript run in make test-clients."""
 
 import asyncio
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from stress.witness import Fates, Proxy
 from tools.harness.servers import ServerProcess
@@ -35,3 +39,18 @@ def test_several_questions_share_a_socket(server: ServerProcess) -> None:
     prompts = ("Count from 1 to 12.", "Spell the word banana.")
     said = asyncio.run(run("realtime.py", server.url, *prompts))
     assert "10, 11, 12" in said and "b-a-n-a-n-a" in said
+
+
+@pytest.mark.parametrize("words", [(), ("--help",)])
+@pytest.mark.parametrize("name", ["resume.py", "realtime.py", "resume.mjs", "realtime.mjs"])
+def test_without_arguments_or_with_help_an_example_prints_its_usage(
+    name: str, words: tuple[str, ...]
+) -> None:
+    program = sys.executable if name.endswith(".py") else shutil.which("node")
+    if program is None:
+        pytest.skip("needs node")
+    command = (program, str(EXAMPLES / name), *words)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = ended.stdout + ended.stderr
+    assert said.startswith(f"usage: {'' if name.endswith('.py') else 'node '}{name}")
+    assert "Traceback" not in said and "    at " not in said

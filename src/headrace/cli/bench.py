@@ -283,7 +283,7 @@ def _labelled(url: str) -> tuple[str, str]:
 def _check_outputs(file: Path | None, folder: Path | None) -> None:
     """Raise ConfigError if the results could not be stored. Called before a long measurement."""
     if folder is not None and not importlib.util.find_spec("matplotlib"):
-        raise ConfigError("--plot needs matplotlib; install it with: pip install headrace[bench]")
+        raise ConfigError("--plot needs matplotlib; run pip install '.[bench]' in the checkout.")
     if file is not None and file.is_dir():
         raise ConfigError(f"--json: {file} is a folder; give a file.")
     for name, needed in (("--json", file and file.parent), ("--plot", folder)):

@@ -175,7 +175,9 @@ def _redis(url: str) -> Finding:
     try:
         from headrace.streams.stores.redis_link import risks_at
     except ModuleNotFoundError:
-        return Finding("state", "fail", "no redis package", "pip install 'headrace[redis]'")
+        return Finding(
+            "state", "fail", "no redis package", "Run pip install '.[redis]' in the checkout."
+        )
     try:
         risks = asyncio.run(risks_at(url))
     except StateError as error:

@@ -53,7 +53,7 @@ def connect(address: str) -> None:
         import ray
     except ImportError:
         raise ConfigError(
-            "--cluster needs Ray; install it with pip install 'headrace[ray]'."
+            "--cluster needs Ray; run pip install '.[ray]' in the checkout."
         ) from None
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)

@@ -34,7 +34,7 @@ def open_traces(endpoint: str | None, environment: Mapping[str, str], version: s
         source = "--otlp-endpoint" if endpoint else " or ".join(_ENDPOINTS)
         raise ConfigError(
             f"{source} turns traces on, but the package {missing.name} is not installed; "
-            f"run pip install 'headrace[otel]', or start without {source}."
+            f"run pip install '.[otel]' in the checkout, or start without {source}."
         ) from None
     return OtlpTraces(endpoint, version)
 

@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+# Only a message to somebody who exceeds one of these limits mentions it.
+INTERNAL_LIMITS = (1 << 40, 1e9)
+Count = Annotated[int, Meta(ge=1, le=INTERNAL_LIMITS[0])]
 ToolFormatName = Literal[
     "qwen3-coder", "glm", "hermes", "mistral", "deepseek", "pythonic", "llama3", "generic"
 ]
@@ -17,7 +19,7 @@ ToolFormatName = Literal[
 
 For `auto`, the first format whose marker is in the chat template is used.
 """
-Milliseconds = Annotated[float, Meta(gt=0, le=1e9)] | Literal["off"]
+Milliseconds = Annotated[float, Meta(gt=0, le=INTERNAL_LIMITS[1])] | Literal["off"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

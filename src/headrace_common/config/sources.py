@@ -18,7 +18,7 @@ import msgspec
 
 from headrace_common.config.piped_text import with_piped_templates
 from headrace_common.config.plain_aliases import with_names
-from headrace_common.config.settings import ModelConfig, ServerConfig
+from headrace_common.config.settings import INTERNAL_LIMITS, ModelConfig, ServerConfig
 from headrace_common.errors import ConfigError
 
 PREFIX = "HEADRACE_"
@@ -141,7 +141,7 @@ def _allowed(hint: Any) -> str:
     """Describe the allowed values: a type with its range, or choices. None is not mentioned."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         parts = [part for part in typing.get_args(hint) if part is not type(None)]
-        return " or ".join(_allowed(part) for part in parts)
+        return ", or ".join(_allowed(part) for part in parts)
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
@@ -160,10 +160,11 @@ def _allowed(hint: Any) -> str:
 
 
 def _range(meta: msgspec.Meta) -> Iterator[str]:
-    if meta.ge is not None and meta.le is not None:
-        yield f"from {meta.ge:.0f} to {meta.le:.0f}"
+    highest = None if meta.le in INTERNAL_LIMITS else meta.le
+    if meta.ge is not None and highest is not None:
+        yield f"from {meta.ge:.0f} to {highest:.0f}"
         return
-    limits = {"at least": meta.ge, "above": meta.gt, "at most": meta.le}
+    limits = {"of at least": meta.ge, "above": meta.gt, "at most": highest}
     yield from (f"{words} {limit:.0f}" for words, limit in limits.items() if limit is not None)
 
 
@@ -537,4 +538,7 @@ def _explain(
         return f"{given_as[name]} must be {known[name].allowed}."
     value = values[name]
     shown = f'"{value}"' if isinstance(value, str) else repr(value)
+    for limit in INTERNAL_LIMITS:
+        if what.endswith(f"<= {limit}"):
+            return f"{given_as[name]} is {shown}; it must be at most {limit:.0f}."
     return f"{given_as[name]} is {shown}; it must be {known[name].allowed}."

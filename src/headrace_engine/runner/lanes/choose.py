@@ -163,8 +163,8 @@ def _llama_objection(spec: ModelSpec) -> str | None:
         return f"{spec.name} has no GGUF file."
     if not has_llama_cpp():
         return (
-            "llama-cpp-python is not installed. Run pip install 'headrace[llama-cpp]' to build it "
-            "from source, or use the model's safetensors files."
+            "llama-cpp-python is not installed. Run pip install '.[llama-cpp]' in the checkout to "
+            "build it from source, or use the model's safetensors files."
         )
     return None
 

@@ -338,7 +338,8 @@ def _library() -> Any:
         api: Any = importlib.import_module("llama_cpp")
     except ImportError as error:
         raise ModelError(
-            f"llama-cpp-python cannot be imported ({error}); run pip install 'headrace[llama-cpp]'."
+            f"llama-cpp-python cannot be imported ({error}); run pip install '.[llama-cpp]' in "
+            "the checkout."
         ) from None
     if _LOG_CALLBACK == []:
         _LOG_CALLBACK.append(api.llama_log_callback(_write_log))
