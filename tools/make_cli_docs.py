@@ -21,14 +21,14 @@ defaults. `--help-all` shows the flags that this page leaves out, and
 
 | exit code | meaning |
 |---|---|
-| 0 | done, or stopped by a signal |
+| 0 | done; or the server stopped after Ctrl-C or SIGTERM |
 | 1 | the command failed |
 | 2 | a wrong flag, variable or file |
 | 3 | the model cannot be served |
 | 4 | the engine failed too often |
 | 5 | the port or the state directory is in use |
 | 6 | a part of the server failed; start the server again to continue resumable streams |
-| 130 | interrupted |
+| 130 | Ctrl-C ended another command; `make` reports 130 for a server that it started, too |
 """
 
 

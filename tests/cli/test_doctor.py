@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import re
+import socket
 import threading
 from pathlib import Path
 
@@ -152,6 +153,19 @@ def test_a_running_server_on_the_port_is_named(capsys: pytest.CaptureFixture[str
         _, found = examine(capsys, port=server.server_port)
         server.shutdown()
     assert "'recovering'" in found["port"]["detail"]
+    assert found["port"]["verdict"] == "warn" and "another --port" in found["port"]["remedy"]
+
+
+def test_another_program_on_the_port_is_a_fault_with_its_remedy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert report(capsys, port=port)[0] == (
+            f"Something is broken: port: 127.0.0.1:{port} is in use by another program. "
+            "Stop that program, or choose another --port."
+        )
+        assert examine(capsys, port=port)[0] == 1
 
 
 class DenseLane:

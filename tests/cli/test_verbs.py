@@ -1,5 +1,6 @@
 """The verbs that people know from Ollama, and the completion of words in a shell."""
 
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from headrace.cli.main import cli
 from headrace.cli.models import is_served
+from headrace_common.checkpoints import downloads
 from headrace_common.errors import HeadraceError
 from headrace_common.version import __version__
 from tools.harness.eventually import eventually
@@ -106,8 +108,16 @@ def test_ls_lists_what_is_downloaded(verb: str, tmp_path: Path) -> None:
     assert shown.stdout.startswith("No model is downloaded yet;")
 
 
-def test_rm_of_a_model_that_is_not_there_names_it() -> None:
-    assert "nosuch" in str(headrace("rm", "nosuch").exception)
+def test_ls_as_json_lists_the_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = downloads.Downloaded("a/model", 7, 1.5, tmp_path)
+    monkeypatch.setattr(downloads, "downloads", lambda: [one])
+    facts = {"name": "a/model", "bytes": 7, "since": 1.5, "folder": str(tmp_path)}
+    assert json.loads(headrace("ls", "--json").output) == [facts]
+
+
+def test_rm_of_a_model_that_is_not_there_names_it_and_where_names_are() -> None:
+    error = str(headrace("rm", "nosuch").exception)
+    assert "nosuch" in error and "`headrace ls`" in error
 
 
 def test_version_and_help_are_verbs_too() -> None:

@@ -116,7 +116,7 @@ def _lines(
         remark = f" ({remarks[model.name]})" if model.name in remarks else ""
         yield f"  {model.name}  {gigabytes(model.num_bytes)}{remark}"
     if (num_more := len(found) - _MOST_SHOWN) > 0:
-        yield f"  and {num_more} more: {command} models downloaded"
+        yield f"  and {num_more} more: {command} ls"
     if best is not None:
         yield f"headrace: serving {best}; for another model: {command} serve NAME"
     else:

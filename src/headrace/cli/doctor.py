@@ -126,9 +126,12 @@ def _neighbour(http: HttpConfig, address: str) -> Finding:
     """Describe the program on the port: a Headrace server and its health, or another program."""
     if (found := find_neighbour(http)) is None:
         detail = f"{address} is in use by another program"
-        return Finding("port", "warn", detail, "Stop that program, or choose another --port.")
+        return Finding("port", "fail", detail, "Stop that program, or choose another --port.")
     detail = f"{address} already has a Headrace server; its health is {found.state!r}"
-    return Finding("port", "ok" if found.is_healthy else "warn", detail)
+    remedy = "Choose another --port for a second server."
+    if not found.is_healthy:
+        remedy = "Stop that server, or choose another --port."
+    return Finding("port", "warn", detail, remedy)
 
 
 def _keys(http: HttpConfig) -> Finding:

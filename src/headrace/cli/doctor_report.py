@@ -29,7 +29,8 @@ def verdict(found: list[Finding]) -> str:
     if faults := [finding for finding in found if finding.verdict == "fail"]:
         first = faults[0]
         others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        return f"Something is broken: {first.subject}: {first.detail.rstrip('.')}{others}."
+        fault = f"Something is broken: {first.subject}: {first.detail.rstrip('.')}{others}."
+        return f"{fault} {first.remedy}".rstrip()
     missing = [it for it in found if it.subject.endswith("model") and it.verdict == "warn"]
     names = {it.group: None for it in found if it.group not in (MACHINE, SERVER)}
     for finding in missing:

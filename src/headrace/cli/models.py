@@ -26,7 +26,7 @@ _DOWNLOADED = ("name", "size", "since", "folder")
 @click.group(
     "models",
     cls=Verbs,
-    short_help="List and remove models.",
+    short_help="List a running server's models; its commands are about downloads.",
     invoke_without_command=True,
     params=server_options(),
 )
@@ -51,22 +51,31 @@ def models(context: click.Context, url: str | None, api_key: str | None, as_json
 
 
 @models.command("downloaded", short_help="List the downloaded models.")
-def downloaded() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print sizes in bytes and dates as JSON")
+def downloaded(as_json: bool) -> None:
     """List the downloaded models, newest first: size, date and folder.
 
     \b
     headrace ls
+    headrace ls --json
     """
     from headrace_common.checkpoints.downloads import downloads
 
-    rows = [(it.name, _size(it.num_bytes), _day(it.came_at), str(it.folder)) for it in downloads()]
-    if rows:
+    found = downloads()
+    rows = [(it.name, _size(it.num_bytes), _day(it.came_at), str(it.folder)) for it in found]
+    if as_json:
+        facts = [
+            {"name": it.name, "bytes": it.num_bytes, "since": it.came_at, "folder": str(it.folder)}
+            for it in found
+        ]
+        click.echo(msgspec.json.encode(facts).decode())
+    elif rows:
         print_table([_DOWNLOADED, *rows])
     else:
         click.echo("No model is downloaded yet; `headrace models available` lists some.")
 
 
-@models.command("available", short_help="List models that have a short name.")
+@models.command("available", short_help="List models with a short name that fit into the memory.")
 @click.argument("word", required=False)
 @click.option("--all", "shows_all", is_flag=True, help="Also show models too large for the memory")
 @click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON")

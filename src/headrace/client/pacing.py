@@ -74,4 +74,8 @@ def refusal(status: int, body: bytes) -> Refused:
         error = msgspec.json.decode(body)["error"]
         return Refused(status, error["message"], error["code"], error.get("param"))
     except (msgspec.DecodeError, KeyError, TypeError):
-        return Refused(status, f"The server answered with status {status}.", "unknown")
+        message = f"The server answered with status {status}."
+        # A proxy in front of Headrace answers with the other statuses while Headrace is down.
+        if status not in MEND_THEMSELVES:
+            message = f"The answer, with status {status}, is not from Headrace; check the address."
+        return Refused(status, message, "unknown")

@@ -184,7 +184,7 @@ function showFigures() {
   };
   $("figures").replaceChildren(...Object.entries(figures).map(([name, [value, note]]) => el("div", {}, el("dt", {}, name), el("dd", { "data-name": name }, String(value)), el("dd", { class: "soft" }, note))));
   const { lane, device, dtype, max_model_len: context, stall_target_ms: target, stall_target_reason: reason } = state.engine;
-  const facts = [state.model, lane && `lane ${lane}`, device, dtype, context && `context ${context}`, lane && (target === null ? "no stall target" : `stall target ${target} ms (${reason})`)];
+  const facts = [state.model, lane && `lane ${lane}`, device, dtype, context && `context ${context.toLocaleString("en")}`, lane && (target === null ? "no stall target" : `stall target ${target} ms (${reason})`)];
   $("facts").textContent = state.models ? plural(models.length, "model") : facts.filter(Boolean).join(" · ");
 }
 

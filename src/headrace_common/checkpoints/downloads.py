@@ -37,7 +37,7 @@ def remove(name: str) -> Downloaded:
             shutil.rmtree(found.folder)
             return found
     raise ModelError(
-        f"No downloaded model is named {name!r}; `headrace models downloaded` lists the names.",
+        f"No downloaded model is named {name!r}; `headrace ls` lists the names.",
         "model_not_found",
     )
 
