@@ -121,7 +121,9 @@ class ClusterWorld(World):
             "redis: restarted",
             "gateway: cut off from Redis",
         )
-        is_unstored = code == "storage_unavailable" and any(happened[it] for it in lost)
+        is_unstored = code in ("storage_unavailable", "storage_stalled") and any(
+            happened[it] for it in lost
+        )
         return is_unstored or super().may_fail(code)
 
     def busy_gateway(self) -> Gateway:

@@ -99,7 +99,15 @@ class Link:
 
     async def command(self, *words: Argument) -> Any:
         """Run any command and return its answer."""
-        return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
+        try:
+            return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
+        finally:
+            # The redis client may swallow a cancellation while connecting or reading.
+            if task.cancelling() > before:
+                raise asyncio.CancelledError
 
     def heard(self) -> None:
         """Record that the server can write."""
