@@ -15,6 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.fleet.served_model import ServedModel
+from headrace.gateway.model_entries import family_of, precision_of
 from headrace_common.checkpoints.find import find_model
 from headrace_common.checkpoints.gguf_folder import (
     _EXPERTS,
@@ -197,6 +199,16 @@ def test_the_folder_that_is_made_holds_what_the_file_says(tmp_path: Path) -> Non
     described = json.loads((spec.folder / "tokenizer_config.json").read_text())
     assert described["chat_template"] == CHAT_TEMPLATE and described["eos_token"] == "<|im_end|>"
     assert gguf_folder(file) == spec.folder  # made once
+
+
+@pytest.mark.parametrize(("name", "kind"), [("it-Q4_K_M.gguf", "Q4_K_M"), ("it.gguf", "Q8_0")])
+def test_lists_of_models_name_a_files_family_and_type_as_ollama_does(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    file = make(tmp_path, "LlamaForCausalLM")[1]
+    config = ModelConfig(model=str(file.rename(tmp_path / name)))
+    model = ServedModel(config)
+    assert (family_of(model), precision_of(model)) == ("llama", kind)
 
 
 def test_a_file_without_sampling_settings_is_drawn_from_as_llama_cpp_does(tmp_path: Path) -> None:

@@ -6,8 +6,11 @@ from typing import Any
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.introductions import introduction
 from headrace.gateway.model_view import ModelView
+from headrace_common.checkpoints.spec import is_mxfp4
 from headrace_common.messages import Ready
 
+# Ollama's names.
+_SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _LIMIT_NAMES = ("context_length", "context_window", "max_context_length")
 
 
@@ -58,15 +61,17 @@ def width_of(text: ServedModel) -> int | None:
 
 def family_of(text: ServedModel) -> str:
     """Return the model's family, such as llama."""
-    return str(text.spec.config.get("model_type") or text.spec.architecture)
+    config = text.spec.config
+    return str(config.get("gguf_family") or config.get("model_type") or text.spec.architecture)
 
 
 def precision_of(text: ServedModel) -> str:
-    """Return the number format of the weights; "" for a GGUF file that was not loaded."""
+    """Return the number format of the weights, such as Q4_K_M, BF16 or int8."""
     spec, ready = text.spec, text.ready
-    if ready is not None:
-        return ready.dtype if ready.quantize == "none" else ready.quantize
-    return "" if spec.is_gguf else spec.dtype
+    if ready is not None and ready.quantize != "own":
+        return ready.quantize if ready.quantize != "none" else _SHORT.get(ready.dtype, ready.dtype)
+    plain = "MXFP4" if is_mxfp4(spec.config) else _SHORT.get(spec.dtype, spec.dtype)
+    return str(spec.config.get("gguf_type") or plain)
 
 
 def anthropic_entry(view: ModelView) -> dict[str, Any]:

@@ -230,7 +230,8 @@ def _make(folder: Path, files: list[Path]) -> None:
             (own / file.name).symlink_to(file.resolve())
         tokenizer.save(str(own / "tokenizer.json"))
         with _fields_checked():
-            _write(own / "config.json", _config(header, own))
+            facts = {"gguf_family": header.architecture, "gguf_type": _main_type(header, folder)}
+            _write(own / "config.json", _config(header, own) | facts)
             ends = {"eos_token_id": _end_tokens(header)}
             _write(own / "generation_config.json", ends | _sampling(header))
             _write(own / "tokenizer_config.json", _tokenizer_config(header))
@@ -239,6 +240,14 @@ def _make(folder: Path, files: list[Path]) -> None:
         except OSError:
             if not folder.is_dir():
                 raise
+
+
+def _main_type(header: GgufHeader, folder: Path) -> str:
+    """Return the quantization in the file's name, or else the type that holds the most bytes."""
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        sizes[tensor.kind] += tensor.num_bytes
+    return quantization_of(folder.name) or sizes.most_common(1)[0][0]
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
