@@ -239,6 +239,22 @@ async def test_the_only_engine_is_replaced_although_its_successor_loads_for_long
         await made.replicas.close()
 
 
+async def test_a_model_is_closed_only_when_its_replaced_engine_has_ended() -> None:
+    """The engine still holds memory, and another model may be loaded after the close."""
+    async with asyncio.timeout(LIMIT_S):
+        made = Scene()
+        await made.up(0, 1)
+        has_ended = asyncio.Event()
+        made.engines[0].close = has_ended.wait  # type: ignore[assignment]
+        replacing = asyncio.create_task(made.replicas.replace(0, 0.0))
+        await settle()
+        closing = asyncio.create_task(made.replicas.close())
+        await settle()
+        assert not closing.done()
+        has_ended.set()
+        await asyncio.gather(closing, replacing)
+
+
 async def test_an_engine_whose_successor_is_given_up_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

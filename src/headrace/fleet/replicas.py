@@ -61,6 +61,8 @@ class Replicas:
         self.news = NewsQueue()
         self._queue = RequestQueue()
         self._replicas: dict[int, Replica] = {}
+        # Replaced replicas whose engines have not ended yet.
+        self._leaving: list[Replica] = []
         self._numbers = itertools.count()
         # The sum of the counters of dead engines.
         self._retired = NOTHING
@@ -106,7 +108,8 @@ class Replicas:
 
     async def close(self) -> None:
         self._is_closing = True
-        await asyncio.gather(*(it.client.close() for it in self._replicas.values()))
+        every = (*self._replicas.values(), *self._leaving)
+        await asyncio.gather(*(it.client.close() for it in every))
         self._end()
 
     def _end(self) -> None:
@@ -164,7 +167,11 @@ class Replicas:
                         await old.emptied.wait()
         self._on_lost(old, EngineDown("engine_replaced", _MOVED, given_up=False, from_outside=True))
         self._replicas.pop(number, None)
-        await old.client.close()
+        self._leaving.append(old)
+        try:
+            await old.client.close()
+        finally:
+            self._leaving.remove(old)
         if len(self._replicas) < self._count.fewest and not self._is_closing:
             self._add()
 
