@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.generation import registry
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.generation.remote import RemoteStream
@@ -51,6 +52,24 @@ async def test_a_stream_is_found_live_while_it_is_being_opened(folder: Path) -> 
         while (found := await generation.streams.find("", NAME)) is None:
             await asyncio.sleep(0)
         assert found is await opening
+
+
+async def test_an_event_that_another_server_told_first_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_LATE_S", 0.1)
+    log = MemoryLog()
+    record = Record(StreamId("s"), 1, make_request(), (), "")
+    async with running(folder) as (generation, _):
+        found = FinishedStream(record, log)
+        reaching = asyncio.create_task(generation.streams.reach(found, 2))
+        for event in some(3):
+            await settle()
+            assert not reaching.done()
+            await log.append(event.seq, [event])
+        assert await reaching == 3
+        # A cursor that no server has given out is refused after a while.
+        assert await generation.streams.reach(found, 3) == 3
 
 
 class SlowStore(MemoryStore):

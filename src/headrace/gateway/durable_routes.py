@@ -122,6 +122,7 @@ class DurableRoutes:
         if found is None:
             code = "stream_gone" if query.offset not in (None, -1) else "stream_not_found"
             raise RequestError(code, "This stream does not exist, or it has expired.")
+        await self._streams.reach(found, (query.offset or 0) - 1)
         return await answer_read(request, query, found, EventMessages(), self._heartbeat_s)
 
 

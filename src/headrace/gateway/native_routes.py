@@ -21,7 +21,7 @@ from headrace.gateway.delivery import (
 )
 from headrace.gateway.http_responses import answer
 from headrace.generation.generation import Generation
-from headrace.generation.registry import Found
+from headrace.generation.registry import Found, Registry
 from headrace.intake.answers import AnswerBody
 from headrace.intake.conversations import Conversations
 from headrace.protocols.dialect import WireFrames, encode
@@ -29,7 +29,6 @@ from headrace.protocols.framing import SSE
 from headrace.protocols.openai.chunks import error_of
 from headrace.streams.events import AnyEvent, Error, Finish
 from headrace.streams.log import follow
-from headrace.streams.record import Record
 from headrace.streams.store import ById
 from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.config.settings import ServerConfig
@@ -62,25 +61,25 @@ class Cursor(NamedTuple):
 START = Cursor(-1)
 
 
-def parse_cursor(text: str | None, record: Record, next_seq: int) -> Cursor:
-    """Parse a cursor.
+async def read_cursor(text: str | None, found: Found, streams: Registry) -> Cursor:
+    """Read a cursor, and wait for its event if another server knew the event first.
 
     Raise RequestError `invalid_cursor` if the cursor is malformed, belongs to another stream or
     is beyond the log.
     """
     if not text:
         return START
-    found = _CURSOR.fullmatch(text)
-    if found is None:
+    parts = _CURSOR.fullmatch(text)
+    if parts is None:
         raise _invalid("A cursor is <stream id>:<seq> or <seq>, as in the id of an event.")
-    if found["id"] not in (None, record.id):
+    if parts["id"] not in (None, found.record.id):
         raise _invalid("The cursor belongs to another stream.")
-    seq = int(found["seq"])
-    if seq >= next_seq:
+    seq = int(parts["seq"])
+    if seq >= (next_seq := await streams.reach(found, seq)):
         raise _invalid(
             f"The cursor is beyond the last event of the stream, which is event {next_seq - 1}."
         )
-    return Cursor(seq, int(found["part"]) if found["part"] else None)
+    return Cursor(seq, int(parts["part"]) if parts["part"] else None)
 
 
 def normalized(cursor: Cursor, num_frames: int) -> Cursor:
@@ -133,7 +132,7 @@ class NativeRoutes:
     async def events(self, request: Request) -> ASGIApp:
         found = await self._find(request)
         text = request.headers.get("last-event-id") or request.query_params.get("after")
-        cursor = parse_cursor(text, found.record, found.log.next_seq)
+        cursor = await read_cursor(text, found, self._streams)
         if cursor.part is not None:
             counting = self._index.num_frames(found, cursor.seq)
             cursor = normalized(cursor, await unless_left(request.receive, counting))

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from headrace.gateway.auth import Auth
 from headrace.gateway.delivery import LiveAnswer, Pace, unless_left
 from headrace.gateway.http_responses import notice_of
-from headrace.gateway.native_routes import parse_cursor
+from headrace.gateway.native_routes import read_cursor
 from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
@@ -361,7 +361,7 @@ class RealtimeSocket:
         found = await self._generation.streams.find(self._owner, ById(StreamId(stream_id)))
         if found is None:
             raise RequestError("stream_not_found", "This stream does not exist, or it has expired.")
-        cursor = parse_cursor(after, found.record, found.log.next_seq)
+        cursor = await read_cursor(after, found, self._generation.streams)
         return OpenedStream(found, cursor.after)
 
 

@@ -30,6 +30,7 @@ from headrace_common.system.race import race
 
 _IN_MEMORY = Retention(keep_s=3600.0, max_streams=10_000, max_bytes=256 << 20)
 _MAX_UNSWEPT = 64 << 20
+_LATE_S = 2.0
 _CUTS = {
     "cancelled": "The stream was stopped.",
     "replaced": "A newer request of this conversation replaced this stream.",
@@ -281,6 +282,22 @@ class Registry:
                 raise StoreStalled("The server cannot store streams now; try again later.")
             result: Result = await working
             return result
+
+    async def reach(self, found: Found, seq: int) -> int:
+        """Wait up to `_LATE_S` until a stream's log has event `seq`, and return the next number.
+
+        A client may have read the event at another server before the store's answer about the
+        event reached the writer. Raises StoreStalled as `unless_stalled` does.
+        """
+        log = found.log
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LATE_S):
+                while (next_seq := log.next_seq) <= seq:
+                    await self.unless_stalled(found.record, log.wait(next_seq - 1))
+                    if log.next_seq == next_seq:
+                        # The log has ended.
+                        break
+        return log.next_seq
 
     async def written_here(self, stream_id: StreamId, waits: bool) -> LiveStream | None:
         """Return a stream that this server writes, or None.

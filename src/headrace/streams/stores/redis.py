@@ -308,7 +308,7 @@ class RedisStore:
         answer = await self.link.attempt(scripts.OWNED, self.gateway)
         owned = {StreamId(id.decode()) for id in answer}
         self._taken = self.tails.own - owned
-        for id in self._taken:
+        for id in sorted(self._taken):
             self._asks.put_nowait(WriterRequest(id, "look"))
         unknown = owned - self.tails.own if not self._num_claims else set()
         if still_unknown := unknown & self._unknown:
