@@ -28,7 +28,7 @@ defaults. `--help-all` shows the flags that this page leaves out, and
 | 4 | the engine failed too often |
 | 5 | the port or the state directory is in use |
 | 6 | a part of the server failed; start the server again to continue resumable streams |
-| 130 | Ctrl-C ended another command; `make` reports 130 for a server that it started, too |
+| 130 | Ctrl-C ended a command other than `serve`, or `make` with a server that it started |
 """
 
 

@@ -7,7 +7,7 @@ if (!url?.startsWith('http') || !prompts.length) {
   console.error('usage: node realtime.mjs URL PROMPT [PROMPT ...], with a URL such as http://127.0.0.1:8000');
   process.exit(2);
 }
-const { default: WebSocket } = await import('ws'); // later than the usage, which needs no package
+const { default: WebSocket } = await import('ws'); // the usage message needs no package
 const texts = Object.fromEntries(prompts.map((prompt) => [prompt, '']));
 const socket = new WebSocket(`${url.replace('http', 'ws')}/v1/realtime-text`);
 let open = prompts.length;

@@ -150,7 +150,7 @@ class ContinueResponse(Job[CheckedBody], frozen=True, tag=True):
     the earlier response, and of each referenced response.
     """
 
-    # The id of the newest stream of a conversation. Empty if the earlier response was named.
+    # The id of the newest stream of a conversation. Empty with `previous_response_id`.
     newest: str = ""
     dialect: ClassVar[Route] = "/v1/responses"
 

@@ -119,7 +119,7 @@ async def uses_the_cluster(world: World) -> None:
 
 
 async def asks_gateways(world: World) -> None:
-    """Be a client that only needs one server: here each of its requests may go to another one."""
+    """Run a client of the single server. Each of its requests may go to another gateway."""
     API_KEY.set(choice(CLIENT_KEYS))
     for _ in range(randint(1, 3)):
         await asyncio.sleep(uniform(0.0, 8.0))

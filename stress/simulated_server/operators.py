@@ -156,7 +156,7 @@ async def _stop(world: "FleetWorld", model: str) -> None:
 
 
 async def _stop_and_pull(world: "FleetWorld", model: str) -> None:
-    """Stop a download twice at a time, and start the download again meanwhile."""
+    """Send two stops of a download at the same time, and start it again meanwhile."""
     before = world.asked.pulls.get(model, {"absent"})
     world.asked.pulls[model] = before | {"stopped"}
 
@@ -175,7 +175,7 @@ async def _stop_and_pull(world: "FleetWorld", model: str) -> None:
 
 
 async def _delete(world: "FleetWorld", model: str) -> None:
-    """Delete a model, sometimes twice at a time."""
+    """Delete a model, sometimes with two requests at the same time."""
     before = world.asked.pulls.get(model, {"absent"})
     world.asked.pulls[model] = before | {"absent"}
     server = world.server

@@ -235,7 +235,7 @@ class SimRunner:
         if self._child.is_stuck:
             seconds *= 30
         if faults.hits("engine: hangs in a step"):
-            # It takes minutes until the step is overdue, so a run has only one.
+            # Only after minutes is a step overdue, so each run has at most one such step.
             faults.rates.pop("engine: hangs in a step")
             self._child.is_stuck = True
             sleep(1e6)

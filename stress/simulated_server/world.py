@@ -91,7 +91,7 @@ class World:
             if server is None or server.has_ended.is_set():
                 await self.machine.starts.wait()
                 continue
-            # A server that accepts no requests any more has only its end to come.
+            # A server that accepts no more requests is about to end.
             ways = [server.has_ended] if server.accepts.is_set() else [server.accepts]
             waits = [asyncio.create_task(it.wait()) for it in (*ways, server.has_ended)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -161,7 +161,7 @@ class World:
         return any(happened[reason] for reason in reasons.get(code, ()))
 
     def troubles(self) -> object:
-        """Return what has happened so far to engines and servers, after which all begin again."""
+        """Return the faults of engines and servers so far. After each, clients start again."""
         kinds = ("engine: ", "server: ", "machine: ")
         happened = {kind: it for kind, it in self.faults.injected.items() if kind.startswith(kinds)}
         return self.server, happened

@@ -69,7 +69,10 @@ def split_inputs(words: Sequence[str]) -> tuple[str | None, list[str]]:
 def say_model(config: ServerConfig) -> None:
     """On a terminal, say which model answers if the user has named none."""
     if sys.stderr.isatty():
-        say(f"headrace: {config.models[0].model} answers; for another model, name it first.")
+        say(
+            f"headrace: {config.models[0].model} answers. To use another model, put its name "
+            "before the prompt."
+        )
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -26,7 +26,7 @@ _DOWNLOADED = ("name", "size", "since", "folder")
 @click.group(
     "models",
     cls=Verbs,
-    short_help="List a running server's models; its commands are about downloads.",
+    short_help="List a running server's models; subcommands list and remove downloads.",
     invoke_without_command=True,
     params=server_options(),
 )

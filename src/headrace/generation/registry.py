@@ -319,7 +319,7 @@ class Registry:
         stream counted as finished, clients could not stop it and would get no heartbeats. Raises
         RequestError if no writer will start before the server restarts.
         """
-        # A live stream whose log is behind the stored log has lost its stream to another writer.
+        # If the log of a live stream is behind the stored log, another server writes the stream.
         while (live := self._live.get(stored.record.id)) is None or (
             live.log.next_seq < stored.log.next_seq
         ):

@@ -116,13 +116,13 @@ class Conversations:
             await self._generation.streams.discard(owner, ByConversation(owner, CONVERSATION + id))
             return
         await self._stop(newest.found)
-        # An empty stream takes over the name, so that a response that was stored stays.
+        # An empty stream takes over the name, so that stored responses are kept.
         job = UseConversation(what="show", id=id, new_id=_new_id())
         await self._put(owner, job, b"", newest.found.record)
         await self._generation.streams.store.forget(StreamId(job.new_id))
 
     async def discard(self, owner: str, name: Name) -> None:
-        """Delete a stream. If the stream holds a conversation, another stream holds it first."""
+        """Delete a stream. First, move its conversation to another stream, if there is one."""
         with contextlib.suppress(LogUnsound):
             found = await self._generation.streams.find(owner, name)
             if found is not None and found.record.names.is_in_conversation:
