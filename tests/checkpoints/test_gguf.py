@@ -327,7 +327,7 @@ def test_what_ours_do_not_compute_is_llama_cpps_and_without_it_the_remedy_is_tol
     spec = read_spec(find_model(str(path)))
     monkeypatch.setattr(choose, "has_llama_cpp", lambda: False)
     for wanted in ("auto", "llama-cpp"):
-        with pytest.raises(ModelError, match=r"pip install 'headrace\[llama-cpp\]'"):
+        with pytest.raises(ModelError, match=r"pip install '\.\[llama-cpp\]'"):
             choose.choose_lane(spec, wanted)
     with pytest.raises(ModelError, match=reason):
         choose.choose_lane(spec, "auto")

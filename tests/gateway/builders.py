@@ -266,6 +266,9 @@ class OneStream(NoStreams):
     async def find(self, owner: str, by: object) -> FinishedStream:  # type: ignore[override]
         return self._found
 
+    async def reach(self, found: FinishedStream, seq: int) -> int:
+        return found.log.next_seq
+
     async def find_conversations(self, owner: str, names: list[str]) -> list[FinishedStream]:  # type: ignore[override]
         return [self._found]
 

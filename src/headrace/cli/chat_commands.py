@@ -18,7 +18,8 @@ HELP = """\
 /help       show this help
 /exit       leave, like Ctrl-D
 Enter sends; Alt-Enter, or a backslash before Enter, starts a new line.
-Ctrl-C stops an answer, or clears the input line. On an empty line, press it twice to leave.
+Ctrl-C stops an answer, or clears the input line. On an empty line, press it
+twice to leave.
 Keys pressed during an answer appear in the next input line.
 After a tool call, type its result; Ctrl-C leaves the call without a result."""
 _COMMAND = re.compile(r"/[a-z]+")

@@ -155,7 +155,7 @@ async def _open_redis(url: str, on_commit: OnCommit) -> Store:
         from headrace.streams.stores.redis import RedisStore
     except ModuleNotFoundError as missing:
         raise StateError(
-            "--state-dir redis://… needs the redis package: pip install 'headrace[redis]'."
+            "--state-dir redis://… needs the redis package: pip install '.[redis]' in the checkout."
         ) from missing
     return await RedisStore.open(url, on_commit)
 
