@@ -131,7 +131,7 @@ class Conversations:
         await self._generation.streams.discard(owner, name)
 
     async def _stop(self, found: Found) -> None:
-        """End a stream, also if another server writes the stream."""
+        """End a stream, even if another server writes it."""
         await self._generation.streams.stop(found)
         try:
             async with asyncio.timeout(_STOP_S):
@@ -159,7 +159,7 @@ class Conversations:
     ) -> None:
         """Store a change in a stream that follows the newest stream of the conversation."""
         if len(kept) > self._max_bytes and job.what in ("create", "add"):
-            raise too_large(len(kept), self._max_bytes)
+            raise too_large(len(kept), self._max_bytes, "items")
         store = self._generation.streams.store
         names = Names(
             owner,
@@ -193,10 +193,10 @@ def is_shown(record: Record) -> bool:
     return not names.is_in_conversation or names.is_stored or names.is_kept
 
 
-def too_large(num_bytes: int, most: int) -> RequestError:
+def too_large(num_bytes: int, most: int, param: str) -> RequestError:
     message = f"The conversation has {num_bytes} bytes; the limit is {most}. "
     message += "Start a new conversation, or raise --max-body-bytes."
-    return RequestError("request_too_large", message, "conversation")
+    return RequestError("request_too_large", message, param)
 
 
 async def last_event(found: Found) -> AnyEvent | None:

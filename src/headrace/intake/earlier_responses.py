@@ -85,12 +85,13 @@ class EarlierResponses:
         latter, the result has the field `follows`. Raise RequestError if the conversation is
         unknown, unfinished or too large.
         """
-        newest = StreamId("")
-        if (id := checked.fields.get("previous_response_id")) is not None:
-            found = await find(self._generation.streams, owner, id, "previous_response_id")
+        newest, param = StreamId(""), "previous_response_id"
+        if (id := checked.fields.get(param)) is not None:
+            found = await find(self._generation.streams, owner, id, param)
             kept, output = found.record.request.kept, await _output(found)
         elif (id := checked.fields.get("conversation")) is not None:
-            found, output, is_running = await self._conversations.newest(owner, id, "conversation")
+            param = "conversation"
+            found, output, is_running = await self._conversations.newest(owner, id, param)
             if is_running:
                 raise ConversationLocked
             kept, newest = found.record.request.kept, found.record.id
@@ -98,7 +99,7 @@ class EarlierResponses:
             return checked
         num_bytes = len(kept) + len(output) + len(checked.kept)
         if num_bytes > self._max_bytes:
-            raise too_large(num_bytes, self._max_bytes)
+            raise too_large(num_bytes, self._max_bytes, param)
         packed = msgspec.msgpack.encode((kept, output, checked, {}))
         checked = await self._generation.work.do(ContinueResponse(newest=newest), [packed])
         fields = checked.fields | ({"follows": newest} if newest else {})
