@@ -6,13 +6,13 @@ from typing import Any
 
 from detangle import choice, randint, uniform
 
-from stress.simulated_server.clients import KINDS
+from stress.simulated_server.clients import KINDS, asks_for_a_while
 from stress.simulated_server.clients.common import Backoff
 from stress.simulated_server.clients.conversations import lingers
 from stress.simulated_server.clients.events import add, log_events
 from stress.simulated_server.clients.fairness import asks_beside_many
 from stress.simulated_server.cluster import ClusterWorld
-from stress.simulated_server.http import API_KEY, CLIENT_KEYS, Broken, Connection, connect
+from stress.simulated_server.http import CLIENT_KEYS, Broken, Connection, connect
 from stress.simulated_server.requests import Request
 from stress.simulated_server.world import World
 
@@ -120,12 +120,7 @@ async def uses_the_cluster(world: World) -> None:
 
 async def asks_gateways(world: World) -> None:
     """Run a client of the single server. Each of its requests may go to another gateway."""
-    API_KEY.set(choice(CLIENT_KEYS))
-    for _ in range(randint(1, 3)):
-        await asyncio.sleep(uniform(0.0, 8.0))
-        kind = choice(_KINDS)
-        world.counts[f"client {kind.__name__}"] += 1
-        await kind(world, world.new_request())
+    await asks_for_a_while(world, _KINDS)
 
 
 async def _reads_everywhere(user: User) -> None:

@@ -66,6 +66,15 @@ class FleetClient:
         self.world.tell(f"{self.key}: {request.key} for {self.name} is {stream_id}")
         connection.close()
         self.world.streams.setdefault(self.key, []).append(stream_id)
+        events = await self._events_of(stream_id)
+        last = events[-1]
+        if last["kind"] == "error":
+            self._failed(last["code"], request)
+        text = "".join(piece["text"] for it in events for piece in it.get("pieces", ()))
+        self.world.compare(request, text, last["ends"][0]["finish_reason"])
+
+    async def _events_of(self, stream_id: str) -> list[dict[str, Any]]:
+        """Read a stream to its end, and resume after each break."""
         events: list[dict[str, Any]] = []
         while not (events and events[-1]["kind"] in ("finish", "error")):
             target = f"/v1/streams/{stream_id}/events"
@@ -78,11 +87,7 @@ class FleetClient:
                     await self._refused(connection)
             except Broken:
                 await asyncio.sleep(1.0)
-        last = events[-1]
-        if last["kind"] == "error":
-            self._failed(last["code"], request)
-        text = "".join(piece["text"] for it in events for piece in it.get("pieces", ()))
-        self.world.compare(request, text, last["ends"][0]["finish_reason"])
+        return events
 
     async def _read_events(self, connection: Connection, events: list[dict[str, Any]]) -> None:
         num_left = randint(0, 40) if flip(0.3) else None

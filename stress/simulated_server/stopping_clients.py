@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-from typing import Any
 
 from detangle import choice, flip, randint, uniform
 
@@ -37,7 +36,7 @@ class StoppingClient(FleetClient):
             await asyncio.sleep(uniform(0.0, choice((0.1, 5.0))))
         server = self.world.server
         state = await self._cancel(stream_id)
-        last = await self._last_event(stream_id)
+        last = (await self._events_of(stream_id))[-1]
         is_same = server is self.world.server
         if state in ("finished", "cancelled", "failed") or is_same:
             has_finished = last["kind"] == "finish"
@@ -68,21 +67,6 @@ class StoppingClient(FleetClient):
                 await self._refused(connection)
             except Broken:
                 await asyncio.sleep(1.0)
-
-    async def _last_event(self, stream_id: str) -> dict[str, Any]:
-        events: list[dict[str, Any]] = []
-        while not (events and events[-1]["kind"] in ("finish", "error")):
-            target = f"/v1/streams/{stream_id}/events"
-            target += f"?after={len(events) - 1}" if events else ""
-            try:
-                connection = self.send("GET", target)
-                if await self.world.in_time(connection, connection.begin()) == 200:
-                    await self._read_events(connection, events)
-                else:
-                    await self._refused(connection)
-            except Broken:
-                await asyncio.sleep(1.0)
-        return events[-1]
 
 
 async def stops_streams(world: FleetWorld) -> None:

@@ -147,8 +147,8 @@ class Replicas:
             return
         others = [it for it in self._replicas.values() if it is not old]
         if not any(it.up for it in others):
-            # The old engine counts as leaving from now on. Otherwise, the new engine could be
-            # removed as surplus while it loads.
+            # Mark the old engine as leaving first. Otherwise, there is one engine too many, and the
+            # new one could be removed while it loads.
             old.leave()
             others.append(self._add())
             await others[-1].settled.wait()

@@ -1,6 +1,7 @@
 """Clients of all routes: they resume, retry, read slowly, stop streams and leave."""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 
 from detangle import choice, randint, uniform
 
@@ -22,9 +23,11 @@ from stress.simulated_server.clients.responses import answers_on_a_socket, keeps
 from stress.simulated_server.clients.slow import reads_late
 from stress.simulated_server.clients.sockets import uses_a_socket
 from stress.simulated_server.http import API_KEY, CLIENT_KEYS
+from stress.simulated_server.requests import Request
 from stress.simulated_server.world import World
 
-KINDS = (
+ClientKind = Callable[[World, Request], Awaitable[None]]
+KINDS: tuple[ClientKind, ...] = (
     resumes_by_event,
     resumes_by_byte,
     resumes_durably,
@@ -49,12 +52,12 @@ KINDS = (
 )
 
 
-async def asks_for_a_while(world: World) -> None:
+async def asks_for_a_while(world: World, kinds: Sequence[ClientKind] = KINDS) -> None:
     """Send a few requests with one API key, each as another kind of client."""
     API_KEY.set(choice(CLIENT_KEYS))
     for _ in range(randint(1, 3)):
         await asyncio.sleep(uniform(0.0, 8.0))
-        kind = choice(KINDS)
+        kind = choice(kinds)
         world.counts[f"client {kind.__name__}"] += 1
         world.tell(f"client {kind.__name__}")
         await kind(world, world.new_request())
