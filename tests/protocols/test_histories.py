@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -176,31 +177,41 @@ class Asker:
             self.ask(case._replace(body={"input": items, "max_output_tokens": 1}), True)
 
 
-TOO_HARD = ("context_length_exceeded", "prompt is too", "The model wrote no summary")
+TOO_HARD = (
+    *("context_length_exceeded", "prompt is too"),
+    *("The model wrote no summary", "The summary was cut off"),
+)
+BRIEF = {"max_output_tokens": 1}
+# Maximum number of items that one request adds to a conversation.
+MAX_ADDED = 20
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 
 
 @contextlib.contextmanager
-def asker(client: httpx.Client) -> Iterator[Asker]:
-    url = str(client.base_url.copy_with(scheme="ws")) + "/v1/responses"
-    with connect(url, compression=None, max_size=None, ping_interval=None) as socket:
-        yield Asker(client, socket)
+def server_and_client() -> Iterator[tuple[httpx.Client, Asker]]:
+    with (
+        running_server("--threads", "1") as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        connect(
+            server.url.replace("http", "ws") + "/v1/responses",
+            compression=None,
+            max_size=None,
+            ping_interval=None,
+        ) as socket,
+    ):
+        yield client, Asker(client, socket)
 
 
 @pytest.mark.timeout(600)
 def test_a_server_answers_and_stores_them() -> None:
-    with (
-        running_server("--threads", "1") as server,
-        httpx.Client(base_url=server.url) as client,
-        asker(client) as sender,
-    ):
+    with server_and_client() as (client, sender):
         for seed in SEEDS[: max(24, COUNT // 10)]:
             case = history(seed)
             is_response = case.route == "/v1/responses"
             over_socket = is_response and seed % 2 == 0
             answer = sender.ask(case, over_socket)
             if case.route in COUNTING and answer is not None and not over_socket:
-                counted = client.post(COUNTING[case.route], json=case.body, timeout=60)
+                counted = client.post(COUNTING[case.route], json=case.body)
                 assert counted.headers.get("x-headrace-ignored") == sender.ignored, seed
             if is_response and seed % 16 == 0:
                 sender.compact(case)
@@ -212,3 +223,61 @@ def test_a_server_answers_and_stores_them() -> None:
                 assert as_stored(given).items() <= found.items(), seed
             more = {"input": "More.", "previous_response_id": answer["id"], "max_output_tokens": 1}
             sender.ask(case._replace(body=more), over_socket=seed % 3 == 0)
+
+
+def in_conversation(client: httpx.Client, items: list[Json]) -> Json:
+    """Return the field that names a new conversation with these items."""
+    id = client.post("/v1/conversations", json={}).raise_for_status().json()["id"]
+    for start in range(0, len(items), MAX_ADDED):
+        added = {"items": items[start : start + MAX_ADDED]}
+        client.post(f"/v1/conversations/{id}/items", json=added).raise_for_status()
+    return {"conversation": id}
+
+
+def check_items(client: httpx.Client, id: str, items: list[Json]) -> None:
+    """Assert that a conversation has these items."""
+    path, query = f"/v1/conversations/{id}/items", {"limit": 100, "order": "asc"}
+    page = client.get(path, params=query).json()["data"]
+    assert len({item["id"] for item in page}) == len(page)
+    for given, found in zip(items, page, strict=True):
+        # An item whose id the conversation already has gets a new id.
+        kept = {name: it for name, it in as_stored(given).items() if it is not None}
+        assert (kept | {"id": found["id"]}).items() <= found.items(), given
+
+
+@pytest.mark.timeout(600)
+def test_a_conversation_in_parts_has_the_prompt_of_one_that_is_sent_whole() -> None:
+    """Half of the histories are conversations; half continue a response over the WebSocket."""
+    cases = [case for case in map(history, SEEDS) if case.route == "/v1/responses"]
+    num_compared = 0
+    with server_and_client() as (client, sender):
+        for number, case in enumerate(cases[: max(12, COUNT // 20)]):
+            items, is_conversation = case.body["input"], number % 2 == 0
+            cut = Random(number).randrange(len(items))
+            if is_conversation:
+                whole, earlier = items[:cut], in_conversation(client, items[:cut])
+            else:
+                begun = sender.ask(case._replace(body=case.body | {"input": items[:cut]}), True)
+                if begun is None:
+                    continue
+                earlier = {"previous_response_id": begun["id"]}
+                whole = [*items[:cut], *begun["output"]]
+            rest = case.body | {"input": items[cut:]} | earlier
+            answer = sender.ask(case._replace(body=rest), over_socket=number % 4 != 0)
+            if answer is None:
+                continue
+            whole = [*whole, *items[cut:], *answer["output"]]
+            if is_conversation:
+                check_items(client, earlier["conversation"], whole)
+            else:
+                earlier = {"previous_response_id": answer["id"]}
+            more = {"input": [{"role": "user", "content": "More."}]}
+            last = sender.ask(case._replace(body=more | earlier | BRIEF), over_socket=True)
+            sent = {"input": [*whole, *more["input"]]}
+            counted = client.post(COUNTING[case.route], json=sent).json()
+            if last is not None:
+                assert last["usage"]["input_tokens"] == counted["input_tokens"], case.body
+                num_compared += 1
+            if is_conversation and number % 8 == 0:
+                sender.compact(case._replace(body=earlier))
+    assert num_compared > COUNT // 40

@@ -55,6 +55,15 @@ def test_items_with_equal_ids_get_distinct_ids_that_stay() -> None:
     assert msgspec.json.decode(again.answer)["data"][0]["id"] == "msg_bi2"
 
 
+def test_an_output_that_names_its_call_by_its_own_id_keeps_its_call() -> None:
+    action = {"type": "exec", "command": ["ls"]}
+    call = {"type": "local_shell_call", "id": "lsh_1", "call_id": "call_1", "action": action}
+    output = {"type": "local_shell_call_output", "id": "lsh_1", "output": "a.txt"}
+    made = use("create", body={"items": [call, output | {"call_id": None}]})
+    items = items_in(made)
+    assert items == [call, output | {"id": "item_bi1", "call_id": "lsh_1"}]
+
+
 def test_metadata_are_replaced_and_null_removes_them() -> None:
     made = use("create", body={"metadata": {"a": "b"}, "items": None})
     for metadata in ({"c": "d"}, None):

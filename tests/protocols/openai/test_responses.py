@@ -249,6 +249,12 @@ SHOT = {"type": "computer_screenshot", "image_url": "data:image/png;base64,AA=="
             '[{"name":"y"}]',
         ),
         (
+            item("tool_search_call", id="tsc_1", call_id=None, arguments={"query": "x"}),
+            item("tool_search_output", id="tso_1", call_id=None, tools=[{"name": "y"}]),
+            ("tool_search", {"query": "x"}),
+            '[{"name":"y"}]',
+        ),
+        (
             item("computer_call", call_id="c7", actions=[{"type": "wait"}]),
             item("computer_call_output", call_id="c7", output=SHOT),
             ("computer", {"actions": [{"type": "wait"}]}),

@@ -134,6 +134,9 @@ def _distinct(items: Sequence[Item], stream_id: str) -> list[Item]:
     found, seen = list[Item](), set[str]()
     for number, item in enumerate(listed(items, stream_id)):
         if item["id"] in seen:
+            # The output of a local_shell call may name its call only in `id`.
+            if item["type"].endswith("_output") and not item.get("call_id"):
+                item = item | {"call_id": item["id"]}
             item = item | {"id": item_id(stream_id, item["type"], f"i{number}")}
         seen.add(item["id"])
         found.append(item)

@@ -197,6 +197,8 @@ class Transcript:
         self.skipped: list[str] = []
         # Maps the ids of calls to the names of the called tools.
         self._names: dict[str, str] = {}
+        # The id of the newest tool search without an output.
+        self._search = ""
 
     def add(self, item: Item, path: str) -> None:
         """Add an item. Raise RequestError if a field that the messages need has the wrong type."""
@@ -272,11 +274,13 @@ class Transcript:
         else:
             arguments = encode(arguments_within(item["type"], value or {})).decode()
         self._call(call_id or id, name, arguments)
+        if name == "tool_search":
+            self._search = call_id or id
         # The output of a local_shell call may name the id of the call's item instead of call_id.
         self._names[id] = name
 
     def _output(self, item: Item, path: str) -> None:
-        call_id = _optional(item, "call_id", path) or item.get("id") or ""
+        call_id = self._called(item, path)
         content = self._result(item, path)
         last = self.messages[-1] if self.messages else {}
         if call_id in self._names and (last["role"] == "tool" or "tool_calls" in last):
@@ -287,6 +291,16 @@ class Transcript:
         head = f"Result of {name}:\n"
         shown = head + content if type(content) is str else [_text(head), *content]
         self.messages.append({"role": "user", "content": shown})
+
+    def _called(self, item: Item, path: str) -> str:
+        """Return the id of the call to which an output belongs."""
+        if call_id := _optional(item, "call_id", path):
+            return call_id
+        id: str = item.get("id") or ""
+        if item["type"] == "tool_search_output" and id not in self._names:
+            # Searches that a provider runs have no call_id.
+            id, self._search = self._search or id, ""
+        return id
 
     def _result(self, item: Item, path: str) -> str | list[Item]:
         kind, value = item["type"], item.get("output", item.get("result"))
