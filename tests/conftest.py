@@ -76,6 +76,7 @@ LONG = {
     "simulator/test_simulator",
     "text/test_encoder",
     "text/test_windowed_encoding",
+    "tools/test_check_family",
     "workers/test_pool",
 }
 """Files that take about ten seconds or more each. `make test-all` runs them."""

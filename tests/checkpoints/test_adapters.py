@@ -16,7 +16,7 @@ from headrace_common.checkpoints.spec import ModelSpec, read_spec
 from headrace_common.errors import ModelError
 from headrace_engine.weights.adapter_weights import AdapterTensors
 from headrace_engine.weights.merge import merge
-from tests.drive import tiny_runner
+from tools.harness.drive import tiny_runner
 from tools.harness.gguf_files import write_file
 from tools.harness.tiny_adapters import ATTENTION, MLP, make_adapter
 from tools.harness.tiny_models import make_tiny_model

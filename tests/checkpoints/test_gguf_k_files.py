@@ -17,7 +17,8 @@ from headrace_common.checkpoints.headers import read_headers
 from headrace_common.checkpoints.spec import read_spec
 from headrace_engine.runner.footprint import footprint
 from headrace_engine.weights.gguf_weights import GgufFile
-from tests.drive import (
+from tests.kernels.own_kernels import needs_own_kernels
+from tools.harness.drive import (
     assert_close,
     assert_greedy,
     generate,
@@ -25,7 +26,6 @@ from tests.drive import (
     row_logits,
     tiny_runner,
 )
-from tests.kernels.own_kernels import needs_own_kernels
 
 FILES = sorted((Path(__file__).parent / "data").glob("*.gguf"))
 PROMPT = random_prompt(40, vocab_size=260)

@@ -17,8 +17,8 @@ from headrace_common.errors import ModelError
 from headrace_engine.runner import mapped_file
 from headrace_engine.runner.footprint import footprint
 from headrace_engine.weights.mxfp4 import values_of
-from tests.drive import assert_close, naive_logits, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import OWN_SETS, needs_own_kernels
+from tools.harness.drive import assert_close, naive_logits, random_prompt, row_logits, tiny_runner
 from tools.harness.gpt_oss_files import gpt_oss_to_gguf, to_mxfp4
 from tools.harness.tiny_models import END, make_tiny_model, speak_harmony
 

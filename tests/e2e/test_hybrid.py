@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.own_kernels import HAS_OWN
-from tools.harness.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess, running_server, stream_text
 from tools.harness.sse import data_of
 from tools.harness.tiny_models import make_tiny_model
 
@@ -64,12 +64,4 @@ def test_a_chat_streams_its_progress_and_its_choices(server: ServerProcess) -> N
 
 def test_a_killed_engine_costs_no_token(server: ServerProcess) -> None:
     body = BODY | {"max_tokens": 120}
-    undisturbed = post(server, max_tokens=120)["choices"][0]["text"]
-    texts: list[str] = []
-    url = f"{server.url}/v1/completions"
-    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as answer:
-        for frame in data_of(answer.iter_lines()):
-            texts += [choice["text"] for choice in frame["choices"]]
-            if len(texts) == 20:
-                server.kill_engine()
-    assert "".join(texts) == undisturbed
+    assert stream_text(server, body, kill_after=20) == stream_text(server, body)

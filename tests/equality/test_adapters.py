@@ -10,8 +10,8 @@ from headrace_common.checkpoints.adapters import name_adapter
 from headrace_common.checkpoints.spec import read_spec
 from headrace_engine.runner.runner import Runner
 from headrace_engine.weights.merge import merge
-from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import needs_own_kernels
+from tools.harness.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
 from tools.harness.tiny_adapters import ATTENTION, MLP, make_adapter
 from tools.harness.tiny_models import make_tiny_model
 

@@ -24,10 +24,10 @@ from headrace_engine.load import load
 from headrace_engine.prefixes import keeper as keepers
 from headrace_engine.prefixes.folder import PrefixFolder
 from headrace_engine.runner.images import ImageProcessor, Prepared
-from tests.drive import random_prompt
 from tests.equality.test_lanes_images import picture
 from tests.kernels.own_kernels import needs_own_kernels
 from tests.scheduler.builders import packed
+from tools.harness.drive import random_prompt
 from tools.harness.eventually import eventually
 from tools.harness.tiny_models import IMAGE_MARKS, make_tiny_image_model, make_tiny_model
 

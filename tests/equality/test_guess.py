@@ -3,10 +3,7 @@
 import itertools
 import json
 from array import array
-from collections.abc import Callable
 from pathlib import Path
-from random import Random
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -18,15 +15,15 @@ from headrace_common.checkpoints.find import find_model
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import ModelConfig, SchedulerConfig
 from headrace_common.ids import SequenceId, StreamId
-from headrace_common.messages import Message, NewSequence, Outputs, Status, Submit
-from headrace_common.sampling import LLAMA_CPP_ORDER, Logprobs, Sampling
-from headrace_engine.engine import Engine, Inbox
+from headrace_common.messages import NewSequence, Submit
+from headrace_common.sampling import LLAMA_CPP_ORDER, Sampling
 from headrace_engine.load import load
 from headrace_engine.runner.lanes.native_text import NativeText
-from headrace_engine.scheduler.guess import Guess, Guesser, OwnGuesser
-from headrace_engine.scheduler.sequence import Sequence
-from tests.drive import random_prompt
+from headrace_engine.scheduler.guess import OwnGuesser
+from headrace_engine.scheduler.guessing import MakeGuesser
 from tests.kernels.own_kernels import needs_own_kernels
+from tools.harness.drive import random_prompt
+from tools.harness.engine_runs import Prophet, Run, run_engine
 from tools.harness.tiny_models import make_tiny_model
 
 pytestmark = needs_own_kernels  # torch's own products depend on the number of rows
@@ -77,34 +74,6 @@ KINDS: list[dict[str, object]] = [
     {"temperature": 0, "samplers": LLAMA_CPP_ORDER, "dry_multiplier": 1.5},
 ]
 MAX_TOKENS = 28
-Answer = tuple[tuple[tuple[int, Logprobs | None], ...], str]
-
-
-class Run(NamedTuple):
-    answers: dict[int, Answer]
-    num_steps: int
-    status: Status
-    states: dict[int, list[bytes]]  # of the samplers, behind each token
-
-
-class Heard:
-    """The outbox of an engine, read as its client reads it."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, list[tuple[int, Logprobs | None]]] = {}
-        self.states: dict[int, list[bytes]] = {}
-        self.finished: dict[int, str] = {}
-
-    def put(self, message: Message) -> None:
-        if isinstance(message, Outputs):
-            for token in message.tokens:
-                told = self.tokens.setdefault(token.sequence_id, [])
-                told.append((token.token_id, token.logprobs))
-                self.states.setdefault(token.sequence_id, []).append(token.state)
-            self.finished |= {end.sequence_id: str(end.finish) for end in message.finished}
-
-    def num_unsent(self) -> int:
-        return 0
 
 
 def submits(num: int, n: int = 1, kinds: list[dict[str, object]] = KINDS) -> list[Submit]:
@@ -129,45 +98,17 @@ def submits(num: int, n: int = 1, kinds: list[dict[str, object]] = KINDS) -> lis
 def run(
     asked: list[Submit],
     guess: str | int,
-    make_guesser: Callable[[Sequence], Guesser] | None = None,
+    make_guesser: MakeGuesser | None = None,
     folder: Path = FOLDER,
     **config: object,
 ) -> Run:
-    """Each step takes as long as any other, so that as many tokens as may be are guessed."""
     config = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 24, "threads": 1} | config
     config = {"max_model_len": 256} | config
     scheduler = SchedulerConfig(guess=guess, max_num_seqs=4, max_stall_ms="off", max_step_ms="off")
     loaded = load(ModelConfig(model=str(folder), scheduler=scheduler, **config))
-    heard, inbox = Heard(), Inbox()
-    engine = Engine(loaded.scheduler, loaded.runner, heard, grammars=loaded.grammars)
-    engine._clock = itertools.count().__next__
     if make_guesser is not None:
         loaded.scheduler._planner._guessing._make_guesser = make_guesser
-    for submit in asked:
-        inbox.put(submit)
-    names = {new.sequence_id for submit in asked for new in submit.sequences}
-    while heard.finished.keys() != names:
-        assert engine._receive(inbox)
-        engine.step()
-    loaded.scheduler.memory.check()
-    answers = {name: (tuple(heard.tokens.get(name, ())), heard.finished[name]) for name in names}
-    status = loaded.scheduler.status()
-    return Run(answers, status.num_steps, status, heard.states)
-
-
-class Prophet:
-    """Knows the answer, and tells it with as much truth as it is told to."""
-
-    def __init__(self, sequence: Sequence, answers: dict[int, Answer], share: float) -> None:
-        self._answer = [token_id for token_id, _ in answers[sequence.id][0]]
-        self._num_prompt, self._share = sequence.num_prompt, share
-        self._dice = Random(sequence.id)
-
-    def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
-        first = len(token_ids) - self._num_prompt
-        coming = self._answer[first : first + most] + [5] * 3  # goes on behind the end
-        told = [i if self._dice.random() < self._share else i ^ 1 for i in coming][:most]
-        return Guess(tuple(told), (1.0,) * len(told))
+    return run_engine(loaded.scheduler, loaded.runner, asked, loaded.grammars)
 
 
 @pytest.fixture(scope="module")

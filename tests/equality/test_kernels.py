@@ -1,6 +1,5 @@
 """Every instruction set of the kernels that this machine has: batched = alone, chunked = whole."""
 
-from array import array
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 
 from headrace_common.messages import InstructionSet
 from headrace_engine.runner.runner import Runner
-from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import ALL_SETS, HAS_OWN, OWN_SETS, needs_own_kernels
+from tools.harness.drive import assert_close, logits_of, random_prompt, row_logits, tiny_runner
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPTS = [random_prompt(length) for length in (300, 7, 41, 130)]
@@ -44,18 +43,9 @@ def test_chunked_is_whole(runner: Runner, chunk: int) -> None:
     assert agree(runner, row_logits(runner, prompt, chunk), row_logits(runner, prompt))
 
 
-@torch.inference_mode()
 def test_batched_is_alone(runner: Runner) -> None:
-    drive = Drive(runner, room=320, block_size=32)
-    ids = [array("i", prompt) for prompt in PROMPTS]
-    chunks = []
-    for number, prompt in enumerate(PROMPTS):
-        drive.tokens[number] = [*prompt, 0]
-        chunks.append(drive.chunk(number, 0, len(prompt), rows=len(prompt)))
-    whole = runner.lane.logits(runner.lane.forward(chunks, ids))
-    parts = whole.split([len(prompt) for prompt in PROMPTS])
-    for chunk, tokens, part in zip(chunks, ids, parts, strict=True):
-        assert agree(runner, part, runner.lane.logits(runner.lane.forward([chunk], [tokens])))
+    for prompt, part in zip(PROMPTS, logits_of(runner, PROMPTS), strict=True):
+        assert agree(runner, part, row_logits(runner, prompt))
 
 
 @needs_own_kernels

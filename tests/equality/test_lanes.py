@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from headrace_common.sampling import Sampling
-from tests.drive import (
+from tools.harness.drive import (
     Drive,
     assert_close,
     assert_greedy,

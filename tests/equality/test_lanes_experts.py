@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.drive import (
+from tests.kernels.own_kernels import needs_own_kernels
+from tools.harness.drive import (
     assert_equals_transformers,
     assert_errs_no_more_than_transformers,
     assert_neighbours_change_nothing,
@@ -16,7 +17,6 @@ from tests.drive import (
     row_logits,
     tiny_runner,
 )
-from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(150)

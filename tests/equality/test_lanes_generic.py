@@ -14,7 +14,7 @@ import transformers
 
 from headrace_common.ids import BlockId, SlotId
 from headrace_common.plan import BlockCopy, SlotCopy, StepPlan
-from tests.drive import (
+from tools.harness.drive import (
     Drive,
     assert_close,
     assert_greedy,

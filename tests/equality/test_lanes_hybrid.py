@@ -8,7 +8,8 @@ import torch
 
 from headrace_common.ids import SlotId
 from headrace_common.plan import SlotCopy, StepPlan
-from tests.drive import (
+from tests.kernels.own_kernels import needs_own_kernels
+from tools.harness.drive import (
     Drive,
     assert_equals_transformers,
     assert_errs_no_more_than_transformers,
@@ -19,7 +20,6 @@ from tests.drive import (
     row_logits,
     tiny_runner,
 )
-from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(150)

@@ -16,7 +16,7 @@ from headrace_common.ids import SequenceId, SlotId
 from headrace_common.plan import Begin, BlockCopy, Chunk, EncodeChunk, SlotCopy, StepPlan
 from headrace_engine.runner.images import ImageProcessor, Prepared
 from headrace_engine.runner.runner import Runner
-from tests.drive import GREEDY, assert_close, tiny_runner
+from tools.harness.drive import GREEDY, assert_close, tiny_runner
 from tools.harness.tiny_models import IMAGE_MARKS, make_tiny_image_model
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.drive import (
+from tools.harness.drive import (
     assert_equals_transformers,
     assert_errs_no_more_than_transformers,
     assert_neighbours_change_nothing,

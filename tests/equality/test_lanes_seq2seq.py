@@ -18,7 +18,7 @@ from headrace_common.plan import (
     StepPlan,
 )
 from headrace_engine.runner.runner import Runner
-from tests.drive import GREEDY, assert_close, random_prompt, tiny_runner
+from tools.harness.drive import GREEDY, assert_close, random_prompt, tiny_runner
 from tools.harness.tiny_models import make_tiny_seq2seq
 
 SOURCE = random_prompt(60)

@@ -12,7 +12,7 @@ from headrace_common.checkpoints.adapters import name_adapter
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.sampling import Sampling
 from headrace_engine.weights.merge import merge
-from tests.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
+from tools.harness.drive import Drive, assert_close, random_prompt, row_logits, tiny_runner
 from tools.harness.tiny_models import make_tiny_model
 
 peft: Any = pytest.importorskip("peft")

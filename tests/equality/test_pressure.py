@@ -16,9 +16,9 @@ from headrace_common.sampling import Sampling
 from headrace_engine.load import load
 from headrace_engine.runner.runner import Runner
 from headrace_engine.scheduler.scheduler import Scheduler
-from tests.device import DEVICE
 from tests.kernels.own_kernels import needs_own_kernels
 from tests.scheduler.builders import Engine
+from tools.harness.device import DEVICE
 from tools.harness.tiny_models import make_tiny_model
 
 GREEDY = Sampling(temperature=0, max_tokens=60, ignore_eos=True)

@@ -13,9 +13,9 @@ from headrace_common.sampling import Sampling
 from headrace_engine.runner.runner import Runner
 from headrace_engine.scheduler.budget import resolve
 from headrace_engine.scheduler.scheduler import Scheduler
-from tests.drive import random_prompt, tiny_runner
 from tests.equality.test_pressure import RealEngine
 from tests.scheduler.builders import cancel
+from tools.harness.drive import random_prompt, tiny_runner
 from tools.harness.tiny_models import make_tiny_model
 
 GREEDY = Sampling(temperature=0, max_tokens=60, ignore_eos=True)

@@ -12,10 +12,10 @@ from headrace_common.messages import NewSequence, Submit
 from headrace_common.sampling import Sampling
 from headrace_engine.runner.images import ImageProcessor, Prepared
 from headrace_engine.runner.runner import Runner
-from tests.drive import random_prompt, tiny_runner
 from tests.equality.test_lanes_images import picture
 from tests.equality.test_pressure import RealEngine
 from tests.equality.test_pressure_hybrid import engine_with
+from tools.harness.drive import random_prompt, tiny_runner
 from tools.harness.tiny_models import IMAGE_MARKS, make_tiny_image_model
 
 GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)

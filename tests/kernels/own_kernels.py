@@ -10,7 +10,7 @@ from headrace_kernels.groups import quantize_groups
 from headrace_kernels.instruction_sets import instruction_sets_here
 from headrace_kernels.launch import Kernel
 from headrace_kernels.linear import quantize_outputs
-from tests.device import DEVICE
+from tools.harness.device import DEVICE
 
 ALL_SETS = instruction_sets_here()
 HAS_OWN = ALL_SETS[0] != "plain" and DEVICE == "cpu"

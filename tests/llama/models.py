@@ -1,16 +1,13 @@
-"""GGUF files of tiny models with random weights that only llama.cpp runs, and its own answers."""
+"""GGUF files of tiny models with random weights that only llama.cpp runs."""
 
-import ctypes
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import gguf
-import llama_cpp
 import numpy as np
 
-from tests.drive import random_prompt
 from tools.harness.gguf_files import add_merge, add_tokenizer, to_gguf, write_file
 from tools.harness.gpt_oss_files import gpt_oss_to_gguf, to_mxfp4
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
@@ -143,61 +140,3 @@ def write_gpt_oss(folder: Path, is_mxfp4: bool) -> Path:
     fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END}
     source = to_mxfp4(tiny) if is_mxfp4 else tiny
     return gpt_oss_to_gguf(source, folder / "tiny-oss.gguf", **fields)
-
-
-class Alone:
-    """llama.cpp by itself, with one sequence and its simplest batches: what the lane must equal."""
-
-    def __init__(self, path: Path) -> None:
-        parameters = llama_cpp.llama_model_default_params()
-        parameters.n_gpu_layers, parameters.use_extra_bufts = 0, False
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
-        given = llama_cpp.llama_context_default_params()
-        given.n_ctx, given.n_threads, given.n_threads_batch = 1024, 1, 1
-        given.type_k = given.type_v = llama_cpp.GGML_TYPE_F32
-        self._context = llama_cpp.llama_init_from_model(self._model, given)
-
-    def generate(self, prompt: list[int], num: int) -> list[int]:
-        """Greedy tokens."""
-        tokens = [int(self._next(prompt, is_first=True).argmax())]
-        while len(tokens) < num:
-            tokens.append(int(self._next(tokens[-1:]).argmax()))
-        return tokens
-
-    def clear_prompt(self, num: int, margin: float) -> tuple[list[int], list[int]]:
-        """A prompt whose greedy answer of so many tokens has no close call, and that answer.
-
-        `margin`: between the best two, of the largest logit.
-        """
-        for seed in range(100):
-            prompt, tokens, margins = random_prompt(24, VOCAB, seed), [], []
-            row = self._next(prompt, is_first=True)
-            for _ in range(num):
-                second, best = np.sort(row)[-2:]
-                margins.append((best - second) / np.abs(row).max())
-                tokens.append(int(row.argmax()))
-                row = self._next(tokens[-1:])
-            if min(margins) > margin:
-                return prompt, tokens
-        raise AssertionError("every answer has a close call")
-
-    def assert_greedy(self, prompt: list[int], tokens: list[int]) -> None:
-        """Each token is its best, given those before it, but for calls too close to tell."""
-        row, num_close = self._next(prompt, is_first=True), 0
-        for token in tokens:
-            if token != row.argmax():
-                assert row.max() - row[token] < 2e-3 * np.abs(row).max()
-                num_close += 1
-            row = self._next([token])
-        assert num_close <= max(1, len(tokens) / 50)
-
-    def _next(self, token_ids: list[int], is_first: bool = False) -> np.ndarray:
-        """Logits after further tokens."""
-        if is_first:
-            memory = llama_cpp.llama_get_memory(self._context)
-            llama_cpp.llama_memory_clear(memory, True)
-        ids = (ctypes.c_int32 * len(token_ids))(*token_ids)
-        batch = llama_cpp.llama_batch_get_one(ids, len(token_ids))
-        assert llama_cpp.llama_decode(self._context, batch) == 0
-        found = llama_cpp.llama_get_logits_ith(self._context, -1)
-        return np.ctypeslib.as_array(found, (VOCAB,)).copy()

@@ -13,15 +13,22 @@ from headrace_common.ids import BlockId, SlotId
 from headrace_common.plan import BlockCopy, SlotCopy, StepPlan
 from headrace_common.sampling import Sampling
 from headrace_engine.runner.runner import Runner
-from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
 from tests.llama.models import (
     ARCHITECTURES,
     VOCAB,
-    Alone,
     write_gpt_oss,
     write_hybrid,
     write_model,
 )
+from tools.harness.drive import (
+    Drive,
+    assert_close,
+    generate,
+    random_prompt,
+    row_logits,
+    tiny_runner,
+)
+from tools.harness.llama_alone import Alone
 
 PROMPT = random_prompt(60, VOCAB)
 K_FILES = sorted(Path("tests/checkpoints/data").glob("*.gguf"))

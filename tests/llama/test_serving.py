@@ -17,9 +17,10 @@ from headrace_common.ids import SequenceId, StreamId
 from headrace_common.messages import NewSequence, Submit
 from headrace_common.sampling import Sampling
 from headrace_engine.load import load
-from tests.drive import random_prompt
 from tests.equality.test_pressure import RealEngine
-from tests.llama.models import ARCHITECTURES, VOCAB, Alone, write_model
+from tests.llama.models import ARCHITECTURES, VOCAB, write_model
+from tools.harness.drive import random_prompt
+from tools.harness.llama_alone import Alone
 from tools.harness.llama_server import greedy, llama_server
 from tools.harness.servers import running_server
 from tools.harness.sse import data_of

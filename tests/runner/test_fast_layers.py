@@ -12,8 +12,8 @@ from headrace_common.errors import ModelError
 from headrace_engine.runner.lanes.lane import LaneOptions
 from headrace_engine.runner.lanes.native_text import NativeText
 from headrace_engine.runner.load import load_runner
-from tests.drive import assert_close, generate, random_prompt, row_logits, tiny_runner
 from tests.kernels.own_kernels import ALL_SETS, needs_own_kernels, rounded
+from tools.harness.drive import assert_close, generate, random_prompt, row_logits, tiny_runner
 from tools.harness.tiny_models import make_tiny_model
 
 TEXT = "The water runs over the wheel, and the wheel turns the stone. What is two plus three? " * 4

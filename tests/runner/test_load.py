@@ -17,8 +17,8 @@ from headrace_engine.runner import load, room
 from headrace_engine.runner.footprint import footprint
 from headrace_engine.runner.load import load_runner
 from headrace_kernels import ON_COMPILE
-from tests.drive import generate, random_prompt
 from tests.kernels.own_kernels import compiled_kernels, forbid_kernels, needs_own_kernels
+from tools.harness.drive import generate, random_prompt
 from tools.harness.tiny_models import make_tiny_model
 
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32

@@ -13,8 +13,8 @@ from headrace_common.system.file_systems import kind_of
 from headrace_engine.runner import mapped_file
 from headrace_engine.runner.footprint import footprint
 from headrace_engine.runner.load import load_runner
-from tests.drive import random_prompt, row_logits
 from tests.kernels.own_kernels import OWN_SETS, needs_own_kernels
+from tools.harness.drive import random_prompt, row_logits
 from tools.harness.tiny_models import make_tiny_model
 
 PROMPT = random_prompt(60)

@@ -3,7 +3,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from headrace_common.checkpoints.spec import read_spec
-from tests.drive import generate, tiny_runner
+from tools.harness.drive import generate, tiny_runner
 from tools.make_random_model import make_random_model
 
 

@@ -14,10 +14,10 @@ from gguf.quants import dequantize
 from headrace.text.tokenizer import Tokenizer
 from headrace_common.checkpoints.find import find_model
 from headrace_engine.runner.runner import Runner
-from tests.drive import row_logits, tiny_runner
 from tests.trained.conftest import PROMPTS, TEXT
 from tests.trained.llama_cpp import mean_logprob
 from tests.trained.test_perplexity import of_runner
+from tools.harness.drive import row_logits, tiny_runner
 from tools.harness.gguf_files import write_file
 from tools.harness.llama_server import drawn, greedy, llama_server
 

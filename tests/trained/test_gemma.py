@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from headrace_common.checkpoints.find import find_model
 from headrace_common.checkpoints.gguf_names import original_name
 from headrace_engine.runner.runner import Runner
-from tests.drive import Drive, assert_close, generate, row_logits, tiny_runner
 from tests.trained.conftest import PROMPTS, TEXT
+from tools.harness.drive import Drive, assert_close, generate, row_logits, tiny_runner
 from tools.harness.llama_server import drawn, greedy, llama_server
 
 HARD = (

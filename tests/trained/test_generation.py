@@ -19,10 +19,10 @@ from headrace_common.messages import NewSequence, Submit
 from headrace_common.sampling import Sampling
 from headrace_engine.load import load
 from headrace_engine.runner.runner import Runner
-from tests.drive import Drive, assert_greedy, generate, tiny_runner
 from tests.equality.test_pressure import RealEngine
 from tests.text.test_known_pieces import SMALL, encoded
 from tests.trained.conftest import ROOT, TEXT
+from tools.harness.drive import Drive, assert_greedy, generate, tiny_runner
 from tools.harness.servers import running_server
 from tools.harness.sse import data_of
 

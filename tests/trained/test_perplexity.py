@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from headrace_engine.runner.runner import Runner
-from tests.drive import row_logits, tiny_runner
+from tools.harness.drive import row_logits, tiny_runner
 
 
 def perplexity(logits: torch.Tensor, token_ids: list[int]) -> float:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +16,19 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from headrace_common.checkpoints.gguf_header import TYPES
-from headrace_common.checkpoints.gguf_names import EXPERTS, GATES, HYBRIDS, NORMED_TWICE, names_of
+from headrace_common.checkpoints.gguf_names import (
+    EXPERTS,
+    GATES,
+    HYBRIDS,
+    NORMED_TWICE,
+    is_beyond,
+    names_of,
+    original_name,
+)
+from headrace_common.checkpoints.spec import read_spec
+from headrace_engine.weights.weights import Checkpoint
 from tools.harness.gguf_hybrids import IN_FULL, add_hybrid, file_columns, file_rows
+from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
 NONE: Mapping[str, str] = MappingProxyType({})
 _SIZES = {name: (values, size) for name, values, size in TYPES.values()}
@@ -49,6 +61,30 @@ def add_merge(folder: Path) -> int:
     described["model"]["merges"] = [["\u0120", "t"]]
     path.write_text(json.dumps(described))
     return number + 1
+
+
+def make_tiny_file(
+    folder: Path,
+    architecture: str,
+    kind: str = "Q8_0",
+    mixed: Mapping[str, str] = NONE,
+    is_tied: bool = False,
+    **fields: Any,
+) -> tuple[Path, Path]:
+    """Makes a model folder and a GGUF file of the same model; returns both paths."""
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    shape |= {"tie_word_embeddings": is_tied}
+    if architecture in HYBRIDS:
+        shape |= {"layer_types": ["linear_attention", "full_attention"]}
+        shape |= {"linear_key_head_dim": 64, "shared_expert_intermediate_size": 256}
+    if "Moe" in architecture or "Next" in architecture:
+        shape |= {"num_experts": 11, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    if architecture.startswith("Gemma"):
+        shape |= {"sliding_window": 16, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+        shape |= {"num_hidden_layers": 7, "pad_token_id": 0}
+    model = make_tiny_model(folder / "model", architecture, **shape, initializer_range=0.05)
+    fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END} | fields
+    return model, to_gguf(model, folder / f"tiny-{kind}.gguf", kind, mixed, **fields)
 
 
 def to_gguf(
@@ -209,3 +245,48 @@ def add_tokenizer(
             adders[type(given[key])](key, given[key])
     if "add_bos_token" in given:
         writer.add_add_bos_token(given["add_bos_token"])
+
+
+def compare_values(file: Path) -> int:
+    """Assert that exactly the values of a folder's GGUF files are read; return their number.
+
+    Compares sorted values, because some tensors are stored in another order. A file may hold a
+    weight plus 1 (a norm), or minus its exponential (a decay).
+    """
+    spec, num = read_spec(file), 0
+    with ExitStack() as files:
+        checkpoint = Checkpoint(spec, files)
+        for part in spec.weight_files:
+            for tensor in gguf.GGUFReader(file / part).tensors:
+                first, end = tensor.data_offset, tensor.data_offset + tensor.n_bytes
+                ours = [
+                    checkpoint._tensor(name).flatten()
+                    for name, header in checkpoint.headers.items()
+                    if header.file == part and first <= header.data_offsets[0] < end
+                ]
+                # Other tensors become settings, or belong to layers that are left out.
+                if ours:
+                    theirs = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+                    assert _are_equal(torch.cat(ours).numpy(), theirs), tensor.name
+                    num += theirs.size
+    return num
+
+
+def _are_equal(ours: np.ndarray, theirs: np.ndarray) -> bool:
+    ours, theirs = np.sort(ours), np.sort(theirs.ravel())
+    with np.errstate(invalid="ignore", divide="ignore"):
+        restored = (theirs, theirs - np.float32(1), np.sort(np.log(-theirs)))
+    return any(np.allclose(ours, one, rtol=1e-6, atol=1e-7) for one in restored)
+
+
+def unmapped_names(file: Path) -> list[str]:
+    """Return the tensors of a model folder of GGUF files that have no name in transformers."""
+    spec = read_spec(file)
+    return [
+        tensor.name
+        for part in spec.weight_files
+        for tensor in gguf.GGUFReader(file / part).tensors
+        if original_name(tensor.name, spec.architecture) == tensor.name
+        and tensor.name != "rope_freqs.weight"
+        and not is_beyond(tensor.name, spec.config)
+    ]

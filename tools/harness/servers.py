@@ -9,8 +9,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from typing import Any
+
+import httpx
 
 from tools.harness import processes
+from tools.harness.sse import data_of
 
 LOAD_TIMEOUT_S = 300
 _LOADS = re.compile(r"headrace: .*\.\.\.")
@@ -87,6 +91,23 @@ class ServerProcess:
                 self.url = found[1].rstrip(":")
                 self._ready.set()
         self._ready.set()
+
+
+def stream_text(server: ServerProcess, body: dict[str, Any], kill_after: int | None = None) -> str:
+    """Returns the text of a streamed completion.
+
+    Kills the engine after `kill_after` frames with text; asserts that this killed an engine.
+    """
+    texts: list[str] = []
+    engine = server.engine_pid
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=300) as answer:
+        for frame in data_of(answer.iter_lines()):
+            texts += [choice["text"] for choice in frame["choices"]]
+            if len(texts) == kill_after:
+                server.kill_engine()
+    assert kill_after is None or server.engine_pid != engine, "the answer ended before the kill"
+    return "".join(texts)
 
 
 @contextlib.contextmanager

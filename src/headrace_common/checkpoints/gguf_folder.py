@@ -33,7 +33,7 @@ from headrace_common.errors import ModelError
 from headrace_common.system.file_systems import cache_folder
 from headrace_common.version import __version__
 
-_FAMILIES = {
+FAMILIES = {
     # llama.cpp also uses the name llama for Mistral models.
     "llama": "LlamaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -286,8 +286,8 @@ def _objection(header: GgufHeader) -> str | None:
     Returns None if the architecture and all types are supported.
     """
     name = header.architecture
-    if name not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
+    if name not in FAMILIES:
+        known = ", ".join(FAMILIES)
         return (
             f"GGUF files of the architecture {name} are not supported natively; supported "
             f"architectures: {known}."
@@ -334,7 +334,7 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
     kinds = {tensor.kind for tensor in header.tensors.values() if len(tensor.shape) > 1}
     (kind,) = kinds if len(kinds) == 1 else ("BF16",)
     config = {key: value for key, value in given.items() if value is not None} | {
-        "architectures": [_FAMILIES[name]],
+        "architectures": [FAMILIES[name]],
         "dtype": _WIDE.get(kind, "bfloat16"),
         "vocab_size": header.tensors["token_embd.weight"].shape[0]
         if "token_embd.weight" in header.tensors

@@ -12,7 +12,14 @@ from headrace_common.ids import SequenceId, SlotId
 from headrace_common.plan import Chunk
 from headrace_engine.runner.lanes import generic_blocks, generic_text
 from headrace_engine.runner.lanes.foreign import Signature
-from tests.drive import Drive, assert_close, generate, random_prompt, row_logits, tiny_runner
+from tools.harness.drive import (
+    Drive,
+    assert_close,
+    generate,
+    random_prompt,
+    row_logits,
+    tiny_runner,
+)
 from tools.harness.tiny_models import make_tiny_model
 
 

@@ -10,8 +10,8 @@ from headrace_common.ids import BlockId, SequenceId
 from headrace_common.plan import Begin, BlockCopy, Chunk, StepPlan
 from headrace_engine.runner.load import load_runner
 from headrace_engine.runner.runner import Runner
-from tests.drive import GREEDY, Drive, generate, random_prompt, tiny_runner
 from tests.kernels.own_kernels import forget_openmp, needs_own_kernels
+from tools.harness.drive import GREEDY, Drive, generate, random_prompt, tiny_runner
 from tools.harness.tiny_models import make_tiny_model
 
 A, B = SequenceId(0), SequenceId(1)
