@@ -9,12 +9,13 @@ random weights, and a GGUF file of it if the family has names for one.
 
 import argparse
 import importlib.util
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -239,15 +240,15 @@ def run_checks(kit: Kit, only: str = "") -> Iterator[Outcome]:
             yield Outcome(name, "failed", " ".join(f"{error!r}".split())[:100])
 
 
-def write_tiny(folder: Path, architecture: str) -> tuple[Path, Path | None]:
+def write_tiny(folder: Path, architecture: str, config: dict[str, Any]) -> tuple[Path, Path | None]:
     """Write a tiny model, and a GGUF file if the family has names for one."""
     if architecture == GPT_OSS:
-        model = make_tiny_model(folder / "model", architecture)
+        model = make_tiny_model(folder / "model", architecture, **config)
         fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END}
         return model, gpt_oss_to_gguf(model, folder / "tiny.gguf", **fields)
     if architecture in GGUF_FAMILIES.values():
-        return make_tiny_file(folder, architecture)
-    return make_tiny_model(folder / "model", architecture, pad_token_id=0), None
+        return make_tiny_file(folder, architecture, config=config)
+    return make_tiny_model(folder / "model", architecture, pad_token_id=0, **config), None
 
 
 def markdown_row(kit: Kit, outcomes: list[Outcome]) -> str:
@@ -263,6 +264,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--gguf", type=Path, help="a GGUF file of the same family")
     parser.add_argument("--tiny", metavar="ARCHITECTURE", help="write a tiny random model first")
+    parser.add_argument(
+        "--config", type=json.loads, default={}, help="JSON with changes to the tiny model's config"
+    )
     parser.add_argument("--only", default="", help="run the checks whose name contains this text")
     parser.add_argument("--table", action="store_true", help="print one row of Markdown")
     parser.add_argument(
@@ -274,7 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder, file = options.folder, options.gguf
         if options.tiny:
-            folder, file = write_tiny(folder or Path(scratch), options.tiny)
+            folder, file = write_tiny(folder or Path(scratch), options.tiny, options.config)
         kit = Kit(folder, file, options.tolerance, has_twin=bool(options.tiny))
         outcomes = []
         for outcome in run_checks(kit, options.only):

@@ -53,6 +53,18 @@ class CpuNorm(nn.Module):
         return norm(x, self.weight, self.eps)
 
 
+class CpuUnitNorm(nn.Module):
+    """A norm without weights: the weights, stored minus 1, are zeros."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.size, self.eps = plain.size, plain.eps
+        self.zeros = {type: torch.zeros(plain.size, dtype=type) for type in NORM}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.zeros[x.dtype], self.eps, shift=1)
+
+
 class CpuShiftedNorm(nn.Module):
     def __init__(self, plain: Any) -> None:
         super().__init__()
@@ -181,6 +193,7 @@ def _routed(plain: Any) -> Any:
 
 _FAST: Mapping[str, Callable[[Any], nn.Module]] = {
     "norm": CpuNorm,  # weight, eps
+    "unit-norm": CpuUnitNorm,  # size, eps
     "shifted-norm": CpuShiftedNorm,  # weight, eps; weights are stored minus 1
     "gated-norm": CpuGatedNorm,  # weight, eps; takes x and a gate
     "sigmoid-gate": CpuSigmoidGate,
@@ -197,6 +210,7 @@ _FAST: Mapping[str, Callable[[Any], nn.Module]] = {
 
 _KERNELS: Mapping[str, Mapping[torch.dtype, Kernel]] = {
     "norm": NORM,
+    "unit-norm": NORM,
     "shifted-norm": NORM,
     "gated-norm": GATED_NORM,
     "sigmoid-gate": GATE_BY,

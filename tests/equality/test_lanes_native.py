@@ -15,13 +15,16 @@ from tools.harness.drive import (
     row_logits,
     tiny_runner,
 )
-from tools.harness.tiny_models import make_tiny_model
+from tools.harness.tiny_models import GEMMA4_EXPERTS, make_tiny_model
 
 PROMPT = random_prompt(150)
-LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GPT_OSS = (
+LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GEMMA4, GPT_OSS = (
     f"{name}ForCausalLM"
-    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2", "Gemma3", "GptOss")
+    for name in (
+        *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2", "Gemma3", "Gemma4", "GptOss"),
+    )
 )
+SEEING_GEMMA4 = "Gemma4ForConditionalGeneration"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -35,6 +38,15 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = {"sliding_window": 24, "pad_token_id": 0}
 TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+GEMMA4_ROPES = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 5000.0,
+        "factor": 2.0,
+    },
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
 OPTIONS = {
@@ -80,6 +92,18 @@ OPTIONS = {
         WINDOW | {"layer_types": KINDS, "rope_parameters": TWO_ROPES},
     ),
     "gemma 3 with a cap": (GEMMA3, WINDOW | {"final_logit_softcapping": 3.0}),
+    "gemma 4 with shared keys and own inputs": (GEMMA4, {}),
+    "gemma 4 with experts": (GEMMA4, GEMMA4_EXPERTS),
+    "gemma 4 with experts and own inputs": (
+        GEMMA4,
+        GEMMA4_EXPERTS | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2},
+    ),
+    "gemma 4 with keys as values, as in the 31B": (
+        GEMMA4,
+        GEMMA4_EXPERTS | {"enable_moe_block": False, "num_experts": None},
+    ),
+    "gemma 4 with its own ropes": (GEMMA4, {"rope_parameters": GEMMA4_ROPES}),
+    "the text side of gemma 4": (SEEING_GEMMA4, {}),
     "experts": (MOE, {}),
     "experts whose weights sum to one": (MOE, {"norm_topk_prob": True, "num_experts": 9}),
     "experts on some layers": (MOE, {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
@@ -154,7 +178,7 @@ def test_each_expert_is_computed_once_for_all_tokens_of_a_step(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "architecture", [LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GPT_OSS]
+    "architecture", [LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GEMMA4, GPT_OSS]
 )
 def test_bfloat16_errs_no_more_than_that_of_transformers(architecture: str, tmp_path: Path):
     folder = make_tiny_model(tmp_path / "tiny", architecture, head_dim=None, dtype=torch.bfloat16)

@@ -69,6 +69,7 @@ def make_tiny_file(
     kind: str = "Q8_0",
     mixed: Mapping[str, str] = NONE,
     is_tied: bool = False,
+    config: Mapping[str, Any] = MappingProxyType({}),
     **fields: Any,
 ) -> tuple[Path, Path]:
     """Makes a model folder and a GGUF file of the same model; returns both paths."""
@@ -82,7 +83,8 @@ def make_tiny_file(
     if architecture.startswith("Gemma"):
         shape |= {"sliding_window": 16, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
         shape |= {"num_hidden_layers": 7, "pad_token_id": 0}
-    model = make_tiny_model(folder / "model", architecture, **shape, initializer_range=0.05)
+    shape |= {"initializer_range": 0.05, **config}
+    model = make_tiny_model(folder / "model", architecture, **shape)
     fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END} | fields
     return model, to_gguf(model, folder / f"tiny-{kind}.gguf", kind, mixed, **fields)
 

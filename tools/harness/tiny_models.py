@@ -57,7 +57,33 @@ _HYBRID = {
     "linear_value_head_dim": 64,
     "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
 }
+_GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "final_logit_softcapping": 30.0,
+    "pad_token_id": 0,
+}
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+"""Changes a tiny Gemma 4 to the form with experts, as in the 26B model."""
 _MORE = {
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
     "Qwen3MoeForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _GPT_OSS,
     "Qwen3_5ForCausalLM": _HYBRID,
@@ -116,7 +142,8 @@ def _unsettle(model: torch.nn.Module) -> None:
     Without the noise, tests could not notice that two norms or two biases are mixed up.
     """
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        scales = [(n, b) for n, b in model.named_buffers() if n.endswith("layer_scalar")]
+        for name, parameter in [*model.named_parameters(), *scales]:
             # The biases of several experts are stored in one matrix.
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)

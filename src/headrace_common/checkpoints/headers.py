@@ -29,8 +29,15 @@ _BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|num_batches_tracked|a
 """Integer buffers from old exporters. Models compute these buffers themselves."""
 _NESTED = "model.language_model."  # prefix of the text side in multimodal models
 VISION = "model.visual."
-# The vision side, and layers that predict several tokens (MTP).
-_BESIDE = (VISION, "mtp.")
+# The vision and audio sides, and layers that predict several tokens (MTP).
+_BESIDE = (
+    VISION,
+    *(
+        f"model.{name}"
+        for name in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+    ),
+    "mtp.",
+)
 
 
 class TensorHeader(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ class TensorPart(NamedTuple):
     is_transposed: bool = False
 
 
-_STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
+_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
 _GPT_OSS = re.compile(_STACK.pattern + "(_bias|_blocks)?")
 # Limit on the experts in a layer. A larger stack is not split, so loading the model fails.
 _MAX_EXPERTS = 4096

@@ -69,10 +69,21 @@ class RoutedMLP(nn.Module):
         self.shared_gate = nn.Linear(hidden, 1, bias=False) if e.shared_size else None
 
     def forward(self, x: Tensor, step: Linears) -> Tensor:
-        scores = self.router(x).float().softmax(-1)  # [tokens, experts]
-        weights, chosen = scores.topk(self.num_chosen)  # [tokens, chosen]
+        out = self.combine(x, *self.choose(self.router(x)))
+        if self.shared is None or self.shared_gate is None:
+            return out
+        return out + self.shared_gate(x).sigmoid() * self.shared(x, BARE)
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers of each token's experts, both [tokens, chosen]."""
+        shares = scores.float().softmax(-1)  # [tokens, experts]
+        weights, chosen = shares.topk(self.num_chosen)
         if self.sums_to_one:
             weights = weights / weights.sum(-1, keepdim=True)
+        return weights, chosen
+
+    def combine(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return for each token the weighted sum of its experts, [tokens, hidden]."""
         # The order by expert, then by token.
         order = chosen.flatten().argsort(stable=True)  # [tokens * chosen]
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -84,9 +95,7 @@ class RoutedMLP(nn.Module):
                 assigned = order[first : first + count]
                 tokens, first = assigned // self.num_chosen, first + count
                 out.index_add_(0, tokens, expert(x[tokens], BARE) * weights[assigned, None])
-        if self.shared is None or self.shared_gate is None:
-            return out
-        return out + self.shared_gate(x).sigmoid() * self.shared(x, BARE)
+        return out
 
 
 def read_experts(

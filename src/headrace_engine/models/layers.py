@@ -26,13 +26,19 @@ class Embedding(nn.Module):
 
 
 class ScaledEmbedding(Embedding):
-    """An embedding whose rows are multiplied by the square root of the row size.
+    """An embedding whose rows are multiplied by the square root of `scale_of`.
+
+    By default, this is the size of a row.
 
     The factor is rounded to the dtype of the rows, as in the original implementation.
     """
 
+    def __init__(self, num: int, size: int, scale_of: int | None = None) -> None:
+        super().__init__(num, size)
+        self.root = (scale_of or size) ** 0.5
+
     def forward(self, ids: Tensor) -> Tensor:
-        root = self.weight.shape[1] ** 0.5
+        root = self.root
         step = torch.finfo(self.weight.dtype).eps * 2 ** (math.frexp(root)[1] - 1)
         return super().forward(ids) * (round(root / step) * step)
 
@@ -47,6 +53,17 @@ class _WeightedNorm(nn.Module):
 class RMSNorm(_WeightedNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class UnitNorm(nn.Module):
+    """RMSNorm without weights."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.size,), eps=self.eps)
 
 
 class ShiftedNorm(_WeightedNorm):

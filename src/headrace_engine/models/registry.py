@@ -7,6 +7,8 @@ FAMILIES = {
     "LlamaForCausalLM": "headrace_engine.models.llama:Llama",
     "Gemma2ForCausalLM": "headrace_engine.models.gemma2:Gemma2",
     "Gemma3ForCausalLM": "headrace_engine.models.gemma3:Gemma3",
+    "Gemma4ForCausalLM": "headrace_engine.models.gemma4:Gemma4",
+    "Gemma4ForConditionalGeneration": "headrace_engine.models.gemma4:Gemma4",
     "GptOssForCausalLM": "headrace_engine.models.gpt_oss:GptOss",
     "MistralForCausalLM": "headrace_engine.models.mistral:Mistral",
     "Qwen2ForCausalLM": "headrace_engine.models.qwen2:Qwen2",

@@ -17,6 +17,10 @@ def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     plain = 1.0 / rope.theta**exponents
+    if rope.kind == "proportional":
+        # The fast pairs rotate as in a fully rotated head; the others never rotate.
+        rotates = torch.arange(dim // 2, device="cpu") < int(rope.share * dim // 2)
+        return plain * rotates / rope.factor, 1.0
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":

@@ -13,6 +13,7 @@ _ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "proportional": (),
 }
 """Supported kinds of rotary positions, and the parameters that each kind requires."""
 
@@ -36,6 +37,8 @@ class Rope(msgspec.Struct, frozen=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    # The share of pairs that the kind `proportional` rotates.
+    share: float = 1.0
     # How many pairs each axis rotates, in models whose positions have three axes.
     mrope_section: tuple[int, ...] = (11, 11, 10)
 
@@ -166,6 +169,8 @@ def read_rope(config: dict[str, Any]) -> tuple[Rope, float]:
     )
     if kind == "yarn" and "factor" not in given:
         given["factor"] = positive(config, "max_position_embeddings") / given["original_positions"]
+    if kind == "proportional":
+        given["share"], fraction = fraction, 1.0
     try:
         return msgspec.convert(given | {"kind": kind}, Rope), msgspec.convert(fraction, float)
     except msgspec.ValidationError as error:

@@ -35,7 +35,9 @@ from headrace_kernels import (
 
 # The maximum number of adapters that one model can have loaded.
 MAX_ADAPTERS = 64
-ADAPTABLE = re.compile(r"layers\.\d+\.(attention|delta_net|mlp)\.(qkv|out|project|gate_up|down)")
+ADAPTABLE = re.compile(
+    r"layers\.\d+\.(attention|delta_net|mlp)\.(qkv|qk|q|out|project|gate_up|down)"
+)
 """The layers of native models that `Step.linear` computes for all rows of a step."""
 # Steps of up to this many tokens share one fixed array of adapter slots, because a captured
 # forward pass reads the same array each time.

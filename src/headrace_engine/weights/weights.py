@@ -56,7 +56,8 @@ def load_weights(
     with ExitStack() as files:
         checkpoint = Checkpoint(spec, files)
         sources = _find_sources(model, table, checkpoint.headers)
-        checkpoint.refuse_unknown({source for group in sources.values() for source in group})
+        known = {source for group in sources.values() for source in group}
+        checkpoint.refuse_unknown(known | getattr(model, "unused", frozenset()))
         quantized: dict[str, Groups] = {}
         sizes = [model.get_parameter(names[0]).numel() for names in loading_order(model)]
         num_done = 0

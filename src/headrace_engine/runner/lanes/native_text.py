@@ -38,6 +38,7 @@ from headrace_kernels import (
 
 _LAYERS = {
     layers.RMSNorm: "norm",
+    layers.UnitNorm: "unit-norm",
     layers.ShiftedNorm: "shifted-norm",
     layers.GatedNorm: "gated-norm",
     layers.SigmoidGate: "sigmoid-gate",
