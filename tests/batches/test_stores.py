@@ -274,6 +274,22 @@ async def test_a_piece_of_a_line_that_cannot_be_removed_is_cut_off_later(
     assert await shelf.blobs.read("out", 0, 100) == b"one\ntwo\n"
 
 
+async def test_lines_whose_folder_could_not_be_synced_are_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = folder_batch_store(tmp_path)
+
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(folder, "sync_folder", broken)
+    with pytest.raises(StoreStalled):
+        await shelf.blobs.append("out", b"one\n")
+    monkeypatch.undo()
+    await shelf.blobs.append("out", b"one\n")
+    assert await shelf.blobs.read("out", 0, 100) == b"one\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors have no readable path")
 async def test_new_and_removed_names_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -171,11 +171,15 @@ def _remove(path: Path) -> None:
 
 
 def _append_durably(path: Path, data: bytes, is_whole: bool) -> None:
-    """Append to a file, and make the name of a new file durable too."""
-    is_new = not path.exists()
-    _append(path, data, is_whole)
-    if is_new:
+    """Append to a file whose name is durable.
+
+    The name comes first: if the folder's sync failed after the append, a retry would append the
+    same lines again.
+    """
+    if not is_whole:
+        os.close(os.open(path, os.O_CREAT, 0o600))
         sync_folder(path.parent)
+    _append(path, data, is_whole)
 
 
 def _append(path: Path, data: bytes, is_whole: bool, is_new: bool = False) -> None:
