@@ -7,7 +7,8 @@ from typing import Any
 from detangle import choice, randint, uniform
 
 from stress.simulated_server.clients import KINDS, asks_for_a_while
-from stress.simulated_server.clients.common import Backoff
+from stress.simulated_server.clients.adapters import uses_an_adapter
+from stress.simulated_server.clients.common import Backoff, code_of
 from stress.simulated_server.clients.conversations import lingers
 from stress.simulated_server.clients.events import add, log_events
 from stress.simulated_server.clients.fairness import asks_beside_many
@@ -17,8 +18,8 @@ from stress.simulated_server.requests import Request
 from stress.simulated_server.world import World
 
 BUSY = (429, 503)
-# These clients look at one server: its streams without a key, and its queue.
-_KINDS = [kind for kind in KINDS if kind not in (lingers, asks_beside_many)]
+# These clients look at one server: its streams without a key, its queue, and its adapters.
+_KINDS = [kind for kind in KINDS if kind not in (lingers, asks_beside_many, uses_an_adapter)]
 _ENDS = ("finish", "error")
 
 
@@ -63,7 +64,8 @@ class User:
                         connection.close()
                         return connection.headers["x-stream-id"]
                     body = await connection.read()
-                assert status in BUSY, f"{request.key}: {status} {body!r}"
+                is_known = status in BUSY or self.world.may_fail(code_of(body))
+                assert is_known, f"{request.key}: {status} {body!r}"
             except Broken:
                 pass
             except TimeoutError:

@@ -6,11 +6,14 @@ import copy
 import functools
 import itertools
 import signal
+import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
-from detangle import uniform
+from detangle import choice, uniform
 
 from headrace.engines.client import EngineDown
 from headrace.protocols.worker import Jobs
@@ -21,8 +24,9 @@ from headrace.workers.job_queue import Body
 from headrace.workers.pool import perform
 from headrace.workers.process import Reply
 from headrace_common import wire
+from headrace_common.adapter import Adapter
 from headrace_common.config.settings import ModelConfig
-from headrace_common.errors import RequestError
+from headrace_common.errors import ModelError, RequestError
 from headrace_common.ids import SequenceId
 from headrace_common.layout import MemoryLayout
 from headrace_common.messages import (
@@ -34,10 +38,12 @@ from headrace_common.messages import (
     Ready,
     Submit,
 )
-from headrace_common.plan import Chunk, ChunkResult, StepPlan, StepResult
+from headrace_common.plan import Begin, Chunk, ChunkResult, Drawn, StepPlan, StepResult
+from headrace_common.sampling import Logprobs
 from headrace_common.system.step_record import StepRecord
 from headrace_common.wire import Start
 from headrace_common.worker_jobs import Refusal
+from headrace_engine.adapters import AdapterLoader
 from headrace_engine.engine import Engine
 from headrace_engine.scheduler.budget import resolve
 from headrace_engine.scheduler.scheduler import Scheduler
@@ -77,6 +83,8 @@ class SimChild:
         self.has_loaded = False
         # Whether a fault makes a step slow, or keeps the engine from its next step.
         self.is_stuck = False
+        # When each step ended.
+        self.step_ends: list[float] = []
         self._suspects: tuple[SequenceId, ...] = ()
         self._salts: dict[int, str] = {}
 
@@ -107,6 +115,10 @@ class SimChild:
                 # The runner takes the first line for the name of an adapter.
                 salt = decoded.salt if decoded.adapter else f"\n{decoded.salt}"
                 self._salts.update((new.sequence_id, salt) for new in decoded.sequences)
+                if decoded.adapter:
+                    seed = adapted(decoded.sampling.seed, decoded.adapter.fingerprint)
+                    sampling = msgspec.structs.replace(decoded.sampling, seed=seed)
+                    decoded = msgspec.structs.replace(decoded, sampling=sampling)
             self._inbox.put(decoded)
 
     def kill(self) -> None:
@@ -181,7 +193,9 @@ class SimChild:
         runner = SimRunner(self, FakeRunner(LAYOUT, self._salts), self._faults)
         self.put(ready)
         self.has_loaded = True
-        Engine(scheduler, runner, self, self.step_record).run(self._inbox)  # type: ignore[arg-type]
+        adapters = SimAdapters(runner)
+        engine = Engine(scheduler, runner, self, self.step_record, adapters=adapters)
+        engine.run(self._inbox)  # type: ignore[arg-type]
         self.die(0)
 
 
@@ -204,7 +218,7 @@ def _scheduler(config: ModelConfig) -> tuple[Ready, Scheduler]:
         max_step_tokens=limits.max_step_tokens,
         max_stall_s=limits.max_stall_s,
         highest_stall_s=limits.max_stall_s,
-        tasks=("generate", "embed"),
+        tasks=("generate", "embed", "score"),
         vector_size=VECTOR_SIZE,
     )
     return ready, Scheduler(config.scheduler, LAYOUT, limits)
@@ -216,11 +230,56 @@ def vector_of(token_ids: "array[int]") -> bytes:
     return array("f", sums).tobytes()
 
 
+def adapted(seed: int, fingerprint: str) -> int:
+    """Return the seed with which an adapter draws its tokens, so that its answers differ."""
+    return seed ^ int(fingerprint[:4], 16)
+
+
+def logprob_of(token_id: int) -> float:
+    """Return a made-up log probability. It depends only on the token."""
+    return -token_id / 8
+
+
+class SimAdapters(AdapterLoader):
+    """The adapters of an engine. A simulated thread reads them."""
+
+    def __init__(self, runner: "SimRunner") -> None:
+        super().__init__(runner)
+        self._thread = self  # type: ignore[assignment]
+
+    def submit(self, read: Callable[[Adapter], Any], adapter: Adapter) -> "Future[Any]":
+        """Do what a thread pool does."""
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(read(adapter))
+            except ModelError as error:
+                done.set_exception(error)
+
+        Thread(target=run, name="adapter").start()
+        return done
+
+
 class SimRunner:
     """A runner that takes time and fails; FakeRunner chooses the tokens."""
 
     def __init__(self, child: SimChild, runner: FakeRunner, faults: Faults) -> None:
         self._child, self._runner, self._faults = child, runner, faults
+        # The fingerprints of the adapters that are in memory.
+        self._adapters: set[str] = set()
+
+    def read_adapter(self, adapter: Adapter) -> str:
+        sleep(uniform(0.0, 0.5))
+        if self._faults.hits("engine: adapter cannot be read"):
+            raise ModelError("The adapter's file is damaged.")
+        return adapter.fingerprint
+
+    def put_adapter(self, fingerprint: str) -> None:
+        self._adapters.add(fingerprint)
+
+    def drop_adapter(self, fingerprint: str) -> None:
+        self._adapters.remove(fingerprint)
 
     def launch(self, plan: StepPlan) -> "SimRunner":
         self._plan = plan
@@ -251,19 +310,36 @@ class SimRunner:
         self._child.is_stuck = False
         if faults.hits("engine: step error"):
             raise RuntimeError("a step failed")
+        self._child.step_ends.append(world_loop().time())
+        unread = {chunk.adapter for chunk in plan.chunks} - self._adapters - {""}
+        assert not unread, f"computed with adapters that are not in memory: {unread}"
         result = self._runner.execute(plan, (seconds, ()), {})
         chunks = zip(plan.chunks, result.chunks, strict=True)
-        pooled = tuple(self._pool(chunk, it) for chunk, it in chunks)
-        return msgspec.structs.replace(result, chunks=pooled)
+        whole = tuple(self._complete(chunk, it) for chunk, it in chunks)
+        return msgspec.structs.replace(result, chunks=whole)
 
-    def _pool(self, chunk: Chunk, result: ChunkResult) -> ChunkResult:
-        """Add the vector of a sequence for an embedding that this chunk completes."""
+    def _complete(self, chunk: Chunk, result: ChunkResult) -> ChunkResult:
+        """Add log probabilities, and the vector of a sequence that this chunk completes."""
         remembered = self._runner.remembered(chunk.sequence_id)
         begin, end = remembered.begin, chunk.start + chunk.length
+        if begin.sampling.num_logprobs is not None:
+            drawn = tuple(_with_logprobs(begin, it) for it in result.drawn)
+            result = msgspec.structs.replace(result, drawn=drawn)
         if begin.sampling.pooling is None or end < begin.num_prompt:
             return result
         vector = vector_of(remembered.tokens[: begin.num_prompt])
+        if begin.sampling.pooling.modes == ("score",):
+            vector = array("f", [0.001 * (zlib.crc32(vector) % 1000)]).tobytes()
         return msgspec.structs.replace(result, vector=vector)
+
+
+def _with_logprobs(begin: Begin, drawn: Drawn) -> Drawn:
+    """Add a row to each token: the token itself, then the most likely tokens."""
+    tops = range(3, 3 + (begin.sampling.num_logprobs or 0))
+    ids = array("i", [it for token_id in drawn.token_ids for it in (token_id, *tops)])
+    values = array("f", map(logprob_of, ids))
+    logprobs = Logprobs(1 + len(tops), ids.tobytes(), values.tobytes())
+    return msgspec.structs.replace(drawn, logprobs=logprobs)
 
 
 class SimWorker:
@@ -303,6 +379,11 @@ class SimWorker:
         if self._faults.hits("worker: death in a job"):
             self._code = (-signal.SIGKILL, 0)[world_loop().choose(2, "data")]
             raise EOFError
+        if self._faults.hits("worker: job exceeds its limits"):
+            self._code = -choice((signal.SIGPROF, signal.SIGVTALRM, signal.SIGABRT))
+            raise EOFError
+        if self._faults.hits("worker: slow job"):
+            await asyncio.sleep(uniform(0.1, 10.0))
         if self._faults.hits("worker: hangs in a job"):
             await asyncio.sleep(15)
             raise TimeoutError

@@ -33,6 +33,8 @@ class Request(NamedTuple):
     key: str
     num_choices: int = 1
     stops: tuple[str, ...] = ()
+    # Whether the answer has log probabilities.
+    has_logprobs: bool = False
 
     def longer(self) -> "Request":
         """Return a request whose answer takes some seconds."""

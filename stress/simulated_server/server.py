@@ -38,6 +38,7 @@ from stress.simulated_server.downloads import Hub
 from stress.simulated_server.faults import Faults
 from stress.simulated_server.processes import OnEngine, SimChild, SimWorker
 from stress.simulated_server.system import PROCESS, Process
+from stress.simulated_server.traces import SimTraces
 
 FAREWELL_S = 5.0
 
@@ -176,7 +177,7 @@ class SimServer:
         store, batch_store = await self._open_stores()
         self.store = store
         try:
-            metrics, config = Metrics(), self._config
+            metrics, config = Metrics(SimTraces()), self._config
             self.auth = Auth(config.http)
             pinned = pinned_model(config)
             server = build_server(

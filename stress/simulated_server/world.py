@@ -48,7 +48,7 @@ class World:
     def __init__(self, folder: Path, model: ServedModel) -> None:
         self.story: list[tuple[float, str]] = []
         self.faults = fault_rates.draw(self.tell)
-        self.model = model
+        self.folder, self.model = folder, model
         self.machine = Machine(
             folder, self._config(), model, self.faults, on_engine=self.engine_starts
         )
@@ -59,6 +59,8 @@ class World:
         self.is_calm = False
         # Ids of stored streams, each with the events that a client has read.
         self.reads: list[tuple[str, list[dict[str, Any]]]] = []
+        # The score of each query with a document.
+        self.scores: dict[tuple[str, str], float] = {}
 
     def _config(self) -> ServerConfig:
         streams = StreamConfig(
@@ -152,8 +154,14 @@ class World:
                 "engine: load failed",
                 "disk: model cannot be read",
             ),
-            "load_failed": ("engine: load failed", "disk: model cannot be read"),
+            "load_failed": (
+                "engine: load failed",
+                "engine: adapter cannot be read",
+                "disk: model cannot be read",
+            ),
             "internal_error": ("engine: step error", "worker: death in a job"),
+            "template_failed": ("worker: job exceeds its limits",),
+            "request_too_large": ("worker: job exceeds its limits",),
             "poison_request": ("engine: death in a step", "engine: hangs in a step"),
             # A hanging step is noticed after ten minutes, like the longest wait in the queue.
             "queue_timeout": ("engine: hangs in a step",),

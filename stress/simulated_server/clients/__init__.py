@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from detangle import choice, randint, uniform
 
+from stress.simulated_server.clients.adapters import uses_an_adapter
 from stress.simulated_server.clients.bytes import resumes_by_byte
 from stress.simulated_server.clients.conversations import (
     cancels,
@@ -13,13 +14,20 @@ from stress.simulated_server.clients.conversations import (
     lingers,
     replaces,
 )
+from stress.simulated_server.clients.damaged import sends_damaged_bodies
 from stress.simulated_server.clients.dialects import asks_for_a_stream, repeats_the_request
 from stress.simulated_server.clients.durable import resumes_durably
 from stress.simulated_server.clients.embeddings import embeds
 from stress.simulated_server.clients.events import reads_twice, resumes_by_event
 from stress.simulated_server.clients.fairness import asks_beside_many
 from stress.simulated_server.clients.keys import shares_a_key
-from stress.simulated_server.clients.responses import answers_on_a_socket, keeps_a_response
+from stress.simulated_server.clients.long_conversations import keeps_a_conversation
+from stress.simulated_server.clients.responses import (
+    answers_on_a_socket,
+    keeps_a_response,
+    refers_to_items,
+)
+from stress.simulated_server.clients.scores import embeds_elsewhere, ranks
 from stress.simulated_server.clients.slow import reads_late
 from stress.simulated_server.clients.sockets import uses_a_socket
 from stress.simulated_server.http import API_KEY, CLIENT_KEYS
@@ -49,6 +57,13 @@ KINDS: tuple[ClientKind, ...] = (
     embeds,
     embeds,
     shares_a_key,
+    keeps_a_conversation,
+    keeps_a_conversation,
+    ranks,
+    embeds_elsewhere,
+    uses_an_adapter,
+    refers_to_items,
+    sends_damaged_bodies,
 )
 
 

@@ -95,10 +95,17 @@ async def refused(world: World, connection: Connection) -> None:
     answer = await connection.read()
     if connection.status not in (429, 503, 529):
         name = connection.task.get_name()
-        error = json.loads(answer)["error"]
-        code = error["code"] if isinstance(error, dict) else json.loads(answer)["code"]
-        assert world.may_fail(code), f"{name}: {connection.status} {answer!r}"
+        assert world.may_fail(code_of(answer)), f"{name}: {connection.status} {answer!r}"
         world.counts["allowed refusals"] += 1
+
+
+def code_of(answer: bytes) -> str:
+    """Return the code of an error's answer."""
+    assert answer.startswith(b"{"), f"not a JSON object: {answer!r}"
+    shown = json.loads(answer)
+    error = shown["error"]
+    code: str = error["code"] if isinstance(error, dict) else shown["code"]
+    return code
 
 
 async def ask(
@@ -112,8 +119,11 @@ async def ask(
             answer = await connection.read()
             if connection.status in allowed:
                 return connection.status, answer
-            is_later = connection.status in (429, 503, 529)
-            assert is_later, f"{method} {target}: {connection.status} {answer!r}"
+            code = code_of(answer)
+            is_known = connection.status in (429, 503, 529) or is_later(world, code)
+            assert is_known or world.may_fail(code), (
+                f"{method} {target}: {connection.status} {answer!r}"
+            )
         except Broken:
             pass
         await backoff.pause()
@@ -128,6 +138,7 @@ def is_later(world: World, code: str) -> bool:
         "storage_unavailable",
         "server_overloaded",
         "queue_timeout",
+        "conversation_locked",
     )
 
 

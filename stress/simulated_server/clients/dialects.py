@@ -18,8 +18,10 @@ from stress.simulated_server.clients.common import (
     refused,
 )
 from stress.simulated_server.http import Broken, Connection, connect
-from stress.simulated_server.requests import MODEL, Request
+from stress.simulated_server.processes import logprob_of
+from stress.simulated_server.requests import MODEL, Answer, Request
 from stress.simulated_server.world import World
+from stress.simulator.fake_runner import VOCABULARY
 
 
 @dataclass
@@ -32,6 +34,10 @@ class Parsed:
     # The stop string of each choice, if the dialect names it.
     stops: dict[int, str] = field(default_factory=dict)
     num_tokens: int | None = None
+    # The tokens of each choice with their log probabilities.
+    logprobs: defaultdict[int, list[tuple[str, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     # The code of the error with which the answer ends.
     code: str = ""
     is_done: bool = False
@@ -71,13 +77,16 @@ class Dialect(NamedTuple):
 
 def _chat(request: Request, is_stream: bool) -> dict[str, Any]:
     body = request.body(is_stream)
+    if request.has_logprobs:
+        body |= {"logprobs": True, "top_logprobs": 2}
     return body | {"stream_options": {"include_usage": True}} if is_stream else body
 
 
 def _completion(request: Request, is_stream: bool) -> dict[str, Any]:
     body = _chat(request, is_stream)
-    del body["messages"]
-    return body | {"prompt": request.content}
+    for name in ("messages", "top_logprobs"):
+        body.pop(name, None)
+    return body | {"prompt": request.content} | ({"logprobs": 2} if request.has_logprobs else {})
 
 
 def _take_choices(parsed: Parsed, frame: dict[str, Any]) -> None:
@@ -85,6 +94,14 @@ def _take_choices(parsed: Parsed, frame: dict[str, Any]) -> None:
         message = it.get("delta") or it.get("message") or it
         index = it["index"]
         parsed.texts[index] += message.get("content") or message.get("text") or ""
+        if logprobs := it.get("logprobs"):
+            listed = logprobs.get("content")
+            pairs = (
+                [(it["token"], it["logprob"]) for it in listed]
+                if listed
+                else zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+            )
+            parsed.logprobs[index] += pairs
         if reason := it["finish_reason"]:
             parsed.reasons[index] = reason
             parsed.stops[index] = it["stop_reason"] if isinstance(it["stop_reason"], str) else ""
@@ -220,6 +237,8 @@ def vary(request: Request, dialect: Dialect) -> Request:
     """Choose whether a request has several choices and stop strings."""
     if dialect.has_choices and flip(0.3):
         request = request._replace(num_choices=2)
+    if dialect.has_choices and flip(0.3):
+        return request._replace(has_logprobs=True)
     # The route /v1/responses shows neither which stop string ended an answer nor several choices.
     if flip(0.3):
         request = request._replace(stops=choice((("7",), ("A", "B"), ("12", "%&"))))
@@ -239,11 +258,25 @@ def check(world: World, request: Request, dialect: Dialect, parsed: Parsed) -> N
         num_tokens += answer.num_tokens
         found = parsed.stops.get(index, answer.stop)
         assert found == answer.stop, f"{request.key}: stop {found!r} instead of {answer.stop!r}"
+        if request.has_logprobs:
+            _check_logprobs(world, parsed.logprobs[index], answer)
     found_tokens = num_tokens if parsed.num_tokens is None else parsed.num_tokens
     assert found_tokens == num_tokens, f"{request.key}: {found_tokens} of {num_tokens} tokens"
     world.counts[f"answers of {dialect.route}"] += 1
     if parsed.progress:
         world.counts["answers with progress"] += 1
+
+
+def _check_logprobs(world: World, pairs: list[tuple[str, float]], answer: Answer) -> None:
+    """Check that each token has its log probability, over all engines that drew the tokens."""
+    tokenizer = world.model.tokenizer
+    known = {tokenizer.token_text(id): logprob_of(id) for id in range(VOCABULARY + 3)}
+    # The token that ends an answer has no text and no entry.
+    num_tokens = answer.num_tokens - (answer.finish_reason == "stop")
+    assert len(pairs) == num_tokens, f"{len(pairs)} log probabilities of {answer}"
+    for token, logprob in pairs:
+        assert logprob == known[token], f"{token!r} has {logprob}, not {known[token]}"
+    world.counts["answers with log probabilities"] += 1
 
 
 async def asks_for_a_stream(world: World, request: Request) -> None:

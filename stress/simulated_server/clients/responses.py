@@ -107,14 +107,63 @@ async def keeps_a_response(world: World, request: Request) -> None:
     if flip(0.5):
         await reader.follow()
         check(world, request, RESPONSES, reader.parsed)
-    response: dict[str, Any] = {"status": ""}
-    while response["status"] not in ENDED:
-        response = json.loads((await ask(world, "GET", f"{ROUTE}/{reader.response_id}"))[1])
-        await asyncio.sleep(1.0)
+    response = await _ended(world, reader.response_id)
     parsed = Parsed()
     parsed.take(response, RESPONSES)
     check(world, request, RESPONSES, parsed)
     world.counts["responses in the background" if is_background else "responses stored"] += 1
+
+
+async def _ended(world: World, id: str) -> dict[str, Any]:
+    """Return a response once it has ended."""
+    while True:
+        response: dict[str, Any] = json.loads((await ask(world, "GET", f"{ROUTE}/{id}"))[1])
+        if response["status"] in ENDED:
+            return response
+        await asyncio.sleep(1.0)
+
+
+async def refers_to_items(world: World, request: Request) -> None:
+    """Refer to items of earlier responses by their ids; the new response has these items."""
+    if world.expires:
+        return
+    items: list[dict[str, Any]] = []
+    for number in range(randint(1, 3)):
+        earlier = world.new_request()._replace(max_tokens=20)
+        said = {"role": "user", "content": f"{earlier.key} said"}
+        # A client may choose the id of an item.
+        said |= {"id": f"item-{earlier.key}"} if number else {}
+        items += await _items_of(world, earlier, [said])
+    chosen = [it for it in items if flip(0.6)]
+    references = [{"type": "item_reference", "id": it["id"]} for it in chosen]
+    unknown = {"type": "item_reference", "id": "msg_of_nobody"}
+    said = {"role": "user", "content": "And now?"}
+    found = await _items_of(world, request._replace(max_tokens=20), [*references, unknown, said])
+    kept = [text_of(it) for it in found if it.get("content")][: len(chosen) + 1]
+    expected = [*map(text_of, chosen), "And now?"]
+    assert not found or kept == expected, f"{kept} instead of {expected}"
+    world.counts["items referred to"] += len(chosen)
+
+
+async def _items_of(
+    world: World, request: Request, asked: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the items of a new response, the input first; nothing if the response fails."""
+    body = RESPONSES.body(request, False) | {"input": asked, "background": True}
+    id = await post_until_accepted(world, request, ROUTE, body)
+    response = await _ended(world, id)
+    parsed = Parsed()
+    parsed.take(response, RESPONSES)
+    check(world, request, RESPONSES, parsed)
+    _, page = await ask(world, "GET", f"{ROUTE}/{id}/input_items?order=asc&limit=100")
+    listed: list[dict[str, Any]] = json.loads(page)["data"]
+    return [*listed, *response["output"]] if parsed.is_done else []
+
+
+def text_of(item: dict[str, Any]) -> str:
+    """Return the text of a message."""
+    content = item["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 async def answers_on_a_socket(world: World, request: Request) -> None:
