@@ -47,7 +47,7 @@ from tools.harness.drive import (
     tiny_runner,
 )
 from tools.harness.gguf_files import make_tiny_file, write_file
-from tools.harness.tiny_models import CHAT_TEMPLATE, END
+from tools.harness.tiny_models import CHAT_TEMPLATE, END, GEMMA4_EXPERTS
 
 KINDS = [entry[0] for entry in TYPES.values()]
 FAMILIES = [
@@ -57,6 +57,7 @@ CASES = [
     *((family, "Q8_0") for family in FAMILIES),
     *((f"Qwen3{name}ForCausalLM", kind) for name in ("Moe", "_5Moe") for kind in ("Q8_0", "Q4_K")),
     *((f"Qwen3{name}ForCausalLM", "Q8_0") for name in ("_5", "Next")),
+    *(("Gemma4ForCausalLM", kind) for kind in ("Q8_0", "Q4_K")),
     *(("LlamaForCausalLM", kind) for kind in KINDS),
 ]
 PROMPT = random_prompt(40)
@@ -93,6 +94,15 @@ def test_experts_that_do_not_fit_their_number_are_named(
     with pytest.raises(ModelError, match=complaint) as error:
         tiny_runner(folder)
     assert error.value.code == "model_corrupt"
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_a_gemma_4_with_experts_and_keys_as_values_says_the_same(tmp_path: Path, kind: str) -> None:
+    config = GEMMA4_EXPERTS | {"moe_intermediate_size": 256}
+    folder, file = make_tiny_file(tmp_path, "Gemma4ForCausalLM", kind, config=config)
+    expected = row_logits(tiny_runner(folder, dtype="float32"), PROMPT)
+    found = row_logits(tiny_runner(find_model(str(file)), dtype="float32"), PROMPT)
+    assert_close(found, expected, tolerance=1e-4)
 
 
 @needs_own_kernels
@@ -396,7 +406,9 @@ OTHERS = ("full_attention_interval", "nextn_predict_layers", "rope.dimension_cou
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    architecture=st.sampled_from(["llama", "gemma2", "gpt-oss", "qwen3next", "qwen35moe", "other"]),
+    architecture=st.sampled_from(
+        [*("llama", "gemma2", "gemma4", "gpt-oss", "qwen3next", "qwen35moe", "other")]
+    ),
     fields=st.dictionaries(
         st.sampled_from([*_SIZES, *_EXPERTS, *_STATES, *OTHERS, "rope.scaling.type"]),
         st.sampled_from([0, -1, 1, 2, 2**31, "x", "yarn", "linear", [1], math.nan, 1e308]),

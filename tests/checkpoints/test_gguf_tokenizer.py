@@ -58,6 +58,24 @@ def test_byte_level_ids_are_the_originals(kind: str, folder: Path, text: str) ->
 
 
 @cache
+def gemma4(folder: Path) -> tuple[Tokenizer, Tokenizer]:
+    original = library("gemma")
+    described = json.loads(original.to_str())
+    fields = {"model": "gemma4", "pre": "gemma4", "bos_token_id": original.token_to_id("<s>")}
+    return original, through_a_file(folder / "gemma4", described, **fields)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS)
+def test_ids_of_gemma_4_are_the_originals(folder: Path, text: str) -> None:
+    original, found = gemma4(folder)
+    ids = found.encode(text, add_special_tokens=False).ids
+    assert ids == original.encode(text, add_special_tokens=False).ids
+    assert found.decode(ids) == original.decode(ids)
+    assert found.encode(text).ids == [original.token_to_id("<s>"), *ids]
+
+
+@cache
 def sentence_piece(folder: Path) -> tuple[sentencepiece.SentencePieceProcessor, Tokenizer]:
     corpus = folder / "corpus.txt"
     corpus.write_text("\n".join(CORPUS))

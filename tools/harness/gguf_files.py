@@ -1,6 +1,7 @@
 """Writes GGUF files of tiny models with the gguf package and llama.cpp's names."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,14 +20,17 @@ from headrace_common.checkpoints.gguf_header import TYPES
 from headrace_common.checkpoints.gguf_names import (
     EXPERTS,
     GATES,
+    GEMMA4,
     HYBRIDS,
     NORMED_TWICE,
+    WHOLE_GEMMA4,
     is_beyond,
     names_of,
     original_name,
 )
 from headrace_common.checkpoints.spec import read_spec
 from headrace_engine.weights.weights import Checkpoint
+from tools.harness.gguf_gemma4 import add_gemma4
 from tools.harness.gguf_hybrids import IN_FULL, add_hybrid, file_columns, file_rows
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
 
@@ -36,6 +40,10 @@ _SIZES = {name: (values, size) for name, values, size in TYPES.values()}
 
 def gguf_name(name: str, architecture: str = "") -> str:
     back = {theirs: ours for ours, theirs in (names_of(architecture) | EXPERTS | GATES).items()}
+    whole = {theirs: ours for ours, theirs in WHOLE_GEMMA4.items()}
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if architecture == GEMMA4 and found and found[2] in whole:
+        return f"blk.{found[1]}.{whole[found[2]]}"
     stem, _, kind = name.rpartition(".")
     if name.endswith((".A_log", ".dt_bias")):
         _, _, number, rest = name.split(".", 3)
@@ -80,7 +88,10 @@ def make_tiny_file(
         shape |= {"linear_key_head_dim": 64, "shared_expert_intermediate_size": 256}
     if "Moe" in architecture or "Next" in architecture:
         shape |= {"num_experts": 11, "moe_intermediate_size": 256, "norm_topk_prob": True}
-    if architecture.startswith("Gemma"):
+    if architecture == GEMMA4:
+        shape |= {"num_hidden_layers": 6, "global_head_dim": 128, "tie_word_embeddings": True}
+        shape |= {"hidden_size_per_layer_input": 256}
+    elif architecture.startswith("Gemma"):
         shape |= {"sliding_window": 16, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
         shape |= {"num_hidden_layers": 7, "pad_token_id": 0}
     shape |= {"initializer_range": 0.05, **config}
@@ -105,15 +116,13 @@ def to_gguf(
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
-    if size := config.get("intermediate_size"):
-        writer.add_feed_forward_length(size)
     writer.add_head_count(heads["q_proj"])
-    writer.add_head_count_kv(heads["k_proj"])
-    writer.add_key_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_context_length(config["max_position_embeddings"])
-    rope = config.get("rope_parameters") or config
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if architecture == GEMMA4:
+        add_gemma4(writer, config)
+    else:
+        _add_sizes(writer, config)
     if architecture in NORMED_TWICE:
         _add_gemma(writer, config)
     if architecture in HYBRIDS:
@@ -122,7 +131,7 @@ def to_gguf(
     weights = load_file(folder / "model.safetensors")
     if count := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     stacks: dict[str, list[Any]] = {}
     for key, tensor in weights.items():
@@ -140,7 +149,10 @@ def to_gguf(
         stacks.setdefault(gguf_name(key, architecture), []).append((key, raw, stored))
     for name, parts in stacks.items():
         parts.sort(key=lambda part: [int(n) for n in re.findall(r"\d+", part[0])])
-        raw = np.stack([raw for _, raw, _ in parts]) if "_exps." in name else parts[0][1]
+        raw = parts[0][1]
+        # Gemma 4's stacks are stacks in safetensors, too.
+        if "_exps." in name and architecture != GEMMA4:
+            raw = np.stack([raw for _, raw, _ in parts])
         for own, its in _in_parts(name, raw, config):
             writer.add_tensor(own, np.ascontiguousarray(its), raw_dtype=Kind[parts[0][2]])
     write_file(writer)
@@ -191,6 +203,15 @@ def decoded(raw: np.ndarray, stored: str, shape: tuple[int, ...]) -> torch.Tenso
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
 
+def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    if size := config.get("intermediate_size"):
+        writer.add_feed_forward_length(size)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+
+
 def _add_gemma(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_sliding_window(config["sliding_window"])
     if cap := config.get("attn_logit_softcapping"):
@@ -209,14 +230,15 @@ def encoded(values: np.ndarray, kind: str, key: str) -> np.ndarray:
         return quantize(values, Kind[kind])
     generator = np.random.default_rng(sum(key.encode()))
     group, size = _SIZES[kind]
-    rows, groups = len(values), values.shape[1] // group
+    *stack, columns = values.shape
+    rows, groups = math.prod(stack), columns // group
     raw = generator.integers(0, 256, (rows, groups, size), dtype=np.uint8)
     scales = generator.uniform(0.5, 1.0, (rows, groups, 2)).astype(np.float16)
     if kind == "Q6_K":
         raw[..., -2:] = (scales[..., :1] * np.float16(2e-4)).view(np.uint8)
     else:
         raw[..., :4] = (scales * np.float16(1e-3)).view(np.uint8)
-    return raw.reshape(rows, -1)
+    return raw.reshape(*stack, -1)
 
 
 def add_tokenizer(
@@ -262,7 +284,7 @@ def compare_values(file: Path) -> int:
             for tensor in gguf.GGUFReader(file / part).tensors:
                 first, end = tensor.data_offset, tensor.data_offset + tensor.n_bytes
                 ours = [
-                    checkpoint._tensor(name).flatten()
+                    checkpoint._files[part].get_tensor(name).flatten()
                     for name, header in checkpoint.headers.items()
                     if header.file == part and first <= header.data_offsets[0] < end
                 ]

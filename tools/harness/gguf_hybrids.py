@@ -5,7 +5,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-IN_FULL = ("conv1d", "shared_expert_gate", "mlp.gate")
+IN_FULL = ("conv1d", "shared_expert_gate", "mlp.gate", "router.proj")
 """The last parts of the names of tensors that stay in float32."""
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from headrace_common.checkpoints.gguf_gemma4 import gemma4_config
 from headrace_common.checkpoints.gguf_header import (
     OTHER_TYPES,
     GgufHeader,
@@ -38,6 +39,7 @@ FAMILIES = {
     "llama": "LlamaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -46,7 +48,7 @@ FAMILIES = {
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
 }
-_ROUTED = ("gpt-oss", "qwen3moe", "qwen35moe", "qwen3next")
+_ROUTED = ("gemma4", "gpt-oss", "qwen3moe", "qwen35moe", "qwen3next")
 _HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -89,10 +91,12 @@ Only the 27B models have an attention scale that is not derived from head_dim.
 _WIDE = {"F32": "float32", "F16": "float16"}
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
-    *("<end_of_turn>", "<|return|>", "<|call|>"),
+    *("<end_of_turn>", "<turn|>", "<|return|>", "<|call|>"),
 )
 """Control tokens that always end an answer. A GGUF file often names only one end token."""
 _CONTROL = 3
+# Gemma 4 hands over to a tool with this token. In GGUF files it is not a control token.
+_HANDS_OVER = "<|tool_response>"
 _SAMPLING: dict[str, tuple[str, float]] = {
     "temperature": ("temp", 0.8),
     "top_k": ("top_k", 40),
@@ -191,7 +195,7 @@ def quantization_of(name: str) -> str | None:
 def conversion() -> bytes:
     """Return a hash of the code that makes the folders; another hash makes all folders again."""
     digest = hashlib.sha256(__version__.encode())
-    for module in ("gguf_folder.py", "gguf_tokenizer.py"):
+    for module in ("gguf_folder.py", "gguf_gemma4.py", "gguf_tokenizer.py"):
         digest.update(Path(__file__).with_name(module).read_bytes())
     return digest.digest()
 
@@ -319,7 +323,8 @@ def _bare(header: GgufHeader, reason: str) -> dict[str, Any]:
 def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
     name = header.architecture
     # All models but qwen35moe have a dense MLP in each layer.
-    has_mlps = name != "qwen35moe"
+    # Their size may depend on the layer in gemma4.
+    has_mlps = name not in ("qwen35moe", "gemma4")
     states = tuple(_STATES) if name in _HYBRIDS else ()
     for key in (*_NEEDED, *("feed_forward_length",) * has_mlps, *states):
         if not isinstance(size := header.own(key), int) or size < 1:
@@ -350,7 +355,11 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = size if is_27b else config.get("head_dim", 256)
     if name in _HYBRIDS:
         config |= _hybrid(header)
-    if tensor := header.tensors.get("rope_freqs.weight"):
+    tensor = header.tensors.get("rope_freqs.weight")
+    if name == "gemma4":
+        divisors = _values(folder / tensor.file, tensor) if tensor else ()
+        return config | gemma4_config(header, divisors)
+    if tensor:
         return config | {"rope_scaling": _llama3(config, _values(folder / tensor.file, tensor))}
     return config | _rope(header)
 
@@ -436,7 +445,11 @@ def _end_tokens(header: GgufHeader) -> list[int]:
     tokens = fields["tokenizer.ggml.tokens"]
     kinds = fields.get("tokenizer.ggml.token_type") or []
     stated = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    named = [n for n, kind in enumerate(kinds) if kind == _CONTROL and tokens[n] in _ENDS]
+    named = [
+        n
+        for n, kind in enumerate(kinds)
+        if (kind == _CONTROL and tokens[n] in _ENDS) or tokens[n] == _HANDS_OVER
+    ]
     return list(dict.fromkeys(n for n in [*stated, *named] if isinstance(n, int)))
 
 

@@ -53,6 +53,29 @@ OF_GPT_OSS = {
     "ffn_gate_inp": "mlp.router",
 }
 GPT_OSS = "GptOssForCausalLM"
+GEMMA4 = "Gemma4ForCausalLM"
+OF_GEMMA4 = {
+    "ffn_gate_inp": "router.proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+WHOLE_GEMMA4 = {
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_gate_exps.weight": "experts.gate_proj",
+    "ffn_up_exps.weight": "experts.up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+}
+"""Names within a layer. The translation replaces the whole name, including the suffix."""
 EXPERTS = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
@@ -63,6 +86,7 @@ EXPERTS = {
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GATES = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_dt\.bias)")
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
+_IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
 
@@ -71,6 +95,8 @@ def names_of(architecture: str) -> dict[str, str]:
         return NAMES | OF_HYBRIDS
     if architecture == GPT_OSS:
         return NAMES | OF_GPT_OSS
+    if architecture == GEMMA4:
+        return NAMES | OTHERS | OF_GEMMA4
     return NAMES | OTHERS if architecture in NORMED_TWICE else NAMES
 
 
@@ -81,6 +107,9 @@ def original_name(name: str, architecture: str) -> str:
         return f"model.layers.{found[1]}.{GATES[found[2]]}"
     if architecture == GPT_OSS and (found := _SINKS.fullmatch(name)):
         return f"model.layers.{found[1]}.self_attn.sinks"
+    is_gemma4 = architecture == GEMMA4
+    if is_gemma4 and (found := _IN_LAYER.fullmatch(name)) and found[2] in WHOLE_GEMMA4:
+        return f"model.layers.{found[1]}.{WHOLE_GEMMA4[found[2]]}"
     if (found := _LAYER.fullmatch(name)) and found[2] in EXPERTS:
         # In original gpt-oss files, only matrices named `_blocks` are not transposed. GGUF files
         # transpose no matrix, so their matrices get the name `_blocks`.
@@ -89,8 +118,8 @@ def original_name(name: str, architecture: str) -> str:
         return f"model.layers.{found[1]}.mlp.experts.{stack}"
     if (found := _LAYER.fullmatch(name)) and found[2] in names:
         return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"
-    if (found := _OTHER.fullmatch(name)) and found[1] in NAMES:
-        return f"{NAMES[found[1]]}.{found[2]}"
+    if (found := _OTHER.fullmatch(name)) and found[1] in names:
+        return f"{names[found[1]]}.{found[2]}"
     return name
 
 

@@ -78,9 +78,13 @@ def _build(header: GgufHeader) -> Tokenizer:
     if model == "gpt2":
         tokenizer = _byte_level(fields, vocabulary)
     elif model == "llama":
-        tokenizer = _sentence_piece(fields, tokens, vocabulary, kinds)
+        merges = _merges_by_score(fields, tokens, vocabulary, kinds)
+        tokenizer = _sentence_piece(fields, tokens, vocabulary, merges)
+    elif model == "gemma4":
+        merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+        tokenizer = _sentence_piece(fields, tokens, vocabulary, merges)
     else:
-        raise _unusable(f"its type is {model}, but only gpt2 and llama are supported")
+        raise _unusable(f"its type is {model}, but only gpt2, llama and gemma4 are supported")
     tokenizer.add_tokens(
         [
             AddedToken(token, normalized=False, special=kind == _CONTROL)
@@ -88,7 +92,7 @@ def _build(header: GgufHeader) -> Tokenizer:
             if kind in (_CONTROL, _USER_DEFINED)
         ]
     )
-    _begin_with(tokenizer, fields, tokens, by_default=model == "llama")
+    _begin_with(tokenizer, fields, tokens, by_default=model in ("llama", "gemma4"))
     return tokenizer
 
 
@@ -124,19 +128,16 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
     return tokenizer
 
 
-def _sentence_piece(
-    fields: dict[str, Any], tokens: list[str], vocabulary: dict[str, int], kinds: list[int]
-) -> Tokenizer:
-    """Build a BPE tokenizer from a SentencePiece model.
+Merges = list[tuple[str, ...]]
 
-    SentencePiece models have scores instead of merges. The merges are derived from the scores.
-    """
+
+def _merges_by_score(
+    fields: dict[str, Any], tokens: list[str], vocabulary: dict[str, int], kinds: list[int]
+) -> Merges:
+    """Return the merges of a SentencePiece model, which has scores instead."""
     scores = fields.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise _unusable("some of its tokens have no score")
-    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
-    if not 0 <= unknown < len(tokens):
-        raise _unusable("its unknown token is not in its vocabulary")
     merges = []
     for number, token in enumerate(tokens):
         if kinds[number] in (_CONTROL, _BYTE):
@@ -146,15 +147,27 @@ def _sentence_piece(
             if left in vocabulary and right in vocabulary:
                 merges.append((-scores[number], vocabulary[left], vocabulary[right], left, right))
     merges.sort()
+    return [merge[3:] for merge in merges]
+
+
+def _sentence_piece(
+    fields: dict[str, Any], tokens: list[str], vocabulary: dict[str, int], merges: Merges
+) -> Tokenizer:
+    """Build a BPE tokenizer whose pieces are characters, with a character for spaces."""
+    unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    if not 0 <= unknown < len(tokens):
+        raise _unusable("its unknown token is not in its vocabulary")
     bpe = models.BPE(
         vocabulary,
-        [merge[3:] for merge in merges],
+        merges,
         unk_token=tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
     )
     tokenizer = Tokenizer(bpe)
-    has_prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
+    has_prefix = fields.get(
+        "tokenizer.ggml.add_space_prefix", fields["tokenizer.ggml.model"] == "llama"
+    )
     spaces = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if has_prefix else spaces
