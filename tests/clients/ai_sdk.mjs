@@ -2,12 +2,14 @@
 // Anthropic's own package.
 
 import assert from 'node:assert/strict';
-import { beforeEach, test } from 'node:test';
+import { after, beforeEach, test } from 'node:test';
 import { createAnthropic } from '@ai-sdk/anthropic';
 import Anthropic from '@anthropic-ai/sdk';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
 import { Output, generateText, stepCountIs, streamText, tool } from 'ai';
 import { z } from 'zod';
+import { closeAll, cutter } from './cutter.mjs';
+import { resumingFetch } from './resuming_fetch.mjs';
 
 const url = `${process.env.HEADRACE_TEST_URL}/v1`;
 const provider = createOpenAICompatible({
@@ -143,6 +145,17 @@ test('heartbeats disturb no stream', async () => {
   assert.equal(text, 'The weather in Rome is sunny.');
   await isFree;
 });
+
+test('a stream is whole although its connection is cut', async () => {
+  const cuts = [3000, 6000, 0];
+  const baseURL = `${await cutter(process.env.HEADRACE_TEST_URL, cuts)}/v1`;
+  const cut = createOpenAICompatible({ name: 'cut', baseURL, fetch: resumingFetch });
+  const prompt = 'Count from 1 to 60.';
+  const { text } = await streamed({ ...asked, model: cut('headrace-mini'), prompt });
+  assert.equal(text, Array.from({ length: 60 }, (_, index) => index + 1).join(', '));
+  assert.equal(cuts.length, 0);
+});
+after(closeAll);
 
 test('an answer has the shape that was asked for', { skip }, async () => {
   const schema = z.object({ name: z.string(), age: z.number() });

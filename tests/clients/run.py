@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.checkpoints.small_hub import small_hub
-from tools.harness.servers import running_server
+from tools.harness.servers import ServerProcess, running_server
 from tools.harness.slow_engine import slow
 from tools.harness.tiny_models import make_tiny_model
 
@@ -97,6 +97,16 @@ CLIENTS = (
     Client("ollama-node", "ollama.mjs", ("ollama@0.6.4",)),
     Client("request-shapes", "test_request_shapes.py", ("httpx==0.28.1",)),
     Client("ws", "ws.mjs", ("ws@8.18.3",)),
+    Client(
+        "tanstack",
+        "tanstack.mjs",
+        (
+            "@tanstack/ai@0.58.0",
+            "@tanstack/ai-client@0.33.2",
+            "@tanstack/ai-openai@0.23.1",
+            "@durable-streams/client@0.2.7",
+        ),
+    ),
 )
 PYTEST = "pytest==9.2.0"
 PULLED = "someone/tiny"
@@ -122,15 +132,16 @@ class Runner:
         mark.write_text(client.versions)
         return None
 
-    def test(self, client: Client, url: str) -> str:
+    def test(self, client: Client, server: ServerProcess) -> str:
         """The last line of a passed run."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
-        environment |= QUIET | {"HEADRACE_TEST_URL": url}
+        environment |= QUIET | {"HEADRACE_TEST_URL": server.url}
+        environment |= {"HEADRACE_TEST_PID": str(server.process.pid)}
         if client.is_node:
             # node looks for packages beside the file
             script = shutil.copy(HERE / client.tests, client.folder)
-            for example in EXAMPLES.glob("*.mjs"):
-                shutil.copy(example, client.folder)
+            for module in (*EXAMPLES.glob("*.mjs"), HERE / "cutter.mjs"):
+                shutil.copy(module, client.folder)
             report = "--test-reporter=tap"
             command = ("node", "--test", report, str(script))
             said = self._said(*command, environment=environment, folder=client.folder)
@@ -218,10 +229,10 @@ def main() -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         wrong = dict(zip(chosen, pool.map(runner.install, chosen), strict=True))
 
-    def result(client: Client, url: str) -> str:
+    def result(client: Client, server: ServerProcess) -> str:
         if trouble := wrong[client]:
             raise Failure(trouble)
-        return runner.test(client, url)
+        return runner.test(client, server)
 
     # nothing is slower; signs of life that clients count come after 1 s, where it would be 20
     slower = slow(0, "1")
@@ -229,7 +240,7 @@ def main() -> int:
         pulled_from() as hub,
         running_server(*SERVER_FLAGS, prefix=slower, environment=hub) as server,
     ):
-        all_pass = [passes(it, lambda it=it: result(it, server.url)) for it in chosen]
+        all_pass = [passes(it, lambda it=it: result(it, server)) for it in chosen]
     return 0 if all(all_pass) else 1
 
 
