@@ -128,7 +128,7 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
     return tokenizer
 
 
-Merges = list[tuple[str, ...]]
+Merges = list[tuple[str, str]]
 
 
 def _merges_by_score(
