@@ -7,9 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.text.harmony import HarmonySplitter
-from headrace.text.output_splitter import Splitter, TagSplitter
+from headrace.text.output_splitter import (
+    REASONING_TAGS,
+    Splitter,
+    TagSplitter,
+    make_splitting,
+    reasoning_format,
+)
 from headrace.text.tool_formats.table import format_of
 from headrace_common.pieces import CONTENT, ChannelPiece
+from headrace_common.request import Channels
 
 TAGS = ("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "</tool_call>"}]}}\n</tool_call>'
@@ -56,6 +63,15 @@ EXAMPLES: list[tuple[str, str, list[tuple[str, str, str]]]] = [
         ("content", "", "Hm"), ("tool", "run", '{"cmd": "1\\n2", "n": 3}')]),
     ("glm", "<tool_call>get\n<arg_key>a</arg_key>\n<arg_value>5</arg_value>\n</tool_call>", [
         ("tool", "get", '{"a": 5}')]),
+    ("gemma4", 'Ok.<|tool_call>call:get{a:5,b:<|"|>x:{"y"}, z<|"|>,c:[1.5,{d:true,e:null}]}'
+     "<tool_call|><|tool_call>call:two{}<tool_call|>", [
+        ("content", "", "Ok."),
+        ("tool", "get", '{"a": 5, "b": "x:{\\"y\\"}, z", "c": [1.5, {"d": true, "e": null}]}'),
+        ("tool", "two", "{}")]),
+    ("gemma4", '<|tool_call>call:f{"a": "b", c d: e f, g: None}', [
+        ("tool", "f", '{"a": "b", "c d": "e f", "g": null}')]),
+    ("gemma4", "<|tool_call>call:f{a:<|<tool_call|> x", [
+        ("content", "", "<|tool_call>call:f{a:<|<tool_call|> x")]),
     ("deepseek", "x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n"
      '```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>two<｜tool▁sep｜>{}'
      "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", [
@@ -140,6 +156,46 @@ def test_an_answer_may_begin_in_reasoning() -> None:
         ("reasoning", "", "hm so"),
         ("content", "", "Yes"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel>thought\nthought out<channel|>Yes", [("reasoning", "thought out"), "Yes"]),
+        ("<|channel>thought\n<channel|>Yes", ["Yes"]),
+        ("<|channel>thoughtful<channel|>Yes", [("reasoning", "thoughtful"), "Yes"]),
+        ("<|channel>though", [("reasoning", "though")]),
+        ("<|channel>Hm<channel|>Yes", [("reasoning", "Hm"), "Yes"]),
+        ("thought", ["thought"]),
+    ],
+)
+@settings(max_examples=30, deadline=None)
+@given(cuts=st.sets(st.integers(1, 50)))
+def test_the_label_of_a_channel_is_not_part_of_the_reasoning(
+    text: str, expected: list[Any], cuts: set[int]
+) -> None:
+    tags = REASONING_TAGS["gemma4"]
+    found = joined(TagSplitter(tags, None, label="thought"), pieces_of(text, cuts))
+    assert found == [
+        ("content", "", it) if isinstance(it, str) else (it[0], "", it[1]) for it in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tail", "is_reasoning"),
+    [
+        ("<|turn>model\n", False),
+        ("<|turn>model\n<|channel>thought\n", True),
+        ("<|turn>model\n<|channel>thought\n<channel|>", False),
+    ],
+)
+def test_a_prompt_of_gemma_4_may_open_and_close_the_reasoning(
+    tail: str, is_reasoning: bool
+) -> None:
+    assert reasoning_format("{{ '<|channel>thought' }} {{ '<channel|>' }}") == "gemma4"
+    splitting = make_splitting(Channels("", "gemma4", {}), tail, lambda marker: None)
+    assert splitting.splitter is not None
+    assert splitting.splitter.is_reasoning == is_reasoning
 
 
 def test_plain_text_is_never_held_back() -> None:

@@ -63,9 +63,15 @@ class TagSplitter:
         tokens: Iterable[str] = (),
         is_text: IsText = lambda name, parameter: False,
         starts_in: str = CONTENT,
+        label: str = "",
     ) -> None:
-        """`tags` enclose reasoning; `tokens` are the markers for which the model has tokens."""
+        """`tags` enclose reasoning; `tokens` are the markers for which the model has tokens.
+
+        `label` is a word after the first tag that is not part of the reasoning.
+        """
         self._reasoning = tags
+        # The label while it may still come; "" afterwards.
+        self._label = label
         self._tools = tools
         self._tokens = frozenset(tokens)
         self._is_text = is_text
@@ -165,7 +171,7 @@ class TagSplitter:
             own = self._take_marker(marker, pieces)
             return own + text[index + len(marker) :]
         num_kept = _num_held_back(markers, text) if all_markers else 0
-        if self._is_after_marker and not text.strip():
+        if self._is_after_marker and (not text.strip() or self._begins_label(text)):
             num_kept = len(text)
         self._emit(text[: len(text) - num_kept], pieces)
         self._held = text[len(text) - num_kept :]
@@ -236,9 +242,16 @@ class TagSplitter:
         self._emit(held, pieces)
         return pieces
 
+    def _begins_label(self, text: str) -> bool:
+        return self.is_reasoning and self._label.startswith(text.strip())
+
     def _emit(self, text: str, pieces: list[ChannelPiece]) -> None:
         if self._is_after_marker:
             text = text.lstrip()
+            if text and self.is_reasoning:
+                rest, self._label = text.removeprefix(self._label), ""
+                # "thoughtful" does not begin with the label "thought".
+                text = text if rest and not rest[0].isspace() else rest.lstrip()
         if text:
             self._is_after_marker = False
             self._has_content = self._has_content or not self.is_reasoning
@@ -268,7 +281,9 @@ def _overlap(marker: str, text: str) -> int:
 REASONING_TAGS: Mapping[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
+    "gemma4": ("<|channel>", "<channel|>"),
 }
+_LABELS = {"gemma4": "thought"}
 HARMONY = "harmony"
 
 
@@ -293,7 +308,8 @@ def make_splitting(
     if tags is None and tools is None:
         return PLAIN
     markers = _ids_of([*(tags or ()), *(tools.starts + tools.ends if tools else ())], token_id)
-    is_open = tags is not None and tail.rstrip().endswith(tags[0])
+    label = _LABELS.get(channels.reasoning, "")
+    is_open = tags is not None and tail.rstrip().removesuffix(label).endswith(tags[0])
     texts = channels.text_parameters
     splitter = TagSplitter(
         tags,
@@ -301,6 +317,7 @@ def make_splitting(
         markers.values(),
         lambda name, parameter: parameter in texts.get(name, ()),
         REASONING if is_open else CONTENT,
+        label,
     )
     return Splitting(splitter, markers)
 

@@ -13,7 +13,15 @@ from msgspec import Meta
 INTERNAL_LIMITS = (1 << 40, 1e9)
 Count = Annotated[int, Meta(ge=1, le=INTERNAL_LIMITS[0])]
 ToolFormatName = Literal[
-    "qwen3-coder", "glm", "hermes", "mistral", "deepseek", "pythonic", "llama3", "generic"
+    "qwen3-coder",
+    "glm",
+    "gemma4",
+    "hermes",
+    "mistral",
+    "deepseek",
+    "pythonic",
+    "llama3",
+    "generic",
 ]
 """Names of modules in text/tool_formats.
 
@@ -207,7 +215,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     reasoning_format: Annotated[
-        Literal["auto", "none", "think", "mistral", "harmony"],
+        Literal["auto", "none", "think", "mistral", "gemma4", "harmony"],
         Meta(
             description="Format in which the model marks its reasoning; auto: as its chat template "
             "shows"

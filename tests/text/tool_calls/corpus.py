@@ -268,6 +268,24 @@ GLM: list[Case] = [
      [Thought("<tool_call>g</tool_call>"), "Yes"]),
 ]  # fmt: skip
 
+GEMMA4: list[Case] = [
+    ("a call", "<|tool_call>call:f{x:1}<tool_call|>", [F]),
+    ("no arguments", "<|tool_call>call:g{}<tool_call|>", [G]),
+    ("two", "<|tool_call>call:f{x:1}<tool_call|><|tool_call>call:g{}<tool_call|>", [F, G]),
+    ("a text", '<|tool_call>call:f{cmd:<|"|>1\n"2", {a:b}<|"|>}<tool_call|>', [Call("f", {"cmd": '1\n"2", {a:b}'})]),
+    ("nested values", '<|tool_call>call:f{x:[<|"|>a<|"|>,{b:null,c:[true,-1.5]}]}<tool_call|>',
+     [Call("f", {"x": ["a", {"b": None, "c": [True, -1.5]}]})]),
+    ("spaces", '<|tool_call>call: f { x : 1 }<tool_call|>', [F]),
+    ("JSON's quotes", '<|tool_call>call:f{"cmd":"a, \\"b\\""}<tool_call|>', [Call("f", {"cmd": 'a, "b"'})]),
+    ("no quotes", "<|tool_call>call:f{city:New York}<tool_call|>", [Call("f", {"city": "New York"})]),
+    ("Python's words", "<|tool_call>call:f{x:[True,None]}<tool_call|>", [Call("f", {"x": [True, None]})]),
+    ("the end tag forgotten", "<|tool_call>call:f{x:1}", [F]),
+    ("text around it", "So.\n<|tool_call>call:g{}<tool_call|>\nDone.", ["So.", G, "Done."]),
+    ("words in the tag", "<|tool_call>no call here<tool_call|>", ["<|tool_call>no call here<tool_call|>"]),
+    ("a key without a value", "<|tool_call>call:f{x:}<tool_call|>", ["<|tool_call>call:f{x:}<tool_call|>"]),
+    ("cut within a value", '<|tool_call>call:f{x:<|"|>a', ['<|tool_call>call:f{x:<|"|>a']),
+]  # fmt: skip
+
 PYTHONIC: list[Case] = [
     ("two calls", '[f(x=1), g()]', [F, G]),
     ("in tags", "<|python_start|>[f(x=1)]<|python_end|>", [F]),
@@ -298,5 +316,6 @@ CORPUS: dict[str, list[Case]] = {
     "deepseek": DEEPSEEK,
     "qwen3-coder": QWEN3_CODER,
     "glm": GLM,
+    "gemma4": GEMMA4,
     "pythonic": PYTHONIC,
 }

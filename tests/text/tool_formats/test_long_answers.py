@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from headrace.text.tool_formats import glm, json_calls, qwen3_coder
+from headrace.text.tool_formats import gemma4, glm, json_calls, qwen3_coder
 
 LIMIT_S = 3.0  # generous; without a bound these take minutes
 
@@ -22,6 +22,26 @@ def test_a_call_of_glm_that_never_ends_is_given_up_soon(text: str) -> None:
     started = time.thread_time()
     calls = glm.FORMAT.make(lambda name, key: False)
     calls.feed(text + "</tool_call>")
+    calls.flush()
+    assert time.thread_time() - started < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a:<|" * 10_000,
+        'a:<|"|>' * 5_001,
+        'a:"' * 10_001,
+        "{a:" * 10_000,
+        "a" * 50_000,
+        " " * 50_000,
+    ],
+    ids=["no quotes", "quotes", "no text ends", "deep", "a word", "spaces"],
+)
+def test_a_call_of_gemma_4_that_is_damaged_is_given_up_soon(text: str) -> None:
+    started = time.thread_time()
+    calls = gemma4.FORMAT.make(lambda name, key: False)
+    calls.feed("call:f{" + text + "<tool_call|>")
     calls.flush()
     assert time.thread_time() - started < LIMIT_S
 
