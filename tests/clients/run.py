@@ -73,6 +73,11 @@ CLIENTS = (
         "test_langchain_openai.py",
         ("langchain-openai==1.7.3", "openai==3.54.0"),
     ),
+    Client(
+        "langgraph",
+        "test_langgraph.py",
+        ("langgraph==1.2.24", "langchain-openai==1.7.3", "openai==3.54.0"),
+    ),
     Client("smolagents", "test_smolagents.py", ("smolagents[openai]==1.26.0", "openai==3.54.0")),
     Client("openai", "test_openai.py", ("openai==3.54.0",)),
     Client("openai-responses", "test_openai_responses.py", ("openai==3.54.0",)),
