@@ -8,11 +8,12 @@ import asyncio
 import json
 from typing import Any
 
-from detangle import choice, flip, uniform
+from detangle import choice, flip, randint, uniform
 
 from stress.simulated_server.clients.common import Backoff
+from stress.simulated_server.clients.scores import answer_of
 from stress.simulated_server.http import API_KEY, CLIENT_KEYS, Broken, connect
-from stress.simulated_server.requests import Request
+from stress.simulated_server.requests import MODEL, Request
 from stress.simulated_server.world import World
 
 ROUTE = "/v1/chat/completions"
@@ -33,7 +34,13 @@ async def uses_batches(world: World) -> None:
     API_KEY.set(choice(CLIENT_KEYS))
     await asyncio.sleep(uniform(0.0, 8.0))
     requests = {request.key: request for request in _requests(world)}
-    use, listing = choice(((_openai, "/v1/batches"), (_anthropic, BATCHES)))
+    use, listing = choice(
+        (
+            *((_openai, "/v1/batches"), (_anthropic, BATCHES)) * 2,
+            (_embeds, "/v1/batches"),
+            (_has_a_fault, "/v1/batches"),
+        )
+    )
     await use(world, requests)
     await _all_end(world, listing)
 
@@ -117,6 +124,81 @@ async def _openai(world: World, requests: dict[str, Request]) -> None:
     world.counts["batches"] += 1
     await _check_again(world, target, batch, contents)
     await _delete_files(world, batch)
+
+
+async def _embeds(world: World, requests: dict[str, Request]) -> None:
+    """Embed texts or score pairs in a batch; the results are those of single requests."""
+    route, given, field = choice(
+        (
+            ("/v1/embeddings", {"input": ["a text", "another"]}, "data"),
+            ("/v1/rerank", {"query": "a text", "documents": ["one", "two"]}, "results"),
+            ("/v1/score", {"text_1": "a text", "text_2": ["one", "two"]}, "data"),
+        )
+    )
+    body = {"model": MODEL} | given
+    alone = await answer_of(world, route, body)
+    lines = [{"custom_id": key, "method": "POST", "url": route, "body": body} for key in requests]
+    batch = await _run(world, b"".join(json.dumps(it).encode() + b"\n" for it in lines), route)
+    if batch["status"] == "failed":
+        for error in batch["errors"]["data"]:
+            _check_error(world, error["code"], is_cancelled=False)
+        return
+    results = await _content(world, batch["output_file_id"], contents := dict[str, bytes]())
+    errors = await _content(world, batch["error_file_id"], contents)
+    _check_once(requests, [*results, *errors])
+    for line in results:
+        found = line["response"]["body"][field]
+        assert found == alone[field], f"{found} instead of {alone[field]}"
+    for line in errors:
+        error = line["error"] or line["response"]["body"]["error"]
+        _check_error(world, error["code"], is_cancelled=False)
+    world.counts["batches of vectors"] += 1
+
+
+async def _has_a_fault(world: World, requests: dict[str, Request]) -> None:
+    """Send a file with one faulty line: the batch fails, and names the line."""
+    lines = [
+        json.dumps(
+            {"custom_id": key, "method": "POST", "url": ROUTE, "body": request.body(False)}
+        ).encode()
+        for key, request in requests.items()
+    ]
+    at = randint(0, len(lines))
+    first = lines[0]
+    fault = choice(
+        (
+            first if at else b"{",
+            b'{"half a line',
+            b"[]",
+            b"\xff",
+            first.replace(ROUTE.encode(), b"/v1/unknown"),
+            first.replace(b'"POST"', b'"GET"'),
+            first.replace(MODEL.encode(), b"none").replace(b"key-", b"other-", 1),
+            first.replace(b'"body"', b'"content"'),
+            first.replace(b'"max_tokens"', b'"logprobs"'),
+        )
+    )
+    lines.insert(at, fault)
+    batch = await _run(world, b"\n".join(lines), ROUTE)
+    errors = batch["errors"]["data"] if batch["status"] == "failed" else []
+    assert errors, f"a batch with the line {fault!r} is {batch}"
+    is_named = any(error["line"] in (at + 1, None) for error in errors)
+    codes = [error["code"] for error in errors]
+    # A line that repeats an id is reported for the chunk of lines that contains it.
+    is_known = is_named or "duplicate_id" in codes or any(map(world.may_fail, codes))
+    assert is_known, f"line {at + 1} is faulty, not {errors}"
+    world.counts["batches with a faulty line"] += 1
+
+
+async def _run(world: World, lines: bytes, route: str) -> Json:
+    """Upload a file, run its batch, and return the batch once it has ended."""
+    order = {
+        "input_file_id": await _upload(world, lines),
+        "endpoint": route,
+        "completion_window": "24h",
+    }
+    _, answer = await call(world, "POST", "/v1/batches", order)
+    return await _watch(world, f"/v1/batches/{json.loads(answer)['id']}")
 
 
 async def _upload(world: World, lines: bytes) -> str:

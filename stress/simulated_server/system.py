@@ -17,7 +17,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
 import greenlet
@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 """The process to which the running code belongs; None for the world outside the server."""
+
+AGAIN_S = 0.001
+"""The time between two attempts of anyio to cancel a task."""
 
 _numbers = itertools.count(1)
 
@@ -112,6 +115,15 @@ class WorldLoop(SimLoop):
 
     def create_future(self) -> "asyncio.Future[Any]":
         return _Future(loop=self)
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        # anyio calls this method again and again until the tasks that it cancels have ended. With
+        # priorities, these tasks would never get their turn.
+        if getattr(callback, "__name__", "") == "_deliver_cancellation":
+            return self.call_later(AGAIN_S, callback, *args, context=context)
+        return super().call_soon(callback, *args, context=context)
 
     def _execute(self, lane: Lane, handle: asyncio.Handle) -> None:
         process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
