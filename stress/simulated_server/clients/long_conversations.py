@@ -10,9 +10,10 @@ from typing import Any
 
 from detangle import choice, flip, randint, uniform
 
-from stress.simulated_server.clients.common import Backoff, ask, is_later
+from stress.simulated_server.clients.common import Backoff, ask, is_later, post_until_accepted
 from stress.simulated_server.clients.dialects import RESPONSES, Parsed, check
-from stress.simulated_server.clients.responses import text_of
+from stress.simulated_server.clients.responses import ENDED, text_of
+from stress.simulated_server.clients.scores import answer_of
 from stress.simulated_server.http import API_KEY, CLIENT_KEYS, Broken, connect
 from stress.simulated_server.requests import Request
 from stress.simulated_server.world import World
@@ -175,7 +176,7 @@ async def keeps_a_conversation(world: World, request: Request) -> None:
         await asyncio.sleep(uniform(0.0, 2.0))
     if world.machine.config.http.api_key:
         await _is_hidden(world, conversation)
-    await ask(world, "DELETE", conversation.target, (200, 404))
+    await _delete(world, conversation)
     for target in (conversation.target, f"{conversation.target}/items"):
         await ask(world, "GET", target, (404,))
     world.counts["conversations deleted"] += 1
@@ -200,9 +201,36 @@ async def _create(world: World, request: Request) -> str:
 
 
 async def _is_hidden(world: World, conversation: Conversation) -> None:
-    """Check that another key cannot read the conversation."""
+    """Check that another key can neither read the conversation nor change it."""
+    items = await conversation.items()
     own = API_KEY.set(next(key for key in CLIENT_KEYS if key != API_KEY.get()))
     try:
-        await ask(world, "GET", f"{conversation.target}/items", (404,))
+        for below in ("", "/items", *(f"/items/{it['id']}" for it in items[:1])):
+            await ask(world, "GET", conversation.target + below, (404,))
+            if below != "/items":
+                await ask(world, "DELETE", conversation.target + below, (404,))
+        for target, body in (
+            (conversation.target, {"metadata": {}}),
+            (f"{conversation.target}/items", {"items": [_said("mine")]}),
+            (ROUTE_OF_RESPONSES, {"input": "mine", "conversation": conversation.id}),
+        ):
+            await answer_of(world, target, body, (404,))
     finally:
         API_KEY.reset(own)
+    assert await conversation.items() == items, "another key has changed the conversation"
+
+
+async def _delete(world: World, conversation: Conversation) -> None:
+    """Delete the conversation, often while a response runs, which then ends."""
+    running = ""
+    if flip(0.5):
+        request = world.new_request().longer()
+        body = RESPONSES.body(request, False) | {"conversation": conversation.id}
+        body |= {"background": True, "truncation": "auto"}
+        running = await post_until_accepted(world, request, ROUTE_OF_RESPONSES, body)
+    await ask(world, "DELETE", conversation.target, (200, 404))
+    if running:
+        _, shown = await ask(world, "GET", f"{ROUTE_OF_RESPONSES}/{running}")
+        status = json.loads(shown)["status"]
+        assert status in ENDED, f"{running} is {status}, but its conversation is deleted"
+        world.counts[f"responses {status} with their conversation"] += 1

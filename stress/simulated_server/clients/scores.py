@@ -67,13 +67,15 @@ def _are_close(one: list[float], other: list[float]) -> bool:
     )
 
 
-async def answer_of(world: World, route: str, body: Json) -> Json:
-    """Repeat a POST without a stream until its answer arrives."""
+async def answer_of(
+    world: World, route: str, body: Json, allowed: tuple[int, ...] = (200,)
+) -> Json:
+    """Repeat a POST without a stream until its answer has an allowed status."""
     backoff = Backoff()
     while True:
         try:
             connection = connect(world.server, "POST", route, {}, body)
-            if await connection.begin() == 200:
+            if await connection.begin() in allowed:
                 answer: Json = json.loads(await connection.read())
                 return answer
             await refused(world, connection)
