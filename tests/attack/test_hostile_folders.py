@@ -11,7 +11,7 @@ from stress.attack.target import Target
 from stress.attack.watched import watched_server
 from stress.site import Site
 
-NUM_FOLDERS = int(os.environ.get("FOLDERS", "60"))
+NUM_FOLDERS = int(os.environ.get("FOLDERS", "30"))
 
 
 @pytest.mark.timeout(600)

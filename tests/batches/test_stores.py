@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -356,6 +357,18 @@ async def test_what_no_record_or_blob_can_be_is_moved_aside_and_the_rest_stays(
         for id in ("sound", "spoiled"):  # what belongs to a record that cannot be read is kept
             assert await after.blobs.read(id, 0, 10) == b"line\n"
     assert moved_aside(tmp_path) == ["a folder", "a pipe", "pipe", "spoiled", "stop"]
+
+
+@pytest.mark.parametrize("name", [".", "records", "records/file", "blobs"])
+async def test_a_file_in_the_place_of_a_folder_is_moved_aside(tmp_path: Path, name: str) -> None:
+    await folder_batch_store(tmp_path / "batches").records.put(FILE, "a", b"record")
+    place = tmp_path / "batches" / name
+    shutil.rmtree(place)
+    place.write_text("a file")
+    shelf = folder_batch_store(tmp_path / "batches")
+    await shelf.records.put(FILE, "b", b"record")
+    await shelf.blobs.append("b", b"line\n")
+    assert await folder_batch_store(tmp_path / "batches").records.get(FILE, "b") == b"record"
 
 
 async def test_a_write_that_fails_or_is_cut_leaves_no_file_of_its_own(

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import openai
+import pytest
 
 from tests.e2e.batch_lines import answers_alone, chat_line, in_lines, results
 from tools.harness.eventually import eventually
@@ -20,6 +21,7 @@ def client_of(server: ServerProcess) -> openai.OpenAI:
 
 
 @needs_redis
+@pytest.mark.slow
 def test_a_batch_goes_on_elsewhere_when_its_server_dies(tmp_path: Path) -> None:
     redis = RedisServer(tmp_path / "redis", "--appendonly", "yes")
     flags = ("--threads", "1", "--state-dir", redis.url)

@@ -1,7 +1,6 @@
 """Conversations over real HTTP: items, responses, kills, retries, tenants, two gateways."""
 
 import json
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -314,44 +313,8 @@ def test_the_size_of_a_conversation_is_limited(tmp_path: Path) -> None:
         assert len(client.items(id)) == 2
 
 
-def test_a_response_that_a_kill_interrupts_is_added_once_and_belongs_to_its_key(
-    tmp_path: Path,
-) -> None:
-    keys = ("--api-key", "mine", "--api-key", "other")
-    flags = ("--threads", "1", "--state-dir", str(tmp_path / "state"), *keys)
-    key = {"Idempotency-Key": "once"}
-    with running_server(*flags) as server:
-        client = Client(server.url, "mine")
-        id = client.create("a")
-        unread = client.create("x", metadata={"a": "b"})
-        undisturbed = output_of(client.respond(client.create("a"), STORY, **LONG))
-        body = {"input": STORY, "conversation": id, "stream": True, **LONG}
-        with client.http.stream("POST", "/responses", json=body, headers=key) as answer:
-            lines = answer.iter_lines()
-            next(line for line in lines if "output_text.delta" in line)
-            engine = server.engine_pid
-            server.stop(signal.SIGKILL)
-        eventually(lambda: not Path(f"/proc/{engine}").exists())
-    with running_server(*flags) as server:
-        client, other = Client(server.url, "mine"), Client(server.url, "other")
-        again = client.http.post("/responses", json=body, headers=key)
-        last = json.loads(again.text.split("data: ")[-1])["response"]
-        assert last["conversation"] == {"id": id}
-        assert client.texts(id) == ["a", STORY, undisturbed]
-        assert client.http.get(f"/conversations/{unread}").json()["metadata"] == {"a": "b"}
-        assert client.texts(unread) == ["x"]
-        item = client.items(id)[0]["id"]
-        place = f"/conversations/{id}"
-        calls = [("GET", ""), ("POST", ""), ("DELETE", ""), ("GET", "/items"), ("POST", "/items")]
-        calls += [("GET", f"/items/{item}"), ("DELETE", f"/items/{item}")]
-        for method, below in calls:
-            sent = {"metadata": {}, "items": []} if method == "POST" else None
-            assert other.http.request(method, place + below, json=sent).status_code == 404
-        assert other.respond(id, "Mine?").status_code == 404
-        assert len(client.items(id)) == 3
-
-
 @needs_redis
+@pytest.mark.slow
 def test_two_gateways_with_one_redis_share_conversations(tmp_path: Path) -> None:
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(tmp_path))

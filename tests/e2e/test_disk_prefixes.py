@@ -49,6 +49,7 @@ def kill(server: ServerProcess) -> None:
     server.process.wait(timeout=30)
 
 
+@pytest.mark.slow
 def test_a_killed_server_reads_no_prompt_twice(model: str, tmp_path: Path) -> None:
     with serving(model, tmp_path) as server:
         before = answer(server)

@@ -42,6 +42,12 @@ READING: dict[str, dict[str, Any]] = {
 }
 """Routes that need no engine, since they have to do with text alone."""
 OWN = {"chat": DRAWING, "vectors": EMBEDDING, "ranks": RANKING}
+OTHERS = {
+    "chat": ((RANKING, "cross-encoder"),),
+    "vectors": ((DRAWING, "/v1/embeddings"), (RANKING, "cross-encoder")),
+    "ranks": ((DRAWING, "/v1/rerank"), (EMBEDDING, "/v1/rerank")),
+}
+"""The routes of other kinds for each model, with a part of the advice in their answers."""
 WITHOUT_MARKS = "/infill"  # the tiny model has no tokens for a gap
 LIMIT_S = 120
 
@@ -92,18 +98,27 @@ def unload(server: ServerProcess, model: str) -> None:
     eventually(is_gone, LIMIT_S)
 
 
-@pytest.mark.parametrize(
-    ("routes", "model"), [(DRAWING, "chat"), (EMBEDDING, "vectors"), (RANKING, "ranks")]
-)
+@pytest.mark.parametrize("model", OWN)
 def test_a_route_answers_alike_whether_its_model_is_loaded_or_not(
-    server: ServerProcess, routes: dict[str, dict[str, Any]], model: str
+    server: ServerProcess, model: str
 ) -> None:
+    routes = OWN[model]
     ask(server, *next(iter(routes.items())), model)
-    unload(server, model)
-    for state in ("unloaded", "loaded"):
+    for state in ("loaded", "unloaded"):
+        if state == "unloaded":
+            unload(server, model)
+            check_other_kinds(server, model)
         for path, answer in ask_all(server, routes, model).items():
             status = 400 if path == WITHOUT_MARKS else 200
             assert answer.status_code == status, (path, state, answer.text)
+
+
+def check_other_kinds(server: ServerProcess, model: str) -> None:
+    """A route for another kind of model says what would do."""
+    for routes, remedy in OTHERS[model]:
+        for path, answer in ask_all(server, routes, model).items():
+            assert answer.status_code == 400, (path, answer.text)
+            assert path == WITHOUT_MARKS or remedy in answer.text, (path, answer.text)
 
 
 @pytest.mark.parametrize("model", ["damaged", "unread"])
@@ -120,23 +135,3 @@ def test_a_model_that_cannot_be_loaded_is_told_on_every_route(
     words = {"damaged": "model.safetensors of damaged is truncated", "unread": "valid vocab_size"}
     assert words[model] in "\n".join(server.lines)
     assert ask(server, "/v1/completions", DRAWING["/v1/completions"], "chat").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("routes", "model", "remedy"),
-    [
-        (DRAWING, "vectors", "/v1/embeddings"),
-        (DRAWING, "ranks", "/v1/rerank"),
-        (EMBEDDING, "ranks", "/v1/rerank"),
-        (RANKING, "chat", "cross-encoder"),
-        (RANKING, "vectors", "cross-encoder"),
-    ],
-)
-def test_a_route_of_another_kind_says_what_would_do(
-    server: ServerProcess, routes: dict[str, dict[str, Any]], model: str, remedy: str
-) -> None:
-    ask(server, *next(iter(OWN[model].items())), model)  # so its kind is known
-    unload(server, model)
-    for path, answer in ask_all(server, routes, model).items():
-        assert answer.status_code == 400, (path, answer.text)
-        assert path == WITHOUT_MARKS or remedy in answer.text, (path, answer.text)

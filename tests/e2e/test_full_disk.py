@@ -113,7 +113,8 @@ def test_a_socket_forgets_its_responses_without_the_disk(server: ServerProcess) 
     eventually(lambda: {httpx.get(it).status_code for it in places} == {404})
 
 
-@pytest.mark.parametrize("has_stalled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_stalled", [False, True])
 def test_a_server_told_to_stop_on_a_full_disk_ends_in_time(
     tmp_path: Path, has_stalled: bool
 ) -> None:

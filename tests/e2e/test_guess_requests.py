@@ -61,7 +61,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     return Asked(str(folder), (), sees=True)
 
 
-@pytest.mark.parametrize("guess", ["auto", "3"])
+@pytest.mark.parametrize("guess", ["auto", pytest.param("3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["text", pytest.param("seeing", marks=pytest.mark.slow)])
 def test_every_kind_of_request_is_answered_the_same(
     which: str, guess: str, request: pytest.FixtureRequest

@@ -236,6 +236,7 @@ def test_a_conversation_that_waits_for_its_model_is_heard_found_and_stopped(
         assert client.get(url, params=CHAT).status_code == 404
 
 
+@pytest.mark.slow
 def test_a_conversation_that_waits_for_its_model_survives_the_server(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def test_the_same_image_is_credited_and_the_record_says_who_computed_it(server):
     assert text["headrace"]["ingestion"]["encoder"] is None
 
 
+@pytest.mark.slow
 def test_a_killed_engine_costs_nothing_of_an_image_chat(server):
     body = chat(url(picture(6)), url(picture(7)), max_tokens=80)
     expected = said(post(server, body))
