@@ -168,12 +168,23 @@ class CpuRoutedMLP(nn.Module):
         self._gate_up = ExpertProduct([expert.gate_up.operand for expert in plain.experts])
         self._down = ExpertProduct([expert.down.operand for expert in plain.experts])
 
-    def forward(self, x: Tensor, step: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, step: Any, scores: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        `scores` [tokens, experts] replace the router's scores of x. `scale` [experts] multiplies
+        the weights.
+        """
+        scores = self.router(x) if scores is None else scores
         # The values between the two products take several times as much memory as x. So a long x is
         # computed in several parts.
         if len(x) > _TOKENS_AT_ONCE:
-            return torch.cat([self(part, step) for part in x.split(_TOKENS_AT_ONCE)])
-        routing = route(self.router(x), self.num_chosen, self.sums_to_one)
+            parts = zip(x.split(_TOKENS_AT_ONCE), scores.split(_TOKENS_AT_ONCE), strict=True)
+            return torch.cat([self(part, step, its, scale) for part, its in parts])
+        routing = route(scores, self.num_chosen, self.sums_to_one)
+        if scale is not None:
+            routing.weights.mul_(scale[routing.ids])
         y = self._down(self._activate(self._gate_up(x.contiguous(), routing)), routing)
         if self.shared is None:
             return combine(y, routing, None, None)

@@ -27,6 +27,7 @@ class Routing(NamedTuple):
     """
 
     weights: Tensor  # float32 [tokens, chosen]
+    ids: Tensor  # int32 [tokens, chosen]: the numbers of the experts
     places: Tensor  # int32 [tokens, chosen]
     sources: Tensor  # int32 [tokens, chosen]: the token of the row at each place
     firsts: Tensor  # int32 [experts + 1]: the first place of each expert
@@ -186,7 +187,7 @@ def route(scores: Tensor, num_chosen: int, sums_to_one: bool) -> Routing:
     run(_CHOOSE[scores.dtype], arguments_of(*words))
     made = (part.data_ptr() for part in (ids, places, sources, firsts))
     serial(_sort, arguments_of(*_Sort(tokens, experts, num_chosen, *made)))
-    return Routing(weights, places, sources, firsts)
+    return Routing(weights, ids, places, sources, firsts)
 
 
 def combine(y: Tensor, routing: Routing, shared: Tensor | None, gate: Tensor | None) -> Tensor:

@@ -86,22 +86,14 @@ def test_what_the_code_cannot_run_is_refused(
 
 @needs_own_kernels
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_no_cut_changes_a_bit_and_small_steps_are_replayed(tmp_path: Path, quantize: str) -> None:
-    folder = make_tiny_model(tmp_path / "tiny", "Gemma4ForCausalLM", dtype=torch.bfloat16)
+@pytest.mark.parametrize("form", [{}, GEMMA4_EXPERTS], ids=["dense", "experts"])
+def test_no_cut_changes_a_bit_and_small_steps_are_replayed(
+    tmp_path: Path, form: dict[str, Any], quantize: str
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", "Gemma4ForCausalLM", dtype=torch.bfloat16, **form)
     runner = tiny_runner(folder, quantize=quantize, block_size=32)
     whole = row_logits(runner, PROMPT)
     for cut in (1, 7, 33):
         assert torch.equal(row_logits(runner, PROMPT, cut), whole)
     hidden = runner.lane._hidden  # type: ignore[attr-defined]
     assert hidden._captured is not None
-
-
-@needs_own_kernels
-def test_experts_give_the_same_bits_in_any_cut(tmp_path: Path) -> None:
-    folder = make_tiny_model(
-        tmp_path / "tiny", "Gemma4ForCausalLM", dtype=torch.bfloat16, **GEMMA4_EXPERTS
-    )
-    runner = tiny_runner(folder, block_size=32)
-    whole = row_logits(runner, PROMPT)
-    for cut in (1, 7, 33):
-        assert torch.equal(row_logits(runner, PROMPT, cut), whole)

@@ -68,22 +68,21 @@ class RoutedMLP(nn.Module):
         self.shared = mlp(e.shared_size) if e.shared_size else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False) if e.shared_size else None
 
-    def forward(self, x: Tensor, step: Linears) -> Tensor:
-        out = self.combine(x, *self.choose(self.router(x)))
-        if self.shared is None or self.shared_gate is None:
-            return out
-        return out + self.shared_gate(x).sigmoid() * self.shared(x, BARE)
+    def forward(
+        self, x: Tensor, step: Linears, scores: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
+        """Return the weighted sum of each token's experts, [tokens, hidden].
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the numbers of each token's experts, both [tokens, chosen]."""
-        shares = scores.float().softmax(-1)  # [tokens, experts]
-        weights, chosen = shares.topk(self.num_chosen)
+        `scores` [tokens, experts] replace the router's scores of x. `scale` [experts] multiplies
+        the weights.
+        """
+        scores = self.router(x) if scores is None else scores
+        # [tokens, experts], then [tokens, chosen]
+        weights, chosen = scores.float().softmax(-1).topk(self.num_chosen)
         if self.sums_to_one:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights, chosen
-
-    def combine(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return for each token the weighted sum of its experts, [tokens, hidden]."""
+        if scale is not None:
+            weights = weights * scale[chosen]
         # The order by expert, then by token.
         order = chosen.flatten().argsort(stable=True)  # [tokens * chosen]
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -95,7 +94,9 @@ class RoutedMLP(nn.Module):
                 assigned = order[first : first + count]
                 tokens, first = assigned // self.num_chosen, first + count
                 out.index_add_(0, tokens, expert(x[tokens], BARE) * weights[assigned, None])
-        return out
+        if self.shared is None or self.shared_gate is None:
+            return out
+        return out + self.shared_gate(x).sigmoid() * self.shared(x, BARE)
 
 
 def read_experts(

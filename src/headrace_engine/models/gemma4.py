@@ -26,7 +26,7 @@ from headrace_engine.models.layers import (
     ScaledEmbedding,
     UnitNorm,
 )
-from headrace_engine.models.step import Step
+from headrace_engine.models.step import BARE, Step
 from headrace_engine.models.text_config import TextConfig, positive
 
 _Q, _K, _V = (f"model.layers.*.self_attn.{name}_proj" for name in "qkv")
@@ -41,12 +41,12 @@ WEIGHTS = _GEMMA2 | {
     "layers.*.experts_norm": ("model.layers.*.pre_feedforward_layernorm_2",),
     "layers.*.post_experts_norm": ("model.layers.*.post_feedforward_layernorm_2",),
     "layers.*.routed": ("model.layers.*.router",),
-    "layers.*.routed.router": ("model.layers.*.router.proj",),
-    "layers.*.routed.experts.*.gate_up": (
+    "layers.*.routed.mlp.router": ("model.layers.*.router.proj",),
+    "layers.*.routed.mlp.experts.*.gate_up": (
         "model.layers.*.experts.*.gate_proj",
         "model.layers.*.experts.*.up_proj",
     ),
-    "layers.*.routed.experts.*.down": ("model.layers.*.experts.*.down_proj",),
+    "layers.*.routed.mlp.experts.*.down": ("model.layers.*.experts.*.down_proj",),
     "layers.*.own.gate": ("model.layers.*.per_layer_input_gate",),
     "layers.*.own.out": ("model.layers.*.per_layer_projection",),
     "layers.*.own.norm": ("model.layers.*.post_per_layer_input_norm",),
@@ -134,22 +134,24 @@ class Gemma4Attention(nn.Module):
         return step.linear(self.out, out)  # [tokens, hidden]
 
 
-class Gemma4Experts(RoutedMLP):
-    """Experts whose router reads a normed and scaled x, and whose outputs have a scale each."""
-
+class GeluExperts(RoutedMLP):
     expert = GeluMLP
 
+
+class Gemma4Experts(nn.Module):
+    """Experts whose router reads a normed and scaled x, and whose outputs have a scale each."""
+
     def __init__(self, text: TextConfig, experts: ExpertsConfig) -> None:
-        super().__init__(text, experts)
+        super().__init__()
+        self.mlp = GeluExperts(text, experts)
         self.norm = UnitNorm(text.hidden_size, text.norm_eps)
         self.scale = nn.Parameter(torch.empty(text.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.empty(experts.num))
 
-    def forward(self, x: Tensor, normed: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, normed: Tensor) -> Tensor:
         """Route by x, and compute the experts of `normed`."""
-        scores = self.router(self.norm(x) * self.scale * x.shape[1] ** -0.5)
-        weights, chosen = self.choose(scores)  # [tokens, chosen]
-        return self.combine(normed, weights * self.per_expert_scale[chosen], chosen)
+        scores = self.mlp.router(self.norm(x) * self.scale * x.shape[1] ** -0.5)
+        return self.mlp(normed, BARE, scores, self.per_expert_scale)
 
 
 class OwnInput(nn.Module):

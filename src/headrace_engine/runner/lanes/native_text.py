@@ -15,6 +15,7 @@ from headrace_common.messages import LaneFacts, Quantize
 from headrace_common.plan import BlockCopy, Chunk, SlotCopy
 from headrace_engine.models import layers
 from headrace_engine.models.experts import RoutedMLP
+from headrace_engine.models.gemma4 import GeluExperts
 from headrace_engine.models.gpt_oss import GptOssExperts
 from headrace_engine.models.registry import family, has_head
 from headrace_engine.models.step import Step
@@ -48,6 +49,7 @@ _LAYERS = {
     layers.ClampedMLP: "clamped-mlp",
     RoutedMLP: "routed-mlp",
     GptOssExperts: "routed-mlp",
+    GeluExperts: "routed-mlp",
     layers.Convolution: "convolution",
     layers.DeltaGates: "delta-gates",
 }
