@@ -3,7 +3,7 @@
 import contextlib
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -177,6 +177,57 @@ def test_a_killed_engine_loses_nothing_and_the_socket_is_never_silent(
         events = socket.events()
     assert "keepalive" in [it["type"] for it in events]
     assert result(events)["status"] == "incomplete" and text_of(result(events)) == whole
+
+
+def test_streams_with_ids_share_a_socket_over_a_kill_and_a_cut(server: ServerProcess) -> None:
+    alone = httpx.post(f"{server.url}/v1/responses", json=LONG, timeout=60).json()
+    events: dict[str | None, list[Event]] = {None: [], "a": [], "b": []}
+
+    def read_until(are_there: Callable[[set[str]], bool], *ids: str | None) -> None:
+        while not all(are_there({it["type"] for it in events[id]}) for id in ids):
+            event = socket.next()
+            events[event.get("stream_id")].append(event)
+
+    with open_socket(server) as socket:
+        socket.send(**LONG)
+        socket.send(**LONG, stream_id="a")
+        socket.send(**COUNT, stream_id="a")
+        socket.send(**LONG | {"max_output_tokens": 900, "store": True}, stream_id="b")
+        read_until(lambda kinds: "response.output_text.delta" in kinds, *events)
+        server.kill_engine()
+        read_until(lambda kinds: "response.completed" in kinds, "a")
+        read_until(lambda kinds: "response.incomplete" in kinds, None, "a")
+    kinds = [it["type"] for it in events["a"]]
+    ended = kinds.index("response.incomplete")
+    assert text_of(events["a"][ended]["response"]) == text_of(alone)
+    assert text_of(result(events[None])) == text_of(alone)
+    # The second message with this id waited for the end of the first response.
+    assert ended < kinds.index("response.created", 1)
+    assert text_of(result(events["a"])) == "1, 2, 3, 4, 5"
+    # After the cut, the last sequence number is the cursor.
+    numbers = [it["sequence_number"] for it in events["b"] if it["type"] != "keepalive"]
+    path = f"{server.url}/v1/responses/{events['b'][0]['response']['id']}"
+    query = {"stream": "true", "starting_after": str(numbers[-1])}
+    for line in httpx.get(path, params=query, timeout=60).text.splitlines():
+        if line.startswith("data: ") and '"keepalive"' not in line:
+            events["b"].append(json.loads(line[6:]))
+            numbers.append(events["b"][-1]["sequence_number"])
+    assert numbers == list(range(len(numbers)))
+    deltas = [it["delta"] for it in events["b"] if it["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == text_of(result(events["b"]))
+
+
+def test_only_some_streams_run_on_a_socket(server: ServerProcess) -> None:
+    with open_socket(server) as socket:
+        for number in range(17):
+            socket.send(**LONG, stream_id=str(number))
+        while (event := socket.next())["type"] != "error":
+            pass
+        assert (event["stream_id"], event["code"]) == ("16", "server_overloaded")
+        for wrong in ("", 7):
+            socket.send(**COUNT, stream_id=wrong)
+            assert socket.until("error")["param"] == "stream_id"
+    eventually(lambda: running(server) == 0, within_s=60)
 
 
 def test_a_client_that_drops_reads_the_rest_by_id(server: ServerProcess) -> None:

@@ -55,7 +55,7 @@ _KEY_PREFIX = "openai-insecure-api-key."
 
 _FIELDS = (
     "type", "id", "api_key", "stop", "detach", "stream", "after",
-    "route", "body", "conversation_id", "idempotency_key",
+    "route", "body", "conversation_id", "idempotency_key", "stream_id",
 )  # fmt: skip
 _ABSENT = msgspec.Raw()
 _Frame = msgspec.defstruct("_Frame", [(name, msgspec.Raw, _ABSENT) for name in _FIELDS])

@@ -1,7 +1,11 @@
-"""Serves `/v1/responses` as a WebSocket: many responses, one after another, on one connection.
+"""Serves `/v1/responses` as a WebSocket: many responses on one connection.
 
 A response on a socket behaves like the streamed answer of a POST. Each event is one message. A
 client that closes the socket has left, like one that closes the connection of a POST.
+
+Messages with the same `stream_id` are answered one after another, on a lane of their own; the
+events of their responses repeat the id. Messages without the field share one lane. Lanes run in
+parallel.
 """
 
 import asyncio
@@ -47,9 +51,12 @@ from headrace_common.log_context import begin_notes
 
 # Maximum number of messages of one socket that wait for the running response.
 MAX_WAITING = 16
+# Maximum number of lanes that run at the same time, besides the lane without a `stream_id`.
+MAX_LANES = 16
+_MAX_ID = 128
 # Number of responses with `store: false` that the client can continue on the same socket.
 _NUM_CONTINUABLE = 16
-_KEEPALIVE = encode({"type": "keepalive", "sequence_number": 0})
+_KEEPALIVE: dict[str, Any] = {"type": "keepalive", "sequence_number": 0}
 
 
 class ResponseSockets(NamedTuple):
@@ -84,6 +91,18 @@ class _WaitingMessage(NamedTuple):
     held: contextlib.ExitStack
 
 
+class _Lane:
+    """The messages with one `stream_id`, which wait for their turn."""
+
+    def __init__(self, stream_id: str | None) -> None:
+        self.stream_id = stream_id
+        self.waiting: deque[_WaitingMessage] = deque()
+
+    def tag(self, frame: dict[str, Any]) -> bytes:
+        """Return a message of the server as JSON, with the `stream_id` of this lane."""
+        return encode(frame if self.stream_id is None else frame | {"stream_id": self.stream_id})
+
+
 class _OpenedResponse(NamedTuple):
     """The stream of a response, and whether it is deleted when the socket closes."""
 
@@ -92,7 +111,7 @@ class _OpenedResponse(NamedTuple):
 
 
 class ResponseSocket:
-    """Answers the messages of one socket in their order. `run` owns the task that answers."""
+    """Answers the messages of one socket. `run` owns the tasks that answer, one for each lane."""
 
     def __init__(self, sockets: ResponseSockets, socket: WebSocket, headers: Headers) -> None:
         self._sockets = sockets
@@ -100,8 +119,9 @@ class ResponseSocket:
         self._socket = socket
         self._headers = headers
         self._owner = sockets.auth.owner(headers)
-        # None ends the task that answers.
-        self._queue: asyncio.Queue[_WaitingMessage | None] = asyncio.Queue()
+        # The lanes that are being answered, and their tasks.
+        self._lanes: dict[str | None, _Lane] = {}
+        self._answering: set[asyncio.Task[None]] = set()
         self._left = asyncio.Event()
         # The last responses with `store: false` that were delivered on this socket.
         self._unstored: deque[StreamId] = deque()
@@ -109,45 +129,60 @@ class ResponseSocket:
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                answering = tasks.create_task(self._answer_all())
                 # The socket is read at all times, because only a pending read reveals that the
                 # client has left.
                 while (message := await self._socket.receive())["type"] == "websocket.receive":
-                    await self._take(message)
-                self._queue.put_nowait(None)
+                    await self._take(message, tasks)
                 if message.get("code") == GOING_AWAY:
-                    await asyncio.wait((answering,), timeout=FAREWELL_S)
+                    if self._answering:
+                        await asyncio.wait(self._answering, timeout=FAREWELL_S)
                     with contextlib.suppress(RuntimeError, OSError):
                         await self._socket.close(GOING_AWAY)
                 self._left.set()
         finally:
-            while not self._queue.empty():
-                if (waiting := self._queue.get_nowait()) is not None:
+            for lane in self._lanes.values():
+                for waiting in lane.waiting:
                     waiting.held.close()
             await self._forget(0)
 
-    async def _take(self, message: Message) -> None:
-        """Add a message to the queue, or refuse it if too many messages or bytes are waiting."""
+    async def _take(self, message: Message, tasks: asyncio.TaskGroup) -> None:
+        """Add a message to its lane, or refuse it if too many messages or bytes are waiting."""
+        stream_id = None
+        # An unreadable message is refused when its turn has come.
+        with contextlib.suppress(RequestError):
+            stream_id = text_of(fields_of(message), "stream_id", _MAX_ID)
+        lane = self._lanes.get(stream_id) or _Lane(stream_id)
         with contextlib.ExitStack() as held:
             try:
-                if self._queue.qsize() >= MAX_WAITING:
+                if sum(len(it.waiting) for it in self._lanes.values()) >= MAX_WAITING:
                     text = (
                         f"{MAX_WAITING} messages already wait on this socket, which is the limit. "
                         "Wait until a response has ended, or open another socket."
                     )
                     raise RequestError("server_overloaded", text, retry_after_s=1)
+                num_others = len(self._lanes.keys() - {None, stream_id})
+                if stream_id is not None and num_others >= MAX_LANES:
+                    text = (
+                        f"{MAX_LANES} values of stream_id already have a response on this socket, "
+                        "which is the limit. Wait until one has ended, or open another socket."
+                    )
+                    raise RequestError("server_overloaded", text, retry_after_s=1)
                 sent = message.get("bytes") or (message.get("text") or "").encode()
                 held.enter_context(self._sockets.bodies.hold(len(sent)))
             except RequestError as refused:
-                await self._refuse(refused)
+                await self._refuse(lane, refused)
                 return
-            self._queue.put_nowait(_WaitingMessage(message, held.pop_all()))
+            lane.waiting.append(_WaitingMessage(message, held.pop_all()))
+        if stream_id not in self._lanes:
+            self._lanes[stream_id] = lane
+            task = tasks.create_task(self._answer_all(lane))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
-    async def _answer_all(self) -> None:
-        while (waiting := await self._queue.get()) is not None:
+    async def _answer_all(self, lane: _Lane) -> None:
+        while lane.waiting and not self._left.is_set():
+            waiting = lane.waiting.popleft()
             with waiting.held as held:
-                if self._left.is_set():
-                    return
                 begin_notes()
                 work = self._open(waiting.message, held)
                 # The message may be large, and is no longer needed once its body has been read.
@@ -155,37 +190,46 @@ class ResponseSocket:
                 linger_s = self._sockets.config.linger_s
                 opening = asyncio.create_task(unless_left(self._receive, work, linger_s))
                 try:
-                    await self._answer(opening)
+                    await self._answer(lane, opening)
                 except ClientDisconnect:
                     pass
                 except Exception as error:
-                    await self._refuse(notice_of(error))
+                    await self._refuse(lane, notice_of(error))
                 finally:
                     opening.cancel()
-                    self._generation.metrics.server.frames_ended(self)
+                    self._generation.metrics.server.frames_ended(lane)
+        if not lane.waiting:
+            del self._lanes[lane.stream_id]
 
-    async def _answer(self, opening: "asyncio.Task[_OpenedResponse]") -> None:
+    async def _answer(self, lane: _Lane, opening: "asyncio.Task[_OpenedResponse]") -> None:
         """Send heartbeats until the stream is open, and then the events of the stream."""
         while not opening.done():
             await asyncio.wait((opening,), timeout=self._sockets.config.heartbeat_s)
             if not opening.done():
-                await self._send(_KEEPALIVE)
+                await self._send(lane.tag(_KEEPALIVE))
         stream, is_unstored = opening.result()
         if is_unstored:
             # Recorded at once, so that the response is also deleted if the client leaves early.
             self._unstored.append(stream.record.id)
         # A comment cannot be sent as a message. The WebSocket's own pings replace comments.
         pace = pace_of(stream.record, self._sockets.config)._replace(ping_s=math.inf)
-        view = MessageLines(stream.record)
-        await LiveAnswer(stream, view, pace)(SCOPE, self._receive, self._send_lines)
+        view = MessageLines(stream.record, lane)
+
+        async def send_lines(message: Message) -> None:
+            for line in message.get("body", b"").splitlines():
+                await self._send(line)
+                self._generation.metrics.server.frame_sent(lane)
+
+        await LiveAnswer(stream, view, pace)(SCOPE, self._receive, send_lines)
         if is_unstored and not self._left.is_set():
             await self._forget(_NUM_CONTINUABLE)
 
     async def _open(self, message: Message, held: contextlib.ExitStack) -> _OpenedResponse:
         """Return the stream for a message. Free the message's bytes once a worker has read them."""
-        kind = text_of(fields_of(message), "type", 64)
-        if kind != "response.create":
+        fields = fields_of(message)
+        if text_of(fields, "type", 64) != "response.create":
             raise RequestError("invalid_value", "type must be response.create.", "type")
+        text_of(fields, "stream_id", _MAX_ID)
         # The key may have been revoked since the socket was opened.
         self._sockets.auth.check(self._headers)
         intake, agent = self._sockets.intake, self._headers.get("user-agent", "")
@@ -210,14 +254,9 @@ class ResponseSocket:
         await self._left.wait()
         return {"type": "http.disconnect"}
 
-    async def _refuse(self, error: RequestError) -> None:
+    async def _refuse(self, lane: _Lane, error: RequestError) -> None:
         note_refusal(self._generation, self._socket, error)
-        await self._send(error_message(error))
-
-    async def _send_lines(self, message: Message) -> None:
-        for line in message.get("body", b"").splitlines():
-            await self._send(line)
-            self._generation.metrics.server.frame_sent(self)
+        await self._send(lane.tag(error_message(error)))
 
     async def _send(self, frame: bytes) -> None:
         try:
@@ -232,25 +271,27 @@ class MessageLines:
 
     media_type = "application/json"
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, lane: _Lane) -> None:
         self._frames = ResponseFrames(record)
+        self._lane = lane
+        tag = lane.tag({})[1:]
+        self._end = b"," + tag if len(tag) > 1 else tag
 
     def render(self, event: AnyEvent) -> list[bytes]:
-        return [_line(frame) for frame in self._frames.render(event)]
+        return [self._line(frame) for frame in self._frames.render(event)]
 
     def idle(self, form: str) -> bytes:
-        return _line(self._frames.idle())
+        return self._line(self._frames.idle())
 
     def failure(self, error: RequestError) -> bytes:
-        return error_message(error) + b"\n"
+        return self._lane.tag(error_message(error)) + b"\n"
+
+    def _line(self, frame: bytes) -> bytes:
+        """Return the data of a server-sent event, with the lane's `stream_id`, and a newline."""
+        return frame.partition(b"data: ")[2].rstrip()[:-1] + self._end + b"\n"
 
 
-def _line(frame: bytes) -> bytes:
-    """Return the data of a server-sent event, and a newline."""
-    return frame.partition(b"data: ")[2][:-1]
-
-
-def error_message(error: RequestError) -> bytes:
+def error_message(error: RequestError) -> dict[str, Any]:
     """Return an error in the format of OpenAI's WebSocket.
 
     The fields of an event `error` are repeated outside of `error`, because clients look for them
@@ -262,4 +303,4 @@ def error_message(error: RequestError) -> bytes:
         status, code = 400, "previous_response_not_found"
     event = {"code": code, "message": error.message, "param": error.param}
     shown: dict[str, Any] = {"type": "error", "status": status, "sequence_number": 0, **event}
-    return encode(shown | {"error": {"type": error.kind.type, **event, **error.extra}})
+    return shown | {"error": {"type": error.kind.type, **event, **error.extra}}
