@@ -197,8 +197,8 @@ async def test_what_is_removed_as_it_is_written_stays_removed(
         assert may_write.wait(20)
         append(*given)
 
-    append = folder._append
-    monkeypatch.setattr(folder, "_append", slowly)
+    append = folder._write
+    monkeypatch.setattr(folder, "_write", slowly)
     writing = asyncio.create_task(blobs.append("out", b"one\n"))
     assert await asyncio.to_thread(is_writing.wait, 20)
     writing.cancel()
@@ -271,6 +271,28 @@ async def test_a_piece_of_a_line_that_cannot_be_removed_is_cut_off_later(
     with pytest.raises(StoreStalled):
         await shelf.blobs.append("out", b"two\n")
     monkeypatch.undo()
+    await shelf.blobs.append("out", b"two\n")
+    assert await shelf.blobs.read("out", 0, 100) == b"one\ntwo\n"
+
+
+async def test_lines_that_could_not_be_removed_are_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = folder_batch_store(tmp_path)
+    await shelf.blobs.append("out", b"one\n")
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def cannot_shorten(descriptor: int, size: int) -> None:
+        if size < os.fstat(descriptor).st_size:
+            broken()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        patch.setattr(os, "ftruncate", cannot_shorten)
+        with pytest.raises(StoreStalled):
+            await shelf.blobs.append("out", b"two\n")
     await shelf.blobs.append("out", b"two\n")
     assert await shelf.blobs.read("out", 0, 100) == b"one\ntwo\n"
 

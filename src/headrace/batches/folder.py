@@ -127,8 +127,8 @@ class FolderRecords(_InThread):
 class FolderBlobs(_InThread):
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
         super().__init__(folder, threads)
-        # Ids of blobs that end with a complete line.
-        self._whole: set[str] = set()
+        # The bytes of each blob that are durable. A failed append may have left more.
+        self._sizes: dict[str, int] = {}
 
     def keep_only(self, ids: set[str]) -> None:
         for path in list(self._folder.iterdir()):
@@ -139,24 +139,30 @@ class FolderBlobs(_InThread):
                 path.unlink(missing_ok=True)
 
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
-        is_whole = id in self._whole
-        # After a failure, the blob may end with a part of a line.
-        self._whole.discard(id)
-        await self._do(lambda: _append_durably(self._folder / id, data, is_whole))
-        self._whole.add(id)
+        path = self._folder / id
+        # After a cancelled append, it is not known whether the lines are stored.
+        size = self._sizes.pop(id, None)
+        if size is None:
+            size = await self._do(lambda: _prepare(path))
+        try:
+            await self._do(lambda: _write(path, size, data))
+        except StoreStalled:
+            self._sizes[id] = size
+            raise
+        self._sizes[id] = size + len(data)
 
     async def read(self, id: str, start: int, most: int) -> bytes:
         return await self._do(lambda: _read(self._folder / id, start, most))
 
     async def remove(self, id: str) -> None:
-        self._whole.discard(id)
+        self._sizes.pop(id, None)
         await self._do(lambda: _remove(self._folder / id))
 
 
 def _replace(path: Path, data: bytes) -> None:
     fresh = path.with_name(f".{path.name}")
     try:
-        _append(fresh, data, is_whole=True, is_new=True)
+        _write(fresh, 0, data)
         os.replace(fresh, path)
     except OSError:
         drop_partial(fresh)
@@ -170,39 +176,34 @@ def _remove(path: Path) -> None:
     sync_folder(path.parent)
 
 
-def _append_durably(path: Path, data: bytes, is_whole: bool) -> None:
-    """Append to a file whose name is durable.
+def _prepare(path: Path) -> int:
+    """Create the file, if it is missing, with a durable name; return the size of its whole lines.
 
-    The name comes first: if the folder's sync failed after the append, a retry would append the
-    same lines again.
+    A killed server may have left an incomplete last line.
     """
-    if not is_whole:
-        os.close(os.open(path, os.O_CREAT, 0o600))
-        sync_folder(path.parent)
-    _append(path, data, is_whole)
-
-
-def _append(path: Path, data: bytes, is_whole: bool, is_new: bool = False) -> None:
-    """Append all of `data` or nothing.
-
-    First remove an incomplete last line, which a killed server may have left.
-    """
-    flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if is_new else 0)
-    descriptor = os.open(path, flags, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        size = os.fstat(descriptor).st_size
-        if not is_whole:
-            size = _whole_lines(descriptor, size)
-            os.ftruncate(descriptor, size)
+        sync_folder(path.parent)
+        return _whole_lines(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, at: int, data: bytes) -> None:
+    """Write all of `data` or nothing behind the first `at` bytes; remove what follows these."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        end = at = min(at, os.fstat(descriptor).st_size)
+        os.ftruncate(descriptor, at)
         try:
-            left, at = memoryview(data), size
+            left = memoryview(data)
             while left:
-                num = os.pwrite(descriptor, left, at)
-                left, at = left[num:], at + num
+                num = os.pwrite(descriptor, left, end)
+                left, end = left[num:], end + num
             os.fsync(descriptor)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, size)
+                os.ftruncate(descriptor, at)
             raise
     finally:
         os.close(descriptor)
