@@ -35,6 +35,9 @@ class Request(NamedTuple):
     stops: tuple[str, ...] = ()
     # Whether the answer has log probabilities.
     has_logprobs: bool = False
+    # Whether the answer repeats the prompt first.
+    has_echo: bool = False
+    has_tools: bool = False
 
     def longer(self) -> "Request":
         """Return a request whose answer takes some seconds."""

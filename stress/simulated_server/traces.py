@@ -12,7 +12,9 @@ class SimTraces:
         """Check that a span agrees with itself: its times, its tokens and its end."""
         attributes = span.attributes
         times = [span.moments[name] for name in _TIMES if name in span.moments]
-        assert times == sorted(times), f"{span.name}: {span.moments}"
+        # After a kill, the prompt of the first choice may be read after another choice's token.
+        has_one = "gen_ai.request.choice.count" not in attributes
+        assert times == sorted(times) or not has_one, f"{span.name}: {span.moments}"
         assert all(0 <= it <= span.seconds + 0.01 for it in times), f"{span}"
         if "gen_ai.usage.output_tokens" not in attributes:
             return

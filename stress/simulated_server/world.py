@@ -68,6 +68,7 @@ class World:
             drain_s=choice((0.0, 2.0, 30.0)),
             max_num_queued_reqs=choice((512, 2)),
             keep_streams_hours=choice((24.0,) * 19 + (0.1,)),
+            return_progress_for=choice(((), (), ("key:nobody=off", "agent:*=on"))),
         )
         keys = choice(((), CLIENT_KEYS))
         http = HttpConfig(api_key=keys, admin_key=ADMIN_KEY if keys else None)

@@ -51,9 +51,10 @@ class Parsed:
             return
         if progress := frame.get("prompt_progress"):
             self._advance(progress)
-        had_text = any(self.texts.values())
+        # Progress is that of the first choice. After a kill, another one may be ahead of it.
+        had_text = self.texts.get(0)
         dialect.take(self, frame)
-        if self.progress and not had_text and any(self.texts.values()):
+        if self.progress and not had_text and self.texts.get(0):
             processed, total = self.progress[-1]
             assert processed == total, f"text after {processed} of {total} prompt tokens"
 
@@ -79,11 +80,14 @@ def _chat(request: Request, is_stream: bool) -> dict[str, Any]:
     body = request.body(is_stream)
     if request.has_logprobs:
         body |= {"logprobs": True, "top_logprobs": 2}
+    if request.has_tools:
+        body["tools"] = [{"type": "function", "function": {"name": "look"}}]
     return body | {"stream_options": {"include_usage": True}} if is_stream else body
 
 
 def _completion(request: Request, is_stream: bool) -> dict[str, Any]:
     body = _chat(request, is_stream)
+    body |= {"echo": True} if request.has_echo else {}
     for name in ("messages", "top_logprobs"):
         body.pop(name, None)
     return body | {"prompt": request.content} | ({"logprobs": 2} if request.has_logprobs else {})
@@ -239,6 +243,10 @@ def vary(request: Request, dialect: Dialect) -> Request:
         request = request._replace(num_choices=2)
     if dialect.has_choices and flip(0.3):
         return request._replace(has_logprobs=True)
+    if dialect.body is _completion and flip(0.3):
+        return request._replace(has_echo=True)
+    if dialect.body is _chat and flip(0.3):
+        return request._replace(has_tools=True, content="x")
     # The route /v1/responses shows neither which stop string ended an answer nor several choices.
     if flip(0.3):
         request = request._replace(stops=choice((("7",), ("A", "B"), ("12", "%&"))))
@@ -253,7 +261,12 @@ def check(world: World, request: Request, dialect: Dialect, parsed: Parsed) -> N
     assert sorted(parsed.reasons) == [*range(request.num_choices)], f"{request.key}: {parsed}"
     num_tokens = 0
     for index, reason in parsed.reasons.items():
-        world.compare(request, parsed.texts[index], reason, index)
+        text = parsed.texts[index]
+        if request.has_echo:
+            assert text.startswith(request.content), f"{text!r} does not repeat {request.content!r}"
+            text = text.removeprefix(request.content)
+            world.counts["answers with their prompts"] += 1
+        world.compare(request, text, reason, index)
         answer = request.answer(world.model.tokenizer, index)
         num_tokens += answer.num_tokens
         found = parsed.stops.get(index, answer.stop)

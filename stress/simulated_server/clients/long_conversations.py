@@ -31,6 +31,8 @@ class Conversation:
         self.id = id
         # Each text of a client with the least and the highest number of its copies, in order.
         self._copies: dict[str, list[int]] = {}
+        # The texts that were sent only once, so their order is known.
+        self._once: set[str] = set()
         # The answers that follow texts.
         self._answers: dict[str, str] = {}
         self._names = [""]
@@ -42,6 +44,7 @@ class Conversation:
             f"{self.target}/items", {"items": [_said(it) for it in texts]}
         )
         self._copies |= {text: [1, num_tries] for text in texts}
+        self._once.update(texts if num_tries == 1 else ())
 
     async def renames(self) -> None:
         name = self._world.new_request().key
@@ -89,6 +92,7 @@ class Conversation:
         check(world, request, RESPONSES, parsed)
         if parsed.is_done:
             self._copies[request.content] = [1, num_tries]
+            self._once.update([request.content] if num_tries == 1 else ())
             if text := request.answer(world.model.tokenizer).text:
                 self._answers[request.content] = text
             world.counts["responses in conversations"] += 1
@@ -115,13 +119,14 @@ class Conversation:
             self._copies[text] = copies[text]
         for other in others:
             self._answers |= other._answers
+            self._once |= other._once
 
     async def check(self) -> None:
         """Compare the items and the name with what was sent."""
         texts = [text_of(it) for it in await self.items()]
         for text, (low, high) in self._copies.items():
             assert low <= texts.count(text) <= high, f"{text}: {texts.count(text)} in {texts}"
-        mine = [*dict.fromkeys(it for it in texts if it in self._copies)]
+        mine = [it for it in texts if it in self._once]
         sent = [it for it in self._copies if it in mine]
         assert mine == sent, f"{mine} instead of {sent}"
         for asked, answer in self._answers.items():
