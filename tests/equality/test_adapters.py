@@ -23,7 +23,7 @@ ADAPTERS = {
 }
 LENGTHS = (19, 40, 1, 7, 33)
 PROMPTS = [random_prompt(length, seed=seed) for seed, length in enumerate(LENGTHS)]
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM")
+FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma4"))
 
 
 def adapters_for(base: Path) -> dict[str, Adapter]:

@@ -38,6 +38,7 @@ CASES = {
     "float32": ("LlamaForCausalLM", {}),
     "int8": ("Qwen3ForCausalLM", {"dtype": "bfloat16", "quantize": "int8"}),
     "hybrid": ("Qwen3_5ForCausalLM", {"dtype": "bfloat16"}),
+    "layers that share keys": ("Gemma4ForCausalLM", {"dtype": "bfloat16"}),
     "generic": ("Olmo2ForCausalLM", {}),
 }
 
