@@ -104,6 +104,11 @@ OPTIONS = {
     ),
     "gemma 4 with its own ropes": (GEMMA4, {"rope_parameters": GEMMA4_ROPES}),
     "the text side of gemma 4": (SEEING_GEMMA4, {}),
+    "gemma 4 unified": ("Gemma4UnifiedForCausalLM", {}),
+    "gemma 4 unified with keys as values": (
+        "Gemma4UnifiedForCausalLM",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0},
+    ),
     "experts": (MOE, {}),
     "experts whose weights sum to one": (MOE, {"norm_topk_prob": True, "num_experts": 9}),
     "experts on some layers": (MOE, {"decoder_sparse_step": 2, "tie_word_embeddings": True}),

@@ -81,9 +81,11 @@ GEMMA4_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
 }
 """Changes a tiny Gemma 4 to the form with experts, as in the 26B model."""
+_UNIFIED = {key: value for key, value in _GEMMA4.items() if "per_layer_input" not in key}
 _MORE = {
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Gemma4UnifiedForCausalLM": _UNIFIED,
     "Qwen3MoeForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _GPT_OSS,
     "Qwen3_5ForCausalLM": _HYBRID,

@@ -279,6 +279,16 @@ class Gemma4(nn.Module):
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
+class Gemma4Unified(Gemma4):
+    """The 12B model: as the dense models, with other defaults in its config."""
+
+    @staticmethod
+    def read(config: dict[str, Any]) -> Gemma4Config:
+        text = _UNIFIED | (config.get("text_config") or config)
+        return Gemma4.read(config | {"text_config": text | {"hidden_size_per_layer_input": 0}})
+
+
+_UNIFIED = {"sliding_window": 1024}
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "sliding_window": 512,

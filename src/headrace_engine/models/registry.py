@@ -9,6 +9,8 @@ FAMILIES = {
     "Gemma3ForCausalLM": "headrace_engine.models.gemma3:Gemma3",
     "Gemma4ForCausalLM": "headrace_engine.models.gemma4:Gemma4",
     "Gemma4ForConditionalGeneration": "headrace_engine.models.gemma4:Gemma4",
+    "Gemma4UnifiedForCausalLM": "headrace_engine.models.gemma4:Gemma4Unified",
+    "Gemma4UnifiedForConditionalGeneration": "headrace_engine.models.gemma4:Gemma4Unified",
     "GptOssForCausalLM": "headrace_engine.models.gpt_oss:GptOss",
     "MistralForCausalLM": "headrace_engine.models.mistral:Mistral",
     "Qwen2ForCausalLM": "headrace_engine.models.qwen2:Qwen2",
