@@ -12,14 +12,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headrace_kernels.fp4 import doubled, half_powers
-from headrace_kernels.registers import HAS_512
+from headrace_kernels.registers import HAS_512, MULTIPLIES_BYTES
 from headrace_kernels.tiles import (
     CACHE_LINE,
     FLOATS,
     INTS,
     PANEL,
+    SHORT_SUMS,
     SHORTS,
     Matrix,
+    add_neighbours,
     add_products,
     fetch,
     fused,
@@ -51,8 +53,18 @@ class GroupFormat(NamedTuple):
         return PANEL if self.is_float else PANEL * 2 * (1 + self.has_minimum)
 
     @property
+    def has_byte_rows(self) -> bool:
+        """Return whether rows become bytes. Otherwise rows become int16."""
+        return MULTIPLIES_BYTES and self.bits == 4 and not self.is_float
+
+    @property
+    def line_inputs(self) -> int:
+        """Return the number of inputs in a line."""
+        return 4 if self.has_byte_rows else 2
+
+    @property
     def line_bytes(self) -> int:
-        return PANEL * self.bits // 4
+        return PANEL * self.line_inputs * self.bits // 8
 
     @property
     def name(self) -> str:
@@ -76,9 +88,9 @@ def group_tile(num_rows: int, num_vectors: int, form: GroupFormat) -> Any:
             + by's sum * w's minimum
 
     The weights w [groups, bytes] are a panel of PANEL outputs as groups.py packs it. A group is
-    its scales, its minima if any, and `num_lines` lines of two inputs in 4 or 8 bits. The inputs
-    x [rows, inputs or more] are int16. For each group of a row, `by` [rows, 2 * groups] holds in
-    float32 the scale and the sum of the row's inputs.
+    its scales, its minima if any, and `num_lines` lines of inputs in 4 or 8 bits. The inputs
+    x [rows, inputs or more] are int16, or int8 if `form.has_byte_rows`. For each group of a row,
+    `by` [rows, 2 * groups] holds in float32 the scale and the sum of the row's inputs.
 
     While group i is multiplied, `share` bytes are prefetched from base + i * share on. `share` is
     at most the size of a group. The order of additions is the same for every `num_rows`, so the
@@ -98,7 +110,8 @@ def group_tile(num_rows: int, num_vectors: int, form: GroupFormat) -> Any:
             panel: _Panel = _Half(builder, w, form, num_lines, part)
         else:
             half = part if num_vectors == 1 else None
-            panel = _Packed(builder, w, form, (num_lines, share, base), half)
+            reader = _PackedBytes if form.has_byte_rows else _Packed
+            panel = reader(builder, w, form, (num_lines, share, base), half)
         sums = panel_sums(builder, out, num_rows, num_vectors, part)
 
         def add_group(at: Any, totals: list[Any]) -> list[Any]:
@@ -276,11 +289,37 @@ class _Packed(_Panel):
     def fetch_heads(self, at: Any) -> None:
         b = self._builder
         rest = b.add(self._begin(at), b.mul(self._num_lines, self._apart))
-        for head in range(self._num_numbers if self._form.bits == 8 else 0):
+        for head in range(self._num_numbers if self._form.line_bytes == CACHE_LINE else 0):
             fetch(b, b.add(rest, _I64(head * CACHE_LINE)))
 
     def _begin(self, at: Any) -> Any:
         return self._builder.add(self._base, self._builder.mul(at, self._share))
+
+
+class _PackedBytes(_Packed):
+    """Reads 4-bit weights as unsigned bytes, in lines of four inputs.
+
+    An output has two sums in int16, each of half of the 32 inputs of a group. A sum fits, because
+    it is at most 16 * 15 * 127.
+    """
+
+    def exact_sums(self, at: Any, group: Any, rows: list[Any], zeros: list[Any]) -> list[Any]:
+        none = [ir.Constant(SHORT_SUMS, [0] * SHORT_SUMS.count)] * len(zeros)
+        sums = super().exact_sums(at, group, rows, none)
+        return [add_neighbours(self._builder, each) for each in sums]
+
+    def weights(self, group: Any, line: Any) -> list[Any]:
+        """Return a line as vectors of bytes, each with the four inputs of 16 outputs."""
+        b, half = self._builder, self._half
+        lines = b.add(self._w.at(group, _I64(0)), _I64(self._form.head_bytes))
+        words = load(b, b.add(lines, b.mul(line, _I64(CACHE_LINE))), INTS, 1)
+        if half is None:
+            codes = [words, b.lshr(words, INTS([4] * INTS.count))]
+        else:
+            by = b.trunc(b.mul(half, _I64(4)), INTS.element)
+            codes = [b.lshr(words, spread_over(b, by))]
+        stored, mask = ir.VectorType(ir.IntType(8), CACHE_LINE), INTS([0x0F0F0F0F] * INTS.count)
+        return [b.bitcast(b.and_(each, mask), stored) for each in codes]
 
 
 class _Half(_Panel):

@@ -23,7 +23,7 @@ KERNELS = {
     "attention": paged_attention._attend_bf16,
     "delta rule": delta_net._delta,
 }
-_PRODUCT = re.compile(r"\bv(?:fn?madd|pmaddw|pdp|dpbf)\w*\s.*%[yz]mm|\bfmla\b")
+_PRODUCT = re.compile(r"\bv(?:fn?madd|pmadd|pdp|dpbf)\w*\s.*%[yz]mm|\bfmla\b")
 _LABEL, _JUMP = re.compile(r"(\.\w+):"), re.compile(r"\s+(?:j|b\.)\w+\s+(\.\w+)")
 _STACK = re.compile(r"\(%r[sb]p|\[sp")
 # Loops with fewer products are not printed.

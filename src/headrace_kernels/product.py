@@ -105,7 +105,7 @@ def _to_bf16(x: Any, target: Any, scales: Any) -> None:
 
 
 @njit
-def to_int16(x: Any, by: Any, target: Any) -> None:
+def to_integers(x: Any, by: Any, target: Any) -> None:
     for k in range(x.size):
         target[k] = np.int16(np.rint(widen(x[k]) * by))
 
@@ -119,7 +119,7 @@ def _quantize(x: Any, wide: Any, scales: Any) -> None:
             largest = largest_size(x[m, span])
             scales[m, group] = largest / _INT16_MAX
             by = _INT16_MAX / largest if largest > 0 else np.float32(0)
-            to_int16(x[m, span], by, wide[m, span])
+            to_integers(x[m, span], by, wide[m, span])
 
 
 @njit

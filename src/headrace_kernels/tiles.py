@@ -26,6 +26,8 @@ LANES = 16
 CACHE_LINE = 64  # bytes
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+# Two sums for each output, in products of bytes.
+SHORT_SUMS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _FAST = ("nsz", "arcp", "contract", "afn", "reassoc")
 _KINDS = {
     types.uint16: "bf16",
@@ -474,11 +476,45 @@ def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """Return total + a * b; for words, total + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]."""
     if total.type == FLOATS:
         return (add_product if a.type == FLOATS else _add_pairs)(builder, total, a, b)
+    if total.type == SHORT_SUMS:
+        return builder.add(total, multiply_bytes(builder, a, builder.bitcast(b, a.type)))
     wide = ir.VectorType(_I32, SHORTS)
     left, right = builder.sext(a, wide), builder.sext(builder.bitcast(b, a.type), wide)
     products = builder.mul(left, right)
     even, odd = (picked(builder, products, products, range(k, SHORTS, 2)) for k in (0, 1))
     return builder.add(total, builder.add(even, odd))
+
+
+def multiply_bytes(builder: Any, a: Any, b: Any) -> Any:
+    """Return a[2i] * b[2i] + a[2i + 1] * b[2i + 1] as int16, by AVX2.
+
+    a: 64 unsigned bytes. b: 64 signed bytes. A sum beyond int16 would be cut off.
+    """
+    half = 2 * LANES
+    kind = ir.FunctionType(
+        ir.VectorType(ir.IntType(16), half // 2), [ir.VectorType(ir.IntType(8), half)] * 2
+    )
+    name = "llvm.x86.avx2.pmadd.ub.sw"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    parts = []
+    for first in (0, half):
+        lanes = range(first, first + half)
+        parts.append(builder.call(function, [picked(builder, x, x, lanes) for x in (a, b)]))
+    return picked(builder, parts[0], parts[1], range(half))
+
+
+def add_neighbours(builder: Any, shorts: Any) -> Any:
+    """Return the sums of two neighbouring int16 numbers as INTS, by AVX2."""
+    kind = ir.VectorType(ir.IntType(16), LANES)
+    name = "llvm.x86.avx2.pmadd.wd"
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VectorType(_I32, LANES // 2), [kind, kind]), name
+    )
+    parts = []
+    for first in (0, LANES):
+        own = picked(builder, shorts, shorts, range(first, first + LANES))
+        parts.append(builder.call(function, [own, kind([1] * LANES)]))
+    return picked(builder, parts[0], parts[1], range(LANES))
 
 
 def spread_over(builder: Any, number: Any, size: int = LANES) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -56,6 +57,16 @@ def values(groups: GroupedWeights) -> Tensor:
     return groups.q.double() * groups.scale.double()[:, own] + groups.minimum.double()[:, own]
 
 
+def as_multiplied(x: Tensor, scheme: Scheme) -> Tensor:
+    """Return rows as the kernels round them: to 255 steps a group if the rows become bytes."""
+    if not scheme.form.has_byte_rows:
+        return x.double()
+    groups = F.pad(x.float(), (0, -x.shape[1] % scheme.size)).unflatten(1, (-1, scheme.size))
+    largest = groups.abs().amax(2, keepdim=True)
+    steps = (groups * (127 / largest)).round()
+    return (steps.double() * (largest / 127).double()).flatten(1)[:, : x.shape[1]]
+
+
 def _spell(has_tables: bool) -> Any:
     """A function that puts `doubled` of its first argument into its second."""
 
@@ -83,7 +94,7 @@ def test_the_product_is_that_of_the_values(scheme: Scheme, outputs: int, inputs:
         for given, tolerance in ((x, 1e-4), (x.bfloat16(), 3e-3)):
             if scheme != INT4 and given.dtype == torch.float32:
                 continue  # no model needs it
-            expected = given.double() @ values(groups).T + bias.double()
+            expected = as_multiplied(given, scheme) @ values(groups).T + bias.double()
             error = (layer(given).double() - expected).norm() / expected.norm()
             assert error < tolerance
 
@@ -110,6 +121,21 @@ def test_an_instruction_set_computes_what_plain_vectors_do(groups: Scheme) -> No
     x = (torch.randn(50, 1024) * torch.logspace(-3, 1, 1024)).bfloat16()
     best, vectors = (GroupedLinear(made, bias, OWN_SETS[n])(x) for n in (0, -1))
     assert torch.equal(best, vectors)
+
+
+@needs_own_kernels
+def test_rows_are_rounded_little_and_the_largest_bytes_do_not_overflow() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, 1024)
+    error = (as_multiplied(x, INT4) - x.double()).norm() / x.norm()
+    assert error < 0.01
+    q = torch.full((32, 64), 15, dtype=torch.int8)
+    scale, none = torch.ones(32, 2).half(), torch.zeros(32, 2).half()
+    layer = GroupedLinear(GroupedWeights(INT4, q, scale, none), None)
+    for rows in (1, 2, 3, 6):
+        for sign in (1, -1):
+            found = layer(torch.full((rows, 64), sign * 1.0))
+            assert torch.allclose(found, torch.full((rows, 32), sign * 15.0 * 64))
 
 
 @needs_own_kernels
