@@ -62,9 +62,9 @@ def _arguments(schema: dict[str, Any], path: str) -> dict[str, Any]:
     for key in schema["required"]:
         if "path" in key.lower():
             values[key] = path
-        elif key.lower().startswith("old"):
+        elif key.lower().startswith(("old", "before")):
             values[key] = WRONG
-        elif key.lower().startswith("new"):
+        elif key.lower().startswith(("new", "after")):
             values[key] = RIGHT
         elif key == "edits":
             values[key] = [_arguments(schema["properties"][key]["items"], path)]

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 RECORDS = ROOT / "build" / "terminals"
 WITHIN_S = 400.0
+COLOR = re.compile(r"\x1b\[[\d;]*m")
 # The first piece of the last answer, in the events of each API.
 LAST_ANSWER = rb'"(text|delta|content)": ?"D'
 
@@ -66,6 +67,16 @@ def _qwen_settings(url: str, home: Path) -> dict[str, str]:
     return _node_22() | server | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "")
 
 
+def _goose_settings(url: str, home: Path) -> dict[str, str]:
+    server = {"GOOSE_PROVIDER": "openai", "OPENAI_HOST": url, "OPENAI_API_KEY": "unused"}
+    return server | {"GOOSE_MODEL": MODEL, "GOOSE_MODE": "auto", "GOOSE_DISABLE_KEYRING": "1"}
+
+
+def _goose(task: str) -> list[str]:
+    (program,) = (ROOT / "build" / "goose" / "node_modules").glob("@aaif/*/bin/goose")
+    return [str(program), "run", "--no-session", "--with-builtin", "developer", "-t", task]
+
+
 AIDER = str(ROOT / "build" / "aider-venv" / "bin" / "aider")
 NODE_22 = ROOT / "build" / "agents-node-22" / "node_modules"
 HEADRACE = str(Path(sys.executable).parent / "headrace")
@@ -85,6 +96,7 @@ TERMINAL_AGENTS = (
     ),
     TerminalAgent("pi", lambda task: [HEADRACE, "launch", "pi", "--", "-p", task], _pi_settings),
     TerminalAgent("qwen-code", lambda task: [QWEN, *OPEN_QWEN, task], _qwen_settings, False),
+    TerminalAgent("goose", _goose, _goose_settings, False),
     TerminalAgent("aider", lambda task: [AIDER, *OPEN_AIDER, task], _aider_settings),
 )
 
@@ -144,7 +156,7 @@ def test_an_agent_repairs_a_file_over_kills_and_a_cut(
         code = run_in_terminal(agent.command(task), work, environment, record, WITHIN_S)
     finally:
         print(*first.lines, "----", *site.server.lines, sep="\n")
-    said = record.read_text(errors="replace")
+    said = COLOR.sub("", record.read_text(errors="replace"))
     assert code == 0, said[-3000:]
     assert (work / script.FILE).read_text() == script.AFTER, said[-3000:]
     assert script.LAST_WORDS in said
