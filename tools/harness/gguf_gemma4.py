@@ -18,7 +18,11 @@ def add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     wide = [config["use_double_wide_mlp"] and layer >= first for layer in range(len(kinds))]
     writer.add_feed_forward_length([config["intermediate_size"] * (1 + it) for it in wide])
     writer.add_key_length(heads["head_dim"])
+    writer.add_value_length(heads["head_dim"])
+    writer.add_rope_dimension_count(heads["head_dim"])
     writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
     writer.add_shared_kv_layers(num_shared)
     writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
     writer.add_sliding_window(config["sliding_window"])
