@@ -123,6 +123,25 @@ def test_a_stream_is_read_from_a_cursor_on_any_socket(server: ServerProcess) -> 
         assert socket.error("unknown")["status"] == 404
 
 
+def test_a_stream_is_whole_over_a_cut_and_a_killed_engine(server: ServerProcess) -> None:
+    body = LONG | {"max_tokens": 300, "temperature": 0}
+    alone = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    with open_socket(server) as socket:
+        socket.ask("a", body, idempotency_key="over a cut")
+        socket.event("a", "tokens")
+        stream = next(f["stream"] for f in socket.frames)
+        read = logged(socket.events("a"))
+        # Without the closing handshake, as if the network were lost.
+        socket.connection.socket.shutdown(2)
+    server.kill_engine()
+    with open_socket(server) as socket:
+        socket.send(type="attach", id="b", stream=stream, after=read[-1]["seq"])
+        assert socket.end("b")["kind"] == "finish"
+        read += logged(socket.events("b"))
+    assert [event["seq"] for event in read] == list(range(len(read)))
+    assert text_of(read) == alone["choices"][0]["text"]
+
+
 def test_a_stop_ends_one_of_two_and_a_detach_leaves(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         socket.ask("one", LONG)

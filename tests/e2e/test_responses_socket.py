@@ -266,8 +266,11 @@ def test_a_client_that_leaves_early_leaves_no_response_that_is_not_stored(
 def test_the_openai_package_connects(server: ServerProcess) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="unused")
     with client.responses.connect() as connection:
-        connection.response.create(model="headrace-mini", input="Count from 1 to 5.")
+        connection.response.create(
+            model="headrace-mini", input="Count from 1 to 5.", stream_id="mine"
+        )
         for event in connection:
+            assert event.stream_id == "mine"
             if event.type == "response.completed":
                 break
         assert event.response.output_text
