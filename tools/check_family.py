@@ -1,10 +1,10 @@
-"""Compares the native lane of a model with transformers, and with itself however it is driven.
+"""Compares a model with transformers, and checks that chunks, batches and kills change nothing.
 
     python -m tools.check_family FOLDER [--gguf FILE]
     python -m tools.check_family --tiny Gemma3ForCausalLM
 
 Prints a row for each check, and exits with 1 if one fails. `--tiny` first writes a tiny model with
-random weights, and a GGUF file of it if the family has names for one.
+random weights, and a GGUF file of it if Headrace knows the family's names in GGUF files.
 """
 
 import argparse
@@ -65,10 +65,10 @@ class Skipped(Exception):
 
 
 class Kit:
-    """A model folder, what the checks compare, and the checks.
+    """The checks of a model folder, and the results that they compare.
 
-    A check returns its figure, and raises an exception if what it compares differs. `has_twin` says
-    that the GGUF file holds the values of the folder.
+    A check returns a figure to print. It raises an exception if it finds a difference. `has_twin`
+    says that the GGUF file and the folder hold the same values.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Kit:
 
     @cached_property
     def coarse(self) -> tuple[Runner, Ready]:
-        """A runner in bfloat16, in which Headrace's own products do not depend on neighbours."""
+        """A runner in bfloat16. In Headrace's own products, no row depends on another row."""
         config = ModelConfig(
             device="cpu",
             threads=1,
@@ -241,12 +241,12 @@ def run_checks(kit: Kit, only: str = "") -> Iterator[Outcome]:
 
 
 def write_tiny(folder: Path, architecture: str, config: dict[str, Any]) -> tuple[Path, Path | None]:
-    """Write a tiny model, and a GGUF file if the family has names for one."""
+    """Write a tiny model, and a GGUF file if Headrace knows the family's names in GGUF files."""
     if architecture == GPT_OSS:
         model = make_tiny_model(folder / "model", architecture, **config)
         fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END}
         return model, gpt_oss_to_gguf(model, folder / "tiny.gguf", **fields)
-    # llama.cpp calls Mistral llama, too.
+    # llama.cpp's files of Mistral models have the architecture llama.
     if architecture in (*GGUF_FAMILIES.values(), "MistralForCausalLM"):
         return make_tiny_file(folder, architecture, config=config)
     return make_tiny_model(folder / "model", architecture, pad_token_id=0, **config), None
@@ -271,7 +271,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="run the checks whose name contains this text")
     parser.add_argument("--table", action="store_true", help="print one row of Markdown")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-3, help="of a logit, as a share of its row's largest"
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        help="error of a logit, as a share of its row's largest logit",
     )
     options = parser.parse_args(arguments)
     if not options.folder and not options.tiny:

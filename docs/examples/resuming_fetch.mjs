@@ -3,8 +3,8 @@
 //
 //   const client = new OpenAI({ baseURL: 'http://127.0.0.1:8000/v1', fetch: resumingFetch });
 //
-// A POST with the same idempotency key gets the same stream again, from its start. Because of the
-// conversation id, each byte is the same, also those of heartbeats.
+// A POST with the same idempotency key gets the same stream again, from its start. The conversation
+// id makes each byte the same, including the bytes of heartbeats.
 
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
@@ -41,7 +41,7 @@ async function* wholeBody(first, ask, stop, signal) {
       }
     }
   } finally {
-    // With an idempotency key, the stream continues when its client leaves.
+    // With an idempotency key, the stream would continue after its client has left.
     if (!hasEnded) stop().catch(() => {});
   }
 }

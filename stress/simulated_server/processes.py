@@ -231,7 +231,7 @@ def vector_of(token_ids: "array[int]") -> bytes:
 
 
 def adapted(seed: int, fingerprint: str) -> int:
-    """Return the seed with which an adapter draws its tokens, so that its answers differ."""
+    """Return the seed for tokens of an adapter, so that its answers differ from the model's."""
     return seed ^ int(fingerprint[:4], 16)
 
 
@@ -248,7 +248,7 @@ class SimAdapters(AdapterLoader):
         self._thread = self  # type: ignore[assignment]
 
     def submit(self, read: Callable[[Adapter], Any], adapter: Adapter) -> "Future[Any]":
-        """Do what a thread pool does."""
+        """Read an adapter on another thread, as a thread pool does."""
         done: Future[Any] = Future()
 
         def run() -> None:

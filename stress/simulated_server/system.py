@@ -120,7 +120,7 @@ class WorldLoop(SimLoop):
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         # anyio calls this method again and again until the tasks that it cancels have ended. With
-        # priorities, these tasks would never get their turn.
+        # the priorities of this loop, these tasks would never get their turn.
         if getattr(callback, "__name__", "") == "_deliver_cancellation":
             return self.call_later(AGAIN_S, callback, *args, context=context)
         return super().call_soon(callback, *args, context=context)

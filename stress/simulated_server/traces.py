@@ -4,12 +4,12 @@ from headrace.metrics.traces import RequestSpan
 
 
 class SimTraces:
-    """Traces that are sent nowhere."""
+    """Checks spans instead of sending them."""
 
     is_on = True
 
     def ended(self, span: RequestSpan) -> None:
-        """Check that a span agrees with itself: its times, its tokens and its end."""
+        """Check that the times, the tokens and the end of a span agree."""
         attributes = span.attributes
         times = [span.moments[name] for name in _TIMES if name in span.moments]
         # After a kill, the prompt of the first choice may be read after another choice's token.

@@ -59,7 +59,7 @@ class World:
         self.is_calm = False
         # Ids of stored streams, each with the events that a client has read.
         self.reads: list[tuple[str, list[dict[str, Any]]]] = []
-        # The score of each query with a document.
+        # The score of each pair of a query and a document.
         self.scores: dict[tuple[str, str], float] = {}
 
     def _config(self) -> ServerConfig:

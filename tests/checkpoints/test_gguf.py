@@ -110,7 +110,7 @@ def test_a_gemma_4_with_experts_and_keys_as_values_says_the_same(tmp_path: Path,
 def test_a_file_keeps_its_bits_and_computes_as_plain_bfloat16_or_better(
     tmp_path: Path, family: str, kind: str
 ) -> None:
-    """Whole and in chunks to the bit, in the memory that was worked out."""
+    """Chunks change no bit of the logits, and the weights take the memory that was computed."""
     file = find_model(str(make(tmp_path, family, kind)[1]))
     runner, unpacked = tiny_runner(file), footprint(read_spec(file), BF16, "avx512", "none")
     found = row_logits(runner, PROMPT)

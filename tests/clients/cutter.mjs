@@ -16,7 +16,8 @@ export async function listening(server) {
   return `http://127.0.0.1:${server.address().port}`;
 }
 
-// Each connection takes its first number of `numBytes`, and is cut after so many bytes of answers.
+// Each connection removes the first number from `numBytes`, and is cut after this number of bytes of
+// answers.
 export function cutter(target, numBytes) {
   const { hostname, port } = new URL(target);
   return listening(

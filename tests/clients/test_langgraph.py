@@ -42,7 +42,7 @@ class CutStream(httpx.SyncByteStream):
 
 
 class CuttingTransport(httpx.HTTPTransport):
-    """Cuts the connection of each answer after its number of bytes in `cuts`."""
+    """Cuts the connection of each answer after the next number of bytes in `cuts`."""
 
     def __init__(self, *cuts: int) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ OTHERS = {
     "vectors": ((DRAWING, "/v1/embeddings"), (RANKING, "cross-encoder")),
     "ranks": ((DRAWING, "/v1/rerank"), (EMBEDDING, "/v1/rerank")),
 }
-"""The routes of other kinds for each model, with a part of the advice in their answers."""
+"""For each model, the routes of other kinds, and a part of the advice that they answer."""
 WITHOUT_MARKS = "/infill"  # the tiny model has no tokens for a gap
 LIMIT_S = 120
 
@@ -114,7 +114,7 @@ def test_a_route_answers_alike_whether_its_model_is_loaded_or_not(
 
 
 def check_other_kinds(server: ServerProcess, model: str) -> None:
-    """A route for another kind of model says what would do."""
+    """A route for another kind of model names a route or a kind of model that would work."""
     for routes, remedy in OTHERS[model]:
         for path, answer in ask_all(server, routes, model).items():
             assert answer.status_code == 400, (path, answer.text)

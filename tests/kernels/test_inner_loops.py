@@ -1,4 +1,4 @@
-"""With AVX2 the largest tiles keep nearly all that they need in registers, as the script says."""
+"""With AVX2, the inner loops of the largest tiles keep nearly all values in registers."""
 
 import os
 import subprocess

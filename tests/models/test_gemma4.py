@@ -1,4 +1,4 @@
-"""Gemma 4: who holds keys and values, published files and configs, and what is refused."""
+"""Gemma 4: the layers that hold keys and values, published files and configs, and refusals."""
 
 import json
 from pathlib import Path

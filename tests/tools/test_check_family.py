@@ -1,4 +1,4 @@
-"""The kit for families passes for two of them, and finds a fault in one."""
+"""The checks of a model family pass for two families, and find a planted fault."""
 
 from pathlib import Path
 from typing import Any

@@ -120,9 +120,10 @@ def row_logits(
 def logits_of(
     runner: Runner, prompts: Sequence[Sequence[int]], cap: int = 1 << 20, adapter: str = ""
 ) -> list[torch.Tensor]:
-    """Logits of every token of each prompt, [tokens, vocab], in steps of at most `cap` tokens.
+    """Return the logits of every token of each prompt, [tokens, vocab].
 
-    All prompts that have tokens left share a step equally; `cap` is at least their number.
+    A step has at most `cap` tokens, in equal shares for the prompts that have tokens left. `cap` is
+    at least the number of prompts.
     """
     drive = Drive(runner)
     parts: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -160,7 +161,7 @@ def naive_logits(folder: Path, prompt: Sequence[int]) -> torch.Tensor:
 
 
 def error_of(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference of a row of logits, as a share of that row's largest logit."""
+    """Return the largest error of a logit, as a share of the largest logit of its row."""
     errors = (ours.cpu() - reference).abs().amax(-1) / reference.abs().amax(-1)
     return float(errors.max())
 
@@ -229,8 +230,8 @@ def assert_errs_no_more_than_bfloat16(
 ) -> tuple[float, float]:
     """Compare the logits of a GGUF file, in its own types, with its values in bfloat16.
 
-    Where two experts are nearly as good, rounding may choose another: so the median of the rows
-    counts if there are experts. Returns both errors.
+    If two experts have nearly the same score, rounding may change the choice. So for models with
+    experts, the error is the median of the rows. Returns both errors.
     """
     exact, plain = (
         row_logits(tiny_runner(file, **settings), prompt)

@@ -28,11 +28,11 @@ class Run(NamedTuple):
     answers: dict[int, Answer]
     num_steps: int
     status: Status
-    states: dict[int, list[bytes]]  # of the samplers, behind each token
+    states: dict[int, list[bytes]]  # of the samplers, after each token
 
 
 class Heard:
-    """The outbox of an engine, read as its client reads it."""
+    """An engine's outbox that collects the tokens and ends, as the engine's client does."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[tuple[int, Logprobs | None]]] = {}
@@ -54,7 +54,7 @@ class Heard:
 def run_engine(
     scheduler: Scheduler, runner: Runner, asked: list[Submit], grammars: Grammars | None = None
 ) -> Run:
-    """Each step takes as long as any other, so that as many tokens as may be are guessed."""
+    """Run requests. All steps take equal time, so that as many tokens as possible are guessed."""
     heard, inbox = Heard(), Inbox()
     engine = Engine(scheduler, runner, heard, grammars=grammars)
     engine._clock = itertools.count().__next__
@@ -97,7 +97,7 @@ def run_prompts(
 
 
 class Prophet:
-    """Knows the answer, and tells it with as much truth as it is told to."""
+    """Knows the answer and guesses from it; on average, `share` of the guessed tokens are right."""
 
     def __init__(self, sequence: Sequence, answers: dict[int, Answer], share: float) -> None:
         self._answer = [token_id for token_id, _ in answers[sequence.id][0]]
@@ -106,6 +106,6 @@ class Prophet:
 
     def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
         first = len(token_ids) - self._num_prompt
-        coming = self._answer[first : first + most] + [5] * 3  # goes on behind the end
+        coming = self._answer[first : first + most] + [5] * 3  # continues after the end
         told = [i if self._dice.random() < self._share else i ^ 1 for i in coming][:most]
         return Guess(tuple(told), (1.0,) * len(told))

@@ -150,7 +150,7 @@ def to_gguf(
     for name, parts in stacks.items():
         parts.sort(key=lambda part: [int(n) for n in re.findall(r"\d+", part[0])])
         raw = parts[0][1]
-        # Gemma 4's stacks are stacks in safetensors, too.
+        # Gemma 4's experts are stacked in safetensors, too.
         if "_exps." in name and architecture != GEMMA4:
             raw = np.stack([raw for _, raw, _ in parts])
         for own, its in _in_parts(name, raw, config):
@@ -304,7 +304,7 @@ def _are_equal(ours: np.ndarray, theirs: np.ndarray) -> bool:
 
 
 def unmapped_names(file: Path) -> list[str]:
-    """Return the tensors of a model folder of GGUF files that have no name in transformers."""
+    """Return the names in a folder's GGUF files for which transformers' names are unknown."""
     spec = read_spec(file)
     return [
         tensor.name

@@ -10,7 +10,7 @@ from tools.harness.drive import random_prompt
 
 
 class Alone:
-    """llama.cpp by itself, with one sequence and its simplest batches: what the lane must equal."""
+    """llama.cpp with one sequence and its simplest batches. The lane must give the same tokens."""
 
     def __init__(self, path: Path) -> None:
         parameters = llama_cpp.llama_model_default_params()
@@ -24,20 +24,20 @@ class Alone:
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
 
     def best_tokens(self, prompt: list[int]) -> list[int]:
-        """The best next token after each token of the prompt."""
+        """Return the best next token after each token of the prompt."""
         return [int(self._next([token], place == 0).argmax()) for place, token in enumerate(prompt)]
 
     def generate(self, prompt: list[int], num: int) -> list[int]:
-        """Greedy tokens."""
+        """Return `num` greedy tokens."""
         tokens = [int(self._next(prompt, is_first=True).argmax())]
         while len(tokens) < num:
             tokens.append(int(self._next(tokens[-1:]).argmax()))
         return tokens
 
     def clear_prompt(self, num: int, margin: float) -> tuple[list[int], list[int]]:
-        """A prompt whose greedy answer of so many tokens has no close call, and that answer.
+        """Return a prompt and its greedy answer of `num` tokens, none of which is a close call.
 
-        `margin`: between the best two, of the largest logit.
+        `margin`: the least difference of the best two logits, as a share of the largest logit.
         """
         for seed in range(100):
             prompt, tokens, margins = random_prompt(24, self._vocab_size, seed), [], []
@@ -52,7 +52,7 @@ class Alone:
         raise AssertionError("every answer has a close call")
 
     def assert_greedy(self, prompt: list[int], tokens: list[int]) -> None:
-        """Each token is its best, given those before it, but for calls too close to tell."""
+        """Assert that each token is the best one after the earlier ones, except for close calls."""
         row, num_close = self._next(prompt, is_first=True), 0
         for token in tokens:
             if token != row.argmax():
@@ -62,7 +62,7 @@ class Alone:
         assert num_close <= max(1, len(tokens) / 50)
 
     def _next(self, token_ids: list[int], is_first: bool = False) -> np.ndarray:
-        """Logits after further tokens."""
+        """Return the logits after further tokens."""
         if is_first:
             memory = llama_cpp.llama_get_memory(self._context)
             llama_cpp.llama_memory_clear(memory, True)

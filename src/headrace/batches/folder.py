@@ -127,7 +127,7 @@ class FolderRecords(_InThread):
 class FolderBlobs(_InThread):
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
         super().__init__(folder, threads)
-        # The bytes of each blob that are durable. A failed append may have left more.
+        # The number of durable bytes of each blob. A failed append may have left more in its file.
         self._sizes: dict[str, int] = {}
 
     def keep_only(self, ids: set[str]) -> None:
@@ -177,7 +177,7 @@ def _remove(path: Path) -> None:
 
 
 def _prepare(path: Path) -> int:
-    """Create the file, if it is missing, with a durable name; return the size of its whole lines.
+    """Create the file if it is missing, sync its folder, and return the size of its whole lines.
 
     A killed server may have left an incomplete last line.
     """
@@ -190,7 +190,7 @@ def _prepare(path: Path) -> int:
 
 
 def _write(path: Path, at: int, data: bytes) -> None:
-    """Write all of `data` or nothing behind the first `at` bytes; remove what follows these."""
+    """Replace all bytes after the first `at` bytes with `data`, or with nothing if this fails."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         end = at = min(at, os.fstat(descriptor).st_size)

@@ -67,10 +67,10 @@ class TagSplitter:
     ) -> None:
         """`tags` enclose reasoning; `tokens` are the markers for which the model has tokens.
 
-        `label` is a word after the first tag that is not part of the reasoning.
+        `label` is a word that may follow the first tag; it is not part of the reasoning.
         """
         self._reasoning = tags
-        # The label while it may still come; "" afterwards.
+        # The label, until the start of the reasoning has been compared with it; then "".
         self._label = label
         self._tools = tools
         self._tokens = frozenset(tokens)
@@ -250,7 +250,7 @@ class TagSplitter:
             text = text.lstrip()
             if text and self.is_reasoning:
                 rest, self._label = text.removeprefix(self._label), ""
-                # "thoughtful" does not begin with the label "thought".
+                # The word "thoughtful" is not the label "thought".
                 text = text if rest and not rest[0].isspace() else rest.lstrip()
         if text:
             self._is_after_marker = False

@@ -95,7 +95,7 @@ _ENDS = (
 )
 """Control tokens that always end an answer. A GGUF file often names only one end token."""
 _CONTROL = 3
-# Gemma 4 hands over to a tool with this token. In GGUF files it is not a control token.
+# Gemma 4 hands over to a tool with this token, which is not a control token in GGUF files.
 _HANDS_OVER = "<|tool_response>"
 _SAMPLING: dict[str, tuple[str, float]] = {
     "temperature": ("temp", 0.8),
@@ -323,7 +323,7 @@ def _bare(header: GgufHeader, reason: str) -> dict[str, Any]:
 def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
     name = header.architecture
     # All models but qwen35moe have a dense MLP in each layer.
-    # Their size may depend on the layer in gemma4.
+    # In gemma4, the size of the MLP may differ from layer to layer.
     has_mlps = name not in ("qwen35moe", "gemma4")
     states = tuple(_STATES) if name in _HYBRIDS else ()
     for key in (*_NEEDED, *("feed_forward_length",) * has_mlps, *states):

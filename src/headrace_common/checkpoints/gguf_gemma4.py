@@ -1,4 +1,4 @@
-"""Reads the settings of Gemma 4 from a GGUF file, some of which have a value for each layer."""
+"""Reads the settings of Gemma 4, some of which have a value for each layer, from a GGUF file."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from headrace_common.checkpoints.gguf_header import GgufHeader
 from headrace_common.errors import ModelError
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
-# Divisors of angles from here on mean that a pair never rotates.
+# A pair whose angles are divided by at least this number never rotates.
 _NEVER = 1e9
 
 
 def gemma4_config(header: GgufHeader, divisors: tuple[float, ...]) -> dict[str, Any]:
     """Return the settings in transformers' format.
 
-    `divisors` has a number for each rotated pair of a layer without a window, or is empty.
+    `divisors` has a number for each pair of a head in layers without a window, or is empty.
     """
     own, tensors = header.own, header.tensors
     num_layers = own("block_count")

@@ -134,7 +134,7 @@ Merges = list[tuple[str, str]]
 def _merges_by_score(
     fields: dict[str, Any], tokens: list[str], vocabulary: dict[str, int], kinds: list[int]
 ) -> Merges:
-    """Return the merges of a SentencePiece model, which has scores instead."""
+    """Derive the merges of a SentencePiece model, which has none, from its scores."""
     scores = fields.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise _unusable("some of its tokens have no score")
@@ -153,7 +153,7 @@ def _merges_by_score(
 def _sentence_piece(
     fields: dict[str, Any], tokens: list[str], vocabulary: dict[str, int], merges: Merges
 ) -> Tokenizer:
-    """Build a BPE tokenizer whose pieces are characters, with a character for spaces."""
+    """Build a BPE tokenizer that merges characters, not bytes, and has a character for spaces."""
     unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
     if not 0 <= unknown < len(tokens):
         raise _unusable("its unknown token is not in its vocabulary")

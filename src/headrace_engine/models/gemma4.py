@@ -1,4 +1,4 @@
-"""Gemma 4: Gemma 3 whose layers may share keys and values, have inputs of their own, and experts.
+"""Gemma 4: Gemma 3 with layers that may share keys and values, and have own inputs and experts.
 
 Layers with a window and layers without one have heads of different sizes. The last layers may have
 no keys and values of their own: they attend to those of an earlier layer of their kind. In small
@@ -69,7 +69,7 @@ class Gemma4Config(msgspec.Struct, frozen=True, kw_only=True):
     has_keys_as_values: bool
     # Whether the MLPs of layers that share keys and values are twice as wide.
     has_wide_mlps: bool
-    # The size of each layer's own input, and the number of tokens with one; 0 if there is none.
+    # The size of a layer's own input, and the number of tokens that have one; 0 without own inputs.
     own_size: int
     own_vocab_size: int
     experts: ExpertsConfig | None
@@ -127,9 +127,9 @@ class Gemma4Attention(nn.Module):
         # `attend` divides scores by the square root of `dim`; this model does not divide them.
         q = rotate(self.q_norm(q)) * self.dim**0.5  # [tokens, heads, dim]
         if kv:
-            # [tokens, kv_heads, dim], rotated only as keys
+            # [tokens, kv_heads, dim]; only keys are rotated
             kept[self.source] = rotate(self.k_norm(kv[0])), self.v_norm(kv[-1])
-        # Writing the same keys and values again changes nothing.
+        # A layer that shares keys and values writes them again, which changes nothing.
         out = step.attend(self.source, q, *kept[self.source]).flatten(1)
         return step.linear(self.out, out)  # [tokens, hidden]
 
@@ -139,7 +139,7 @@ class GeluExperts(RoutedMLP):
 
 
 class Gemma4Experts(nn.Module):
-    """Experts whose router reads a normed and scaled x, and whose outputs have a scale each."""
+    """Experts with a scale for each expert's output. The router reads x normed and scaled."""
 
     def __init__(self, text: TextConfig, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -149,13 +149,13 @@ class Gemma4Experts(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.empty(experts.num))
 
     def forward(self, x: Tensor, normed: Tensor) -> Tensor:
-        """Route by x, and compute the experts of `normed`."""
+        """Choose the experts by x, and compute them on `normed`."""
         scores = self.mlp.router(self.norm(x) * self.scale * x.shape[1] ** -0.5)
         return self.mlp(normed, BARE, scores, self.per_expert_scale)
 
 
 class OwnInput(nn.Module):
-    """Adds to x what a layer makes of its own input, gated by x."""
+    """Gates a layer's own input by x, projects it, and adds the result to x."""
 
     def __init__(self, text: TextConfig, size: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class OwnInput(nn.Module):
 
 
 class OwnInputs(nn.Module):
-    """Computes the inputs of all layers from the tokens and from their embeddings."""
+    """Computes the own inputs of all layers from the tokens and from their embeddings."""
 
     def __init__(self, config: Gemma4Config) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Gemma4(nn.Module):
 
 
 class Gemma4Unified(Gemma4):
-    """The 12B model: as the dense models, with other defaults in its config."""
+    """The 12B model: like the other dense models, but its config has other defaults."""
 
     @staticmethod
     def read(config: dict[str, Any]) -> Gemma4Config:
@@ -346,7 +346,7 @@ def _read(config: dict[str, Any]) -> Gemma4Config:
 def _full_heads(config: dict[str, Any], kinds: list[str]) -> tuple[int, int]:
     """Return the size of a head, and the number of key heads, of layers without a window.
 
-    Published configs have one setting for all of them. transformers saves a setting per layer.
+    Published configs have one setting for all these layers. transformers saves one per layer.
     """
     kv_heads = config.get("num_key_value_heads") or positive(config, "num_attention_heads")
     if (each := config.get("per_layer_config")) is None:
@@ -354,7 +354,7 @@ def _full_heads(config: dict[str, Any], kinds: list[str]) -> tuple[int, int]:
         own = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
         return dim, own or kv_heads
     found: dict[str, set[tuple[int, int]]] = {_FULL: set(), _LOCAL: set()}
-    # The numbers of layers are padded with zeros.
+    # Numbers of layers may have leading zeros.
     by_layer = {key.lstrip("0") or "0": own for key, own in each.items()}
     for layer, kind in enumerate(kinds):
         own = by_layer.get(str(layer)) or {}
@@ -368,7 +368,8 @@ def _full_heads(config: dict[str, Any], kinds: list[str]) -> tuple[int, int]:
 def _sources(kinds: list[str], num_shared: int) -> tuple[int, ...]:
     """Return for each layer the layer whose keys and values it attends to.
 
-    The last `num_shared` layers attend to those of the last layer before them of their kind.
+    Each of the last `num_shared` layers attends to those of the last layer of its kind that has its
+    own.
     """
     first = len(kinds) - num_shared
     lasts = {kind: layer for layer, kind in enumerate(kinds[:first])}

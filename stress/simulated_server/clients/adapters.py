@@ -27,7 +27,7 @@ NUM_FOLDERS = 2
 
 
 class AdapterUser:
-    """A client with an adapter of its own name. Two names may stand for the same files."""
+    """A client with an adapter under a name of its own. Two names may stand for the same files."""
 
     def __init__(self, world: World, name: str) -> None:
         self._world, self.name = world, name
@@ -47,7 +47,7 @@ class AdapterUser:
         while True:
             server = self._world.server
             status, answer = await self._operate("load", body)
-            # After a lost answer, the adapter is already served.
+            # If the answer to an earlier try was lost, the adapter is already served.
             if status == 200 or (status == 400 and b"already served" in answer):
                 self._server = server
                 return
@@ -136,7 +136,7 @@ def _folder(parent: Path, number: int) -> Path:
 
 
 async def uses_an_adapter(world: World, request: Request) -> None:
-    """Compute streams with an adapter, over kills; its unload waits for the last one."""
+    """Read streams of an adapter over kills; its unload waits for the last stream."""
     user = AdapterUser(world, f"adapter-{request.key}")
     await user.load()
     for _ in range(randint(0, 2)):

@@ -100,7 +100,7 @@ async def refused(world: World, connection: Connection) -> None:
 
 
 def code_of(answer: bytes) -> str:
-    """Return the code of an error's answer."""
+    """Return the error code in an answer."""
     assert answer.startswith(b"{"), f"not a JSON object: {answer!r}"
     shown = json.loads(answer)
     error = shown["error"]

@@ -25,7 +25,7 @@ def _cut(body: dict[str, Any]) -> bytes:
 
 
 def _changed(body: dict[str, Any]) -> bytes:
-    """Return the body with a value that no field has."""
+    """Return the body with a value that no field accepts."""
     field = choice([name for name in body if name != "options"])
     value = choice(([[]], {"a": {}}, "\ud800", -(10**30)))
     # These fields have fixed types, so none of them accepts the value.
@@ -50,7 +50,7 @@ DAMAGES: tuple[Damage, ...] = (
 
 
 async def sends_damaged_bodies(world: World, request: Request) -> None:
-    """Send damaged bodies: each gets a reason, and none fails the server or another body."""
+    """Send damaged bodies: each is refused with a reason, and the server keeps answering."""
     dialect = choice(DIALECTS)
     body = dialect.body(request, False)
     for _ in range(randint(1, 6)):

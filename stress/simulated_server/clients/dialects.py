@@ -51,7 +51,7 @@ class Parsed:
             return
         if progress := frame.get("prompt_progress"):
             self._advance(progress)
-        # Progress is that of the first choice. After a kill, another one may be ahead of it.
+        # The progress is that of the first choice. After a kill, another choice may be ahead of it.
         had_text = self.texts.get(0)
         dialect.take(self, frame)
         if self.progress and not had_text and self.texts.get(0):
@@ -281,7 +281,7 @@ def check(world: World, request: Request, dialect: Dialect, parsed: Parsed) -> N
 
 
 def _check_logprobs(world: World, pairs: list[tuple[str, float]], answer: Answer) -> None:
-    """Check that each token has its log probability, over all engines that drew the tokens."""
+    """Check that each token has its log probability, even if several engines drew the tokens."""
     tokenizer = world.model.tokenizer
     known = {tokenizer.token_text(id): logprob_of(id) for id in range(VOCABULARY + 3)}
     # The token that ends an answer has no text and no entry.

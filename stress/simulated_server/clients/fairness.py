@@ -14,7 +14,7 @@ from stress.simulated_server.system import world_loop
 from stress.simulated_server.world import World
 
 MORE_STEPS = 10
-"""Steps for the prompt and for requests that ended their wait before."""
+"""Extra steps: for reading the prompt, and for requests that left the queue earlier."""
 
 
 async def asks_beside_many(world: World, request: Request) -> None:
@@ -42,7 +42,7 @@ async def asks_beside_many(world: World, request: Request) -> None:
     )
     world.counts["turns beside many requests"] += 1
     if not others:
-        # One of the running answers ends within this number of steps, and its place is free.
+        # One of the running answers ends within this number of steps, which frees its place.
         assert num_steps <= steps_left, f"{request.key} waited {num_steps} of {steps_left} steps"
         world.counts["turns within a number of steps"] += 1
 
@@ -52,7 +52,7 @@ def _short(request: Request) -> Request:
 
 
 def _streams_of(world: World, key: str) -> list[str]:
-    """Return the streams of a key that have not ended. They take turns with its next request."""
+    """Return a key's streams that have not ended. The key's next request takes turns with them."""
     server = world.server
     if server is None or not world.is_up:
         return []
@@ -69,7 +69,7 @@ def _longest_answer(world: World) -> int:
 
 
 def _num_steps(world: World, begin: float, end: float | None) -> int:
-    """Return how many steps the engines of the server have ended in this time."""
+    """Return how many steps the server's engines have ended between the two times."""
     engines = world.server.engines() if world.server is not None else []
     ends = [at for engine in engines for at in engine.step_ends]
     return sum(begin < at < (end or begin) for at in ends)

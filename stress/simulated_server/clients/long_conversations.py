@@ -29,11 +29,12 @@ class Conversation:
         self._world = world
         self.target = f"{ROUTE}/{id}"
         self.id = id
-        # Each text of a client with the least and the highest number of its copies, in order.
+        # Maps each text that was sent to the lowest and the highest possible number of its copies.
+        # The texts are in the order in which they were sent.
         self._copies: dict[str, list[int]] = {}
         # The texts that were sent only once, so their order is known.
         self._once: set[str] = set()
-        # The answers that follow texts.
+        # Maps a text to the answer that must follow it.
         self._answers: dict[str, str] = {}
         self._names = [""]
 
@@ -67,7 +68,7 @@ class Conversation:
                 low, high = self._copies[text]
                 self._copies[text] = [max(0, low - 1), high - 1]
                 self._answers.pop(text, None)
-            # Without an answer, its question proves nothing any more.
+            # Nothing needs to follow a question whose answer was removed.
             self._answers = {asked: it for asked, it in self._answers.items() if it != text}
 
     async def responds(self) -> None:
@@ -112,7 +113,7 @@ class Conversation:
         return items
 
     async def join(self, *others: "Conversation") -> None:
-        """Expect what others have added at the same time, in the order in which it was stored."""
+        """Expect the texts that others have added meanwhile, in the order of the stored items."""
         texts = [text_of(it) for it in await self.items()]
         copies = {text: it for other in others for text, it in other._copies.items()}
         for text in sorted(copies, key=lambda it: texts.index(it) if it in texts else -1):

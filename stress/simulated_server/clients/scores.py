@@ -1,4 +1,4 @@
-"""Clients of the routes for scores and of the other routes for vectors."""
+"""Clients of the routes for scores and rankings, and of all routes for vectors."""
 
 import base64
 import json

@@ -39,9 +39,10 @@ def _parse(body: str, is_text: IsText) -> list[Call] | None:
 
 
 def _as_json(text: str) -> str | None:
-    """Return the JSON for an object in Gemma's notation; None if the text is no such object.
+    """Return the JSON for an object in Gemma's notation; None if the text is something else.
 
-    Keys have no quotes, and texts have quotes that are a token. Each character is read once.
+    Keys have no quotes. A special token is the quote before and after a text. Each character is
+    read once.
     """
     found: list[str] = []
     at = 0
