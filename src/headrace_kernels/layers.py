@@ -54,7 +54,7 @@ class CpuNorm(nn.Module):
 
 
 class CpuUnitNorm(nn.Module):
-    """A norm without weights: the weights, stored minus 1, are zeros."""
+    """A norm without weights. Its kernel adds 1 to the weights, so zeros are passed to it."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()

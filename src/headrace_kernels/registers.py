@@ -26,8 +26,8 @@ HAS_512 = features() >= WIDE
 MULTIPLIES_BYTES = "avx2" in features() and not HAS_512
 """Whether rows become bytes for products with 4-bit weights; otherwise rows become int16.
 
-AVX2 multiplies twice as many bytes as int16 numbers at once. So would AVX-512, but these kernels
-were not tried on it. The tiles of AMX have an order of their own.
+One instruction of AVX2 multiplies 32 bytes or 16 int16 numbers. AVX-512 could multiply bytes, too,
+but these kernels were not tried on it. AMX needs weights in another order.
 """
 MAX_TILE_ROWS = 12 if HAS_512 else 6
 """The number of rows of the largest tile.

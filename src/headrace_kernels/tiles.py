@@ -488,7 +488,7 @@ def _add_term(builder: Any, total: Any, a: Any, b: Any) -> Any:
 def multiply_bytes(builder: Any, a: Any, b: Any) -> Any:
     """Return a[2i] * b[2i] + a[2i + 1] * b[2i + 1] as int16, by AVX2.
 
-    a: 64 unsigned bytes. b: 64 signed bytes. A sum beyond int16 would be cut off.
+    a: 64 unsigned bytes. b: 64 signed bytes. The processor clips a sum to the range of int16.
     """
     half = 2 * LANES
     kind = ir.FunctionType(
