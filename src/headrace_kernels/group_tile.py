@@ -29,6 +29,7 @@ from headrace_kernels.tiles import (
     load,
     loop,
     panel_sums,
+    reloaded,
     spread_over,
 )
 
@@ -304,22 +305,42 @@ class _PackedBytes(_Packed):
     """
 
     def exact_sums(self, at: Any, group: Any, rows: list[Any], zeros: list[Any]) -> list[Any]:
-        none = [ir.Constant(SHORT_SUMS, [0] * SHORT_SUMS.count)] * len(zeros)
-        sums = super().exact_sums(at, group, rows, none)
-        return [add_neighbours(self._builder, each) for each in sums]
+        b = self._builder
+        first = b.mul(group, self._num_lines)
 
-    def weights(self, group: Any, line: Any) -> list[Any]:
-        """Return a line as vectors of bytes, each with the four inputs of 16 outputs."""
+        def add_pair(pair: Any, sums: list[Any]) -> list[Any]:
+            for odd in range(2):
+                line = b.add(b.mul(pair, _I64(2)), _I64(odd))
+                self.fetch_at(at, line)
+                number = b.mul(b.add(first, line), _I64(4))
+                places = [b.add(row, number) for row in rows]
+                sums = add_products(b, sums, [self._line(group, pair, odd)], places, INTS.element)
+            return sums
+
+        self.fetch_heads(at)
+        none = [ir.Constant(SHORT_SUMS, [0] * SHORT_SUMS.count)] * len(zeros)
+        sums = loop(b, b.udiv(self._num_lines, _I64(2)), none, add_pair)
+        return [add_neighbours(b, each) for each in sums]
+
+    def _line(self, group: Any, pair: Any, odd: int) -> list[Any]:
+        """Return a line as vectors of bytes, each with the four inputs of 16 outputs.
+
+        Two lines share their bytes; the first line is in the lower bits.
+        """
         b, half = self._builder, self._half
         lines = b.add(self._w.at(group, _I64(0)), _I64(self._form.head_bytes))
-        words = load(b, b.add(lines, b.mul(line, _I64(CACHE_LINE))), INTS, 1)
+        place = b.add(lines, b.mul(pair, _I64(2 * CACHE_LINE)))
         if half is None:
-            codes = [words, b.lshr(words, INTS([4] * INTS.count))]
+            places = [b.add(place, _I64(CACHE_LINE * v)) for v in range(2)]
         else:
-            by = b.trunc(b.mul(half, _I64(4)), INTS.element)
-            codes = [b.lshr(words, spread_over(b, by))]
+            places = [b.add(place, b.mul(half, _I64(CACHE_LINE)))]
         stored, mask = ir.VectorType(ir.IntType(8), CACHE_LINE), INTS([0x0F0F0F0F] * INTS.count)
-        return [b.bitcast(b.and_(each, mask), stored) for each in codes]
+        if odd and half is not None:
+            # No register is free for the bytes while all rows are multiplied with the first line.
+            places = [reloaded(b, own) for own in places]
+        words = [load(b, own, INTS, 1) for own in places]
+        shifted = [b.lshr(own, INTS([4] * INTS.count)) if odd else own for own in words]
+        return [b.bitcast(b.and_(own, mask), stored) for own in shifted]
 
 
 class _Half(_Panel):

@@ -117,7 +117,9 @@ def pack_groups(groups: GroupedWeights) -> Tensor:
         q = F.pad(groups.q[rows], (0, num_groups * scheme.size - inputs, 0, missing))
         q = q.view(len(target), PANEL, num_groups, -1, each).permute(0, 2, 3, 1, 4)
         q = q.reshape(len(target), num_groups, -1, each * PANEL)
-        if scheme.bits == 4:
+        if scheme.form.has_byte_rows:
+            q = q[:, :, ::2] | q[:, :, 1::2] << 4
+        elif scheme.bits == 4:
             q = q[..., : each * PANEL // 2] | q[..., each * PANEL // 2 :] << 4
         numbers = [groups.scale, groups.minimum] if scheme.has_minimum else [groups.scale]
         place = 0

@@ -315,7 +315,7 @@ def panel_tile(num_rows: int, num_vectors: int) -> Any:
             # No register is free for the weights of the second number until all rows are
             # multiplied with the weights of the first number.
             totals = add_products(b, totals, terms[:1], places, x.unit)
-            terms = _terms_of(b, _reloaded(b, line), w.kind, x.kind, num_vectors)
+            terms = _terms_of(b, reloaded(b, line), w.kind, x.kind, num_vectors)
             places = [b.add(place, _I64(4)) for place in places]
             return add_products(b, totals, terms[1:], places, x.unit)
 
@@ -336,7 +336,7 @@ def panel_tile(num_rows: int, num_vectors: int) -> Any:
     return intrinsic(typed)
 
 
-def _reloaded(builder: Any, address: Any) -> Any:
+def reloaded(builder: Any, address: Any) -> Any:
     """Return the same address, but make the compiler load from it again.
 
     Otherwise the compiler would keep the loaded values in registers.
