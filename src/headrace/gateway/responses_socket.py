@@ -3,8 +3,8 @@
 A response on a socket behaves like the streamed answer of a POST. Each event is one message. A
 client that closes the socket has left, like one that closes the connection of a POST.
 
-Messages with the same `stream_id` are answered one after another, on a lane of their own; the
-events of their responses repeat the id. Messages without the field share one lane. Lanes run in
+Messages with the same `stream_id` form a channel and are answered one after another; the events
+of their responses repeat the id. Messages without the field share one channel. Channels run in
 parallel.
 """
 
@@ -51,8 +51,8 @@ from headrace_common.log_context import begin_notes
 
 # Maximum number of messages of one socket that wait for the running response.
 MAX_WAITING = 16
-# Maximum number of lanes that run at the same time, besides the lane without a `stream_id`.
-MAX_LANES = 16
+# Maximum number of channels that run at the same time, besides the channel without a `stream_id`.
+MAX_CHANNELS = 16
 _MAX_ID = 128
 # Number of responses with `store: false` that the client can continue on the same socket.
 _NUM_CONTINUABLE = 16
@@ -88,10 +88,12 @@ class _WaitingMessage(NamedTuple):
     """A message that waits. Its bytes count towards the memory limit until `held` is closed."""
 
     message: Message
+    # Why the message cannot be answered, if its fields show this.
+    fault: RequestError | None
     held: contextlib.ExitStack
 
 
-class _Lane:
+class _Channel:
     """The messages with one `stream_id`, which wait for their turn."""
 
     def __init__(self, stream_id: str | None) -> None:
@@ -99,7 +101,7 @@ class _Lane:
         self.waiting: deque[_WaitingMessage] = deque()
 
     def tag(self, frame: dict[str, Any]) -> bytes:
-        """Return a message of the server as JSON, with the `stream_id` of this lane."""
+        """Return a message of the server as JSON, with the `stream_id` of this channel."""
         return encode(frame if self.stream_id is None else frame | {"stream_id": self.stream_id})
 
 
@@ -111,7 +113,7 @@ class _OpenedResponse(NamedTuple):
 
 
 class ResponseSocket:
-    """Answers the messages of one socket. `run` owns the tasks that answer, one for each lane."""
+    """Answers the messages of one socket. `run` owns the tasks that answer, one per channel."""
 
     def __init__(self, sockets: ResponseSockets, socket: WebSocket, headers: Headers) -> None:
         self._sockets = sockets
@@ -119,8 +121,8 @@ class ResponseSocket:
         self._socket = socket
         self._headers = headers
         self._owner = sockets.auth.owner(headers)
-        # The lanes that are being answered, and their tasks.
-        self._lanes: dict[str | None, _Lane] = {}
+        # The channels that are being answered, and their tasks.
+        self._channels: dict[str | None, _Channel] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._left = asyncio.Event()
         # The last responses with `store: false` that were delivered on this socket.
@@ -140,100 +142,96 @@ class ResponseSocket:
                         await self._socket.close(GOING_AWAY)
                 self._left.set()
         finally:
-            for lane in self._lanes.values():
-                for waiting in lane.waiting:
+            for channel in self._channels.values():
+                for waiting in channel.waiting:
                     waiting.held.close()
             await self._forget(0)
 
     async def _take(self, message: Message, tasks: asyncio.TaskGroup) -> None:
-        """Add a message to its lane, or refuse it if too many messages or bytes are waiting."""
-        stream_id = None
-        # An unreadable message is refused when its turn has come.
-        with contextlib.suppress(RequestError):
-            stream_id = text_of(fields_of(message), "stream_id", _MAX_ID)
-        lane = self._lanes.get(stream_id) or _Lane(stream_id)
+        """Add a message to its channel, or refuse it if too many messages or bytes are waiting."""
+        stream_id, fault = _read_head(message)
+        channel = self._channels.get(stream_id) or _Channel(stream_id)
         with contextlib.ExitStack() as held:
             try:
-                if sum(len(it.waiting) for it in self._lanes.values()) >= MAX_WAITING:
+                if sum(len(it.waiting) for it in self._channels.values()) >= MAX_WAITING:
                     text = (
                         f"{MAX_WAITING} messages already wait on this socket, which is the limit. "
                         "Wait until a response has ended, or open another socket."
                     )
                     raise RequestError("server_overloaded", text, retry_after_s=1)
-                num_others = len(self._lanes.keys() - {None, stream_id})
-                if stream_id is not None and num_others >= MAX_LANES:
+                num_others = len(self._channels.keys() - {None, stream_id})
+                if stream_id is not None and num_others >= MAX_CHANNELS:
                     text = (
-                        f"{MAX_LANES} values of stream_id already have a response on this socket, "
-                        "which is the limit. Wait until one has ended, or open another socket."
+                        f"{MAX_CHANNELS} values of stream_id already have a response on this "
+                        "socket, which is the limit. Wait until one has ended, or open another "
+                        "socket."
                     )
                     raise RequestError("server_overloaded", text, retry_after_s=1)
                 sent = message.get("bytes") or (message.get("text") or "").encode()
                 held.enter_context(self._sockets.bodies.hold(len(sent)))
             except RequestError as refused:
-                await self._refuse(lane, refused)
+                await self._refuse(channel, refused)
                 return
-            lane.waiting.append(_WaitingMessage(message, held.pop_all()))
-        if stream_id not in self._lanes:
-            self._lanes[stream_id] = lane
-            task = tasks.create_task(self._answer_all(lane))
+            channel.waiting.append(_WaitingMessage(message, fault, held.pop_all()))
+        if stream_id not in self._channels:
+            self._channels[stream_id] = channel
+            task = tasks.create_task(self._answer_all(channel))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
 
-    async def _answer_all(self, lane: _Lane) -> None:
-        while lane.waiting and not self._left.is_set():
-            waiting = lane.waiting.popleft()
+    async def _answer_all(self, channel: _Channel) -> None:
+        while channel.waiting and not self._left.is_set():
+            waiting = channel.waiting.popleft()
             with waiting.held as held:
                 begin_notes()
-                work = self._open(waiting.message, held)
+                work = self._open(waiting, held)
                 # The message may be large, and is no longer needed once its body has been read.
                 del waiting
                 linger_s = self._sockets.config.linger_s
                 opening = asyncio.create_task(unless_left(self._receive, work, linger_s))
                 try:
-                    await self._answer(lane, opening)
+                    await self._answer(channel, opening)
                 except ClientDisconnect:
                     pass
                 except Exception as error:
-                    await self._refuse(lane, notice_of(error))
+                    await self._refuse(channel, notice_of(error))
                 finally:
                     opening.cancel()
-                    self._generation.metrics.server.frames_ended(lane)
-        if not lane.waiting:
-            del self._lanes[lane.stream_id]
+                    self._generation.metrics.server.frames_ended(channel)
+        if not channel.waiting:
+            del self._channels[channel.stream_id]
 
-    async def _answer(self, lane: _Lane, opening: "asyncio.Task[_OpenedResponse]") -> None:
+    async def _answer(self, channel: _Channel, opening: "asyncio.Task[_OpenedResponse]") -> None:
         """Send heartbeats until the stream is open, and then the events of the stream."""
         while not opening.done():
             await asyncio.wait((opening,), timeout=self._sockets.config.heartbeat_s)
             if not opening.done():
-                await self._send(lane.tag(_KEEPALIVE))
+                await self._send(channel.tag(_KEEPALIVE))
         stream, is_unstored = opening.result()
         if is_unstored:
             # Recorded at once, so that the response is also deleted if the client leaves early.
             self._unstored.append(stream.record.id)
         # A comment cannot be sent as a message. The WebSocket's own pings replace comments.
         pace = pace_of(stream.record, self._sockets.config)._replace(ping_s=math.inf)
-        view = MessageLines(stream.record, lane)
+        view = MessageLines(stream.record, channel)
 
         async def send_lines(message: Message) -> None:
             for line in message.get("body", b"").splitlines():
                 await self._send(line)
-                self._generation.metrics.server.frame_sent(lane)
+                self._generation.metrics.server.frame_sent(channel)
 
         await LiveAnswer(stream, view, pace)(SCOPE, self._receive, send_lines)
         if is_unstored and not self._left.is_set():
             await self._forget(_NUM_CONTINUABLE)
 
-    async def _open(self, message: Message, held: contextlib.ExitStack) -> _OpenedResponse:
+    async def _open(self, waiting: _WaitingMessage, held: contextlib.ExitStack) -> _OpenedResponse:
         """Return the stream for a message. Free the message's bytes once a worker has read them."""
-        fields = fields_of(message)
-        if text_of(fields, "type", 64) != "response.create":
-            raise RequestError("invalid_value", "type must be response.create.", "type")
-        text_of(fields, "stream_id", _MAX_ID)
+        if waiting.fault is not None:
+            raise waiting.fault
         # The key may have been revoked since the socket was opened.
         self._sockets.auth.check(self._headers)
         intake, agent = self._sockets.intake, self._headers.get("user-agent", "")
-        checked = await intake.read_from(agent, ROUTE, [message.pop("text").encode()])
+        checked = await intake.read_from(agent, ROUTE, [waiting.message.pop("text").encode()])
         held.close()
         checked = msgspec.structs.replace(checked, fields={**checked.fields, "stream": True})
         names = names_of(self._owner, checked)
@@ -254,9 +252,9 @@ class ResponseSocket:
         await self._left.wait()
         return {"type": "http.disconnect"}
 
-    async def _refuse(self, lane: _Lane, error: RequestError) -> None:
+    async def _refuse(self, channel: _Channel, error: RequestError) -> None:
         note_refusal(self._generation, self._socket, error)
-        await self._send(lane.tag(error_message(error)))
+        await self._send(channel.tag(error_message(error)))
 
     async def _send(self, frame: bytes) -> None:
         try:
@@ -266,15 +264,31 @@ class ResponseSocket:
             self._left.set()
 
 
+def _read_head(message: Message) -> tuple[str | None, RequestError | None]:
+    """Return a message's `stream_id`, and why the message is refused when its turn has come.
+
+    The fields are read once, because finding them in a large message takes time on the event loop.
+    """
+    stream_id = None
+    try:
+        fields = fields_of(message)
+        stream_id = text_of(fields, "stream_id", _MAX_ID)
+        if text_of(fields, "type", 64) != "response.create":
+            raise RequestError("invalid_value", "type must be response.create.", "type")
+    except RequestError as fault:
+        return stream_id, fault
+    return stream_id, None
+
+
 class MessageLines:
     """Renders the events of a stream as messages, one JSON object per line."""
 
     media_type = "application/json"
 
-    def __init__(self, record: Record, lane: _Lane) -> None:
+    def __init__(self, record: Record, channel: _Channel) -> None:
         self._frames = ResponseFrames(record)
-        self._lane = lane
-        tag = lane.tag({})[1:]
+        self._channel = channel
+        tag = channel.tag({})[1:]
         self._end = b"," + tag if len(tag) > 1 else tag
 
     def render(self, event: AnyEvent) -> list[bytes]:
@@ -284,10 +298,10 @@ class MessageLines:
         return self._line(self._frames.idle())
 
     def failure(self, error: RequestError) -> bytes:
-        return self._lane.tag(error_message(error)) + b"\n"
+        return self._channel.tag(error_message(error)) + b"\n"
 
     def _line(self, frame: bytes) -> bytes:
-        """Return the data of a server-sent event, with the lane's `stream_id`, and a newline."""
+        """Return the data of a server-sent event, with the channel's `stream_id`, and a newline."""
         return frame.partition(b"data: ")[2].rstrip()[:-1] + self._end + b"\n"
 
 
