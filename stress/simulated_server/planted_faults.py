@@ -551,16 +551,16 @@ BATCHES: dict[str, Fault] = {
         "A result file has half a line after a power failure.",
         (
             Edit(
-                "headrace.batches.folder:FolderBlobs.append",
-                "is_whole = id in self._whole",
-                "is_whole = True",
+                "headrace.batches.folder:_prepare",
+                "return _whole_lines(descriptor, os.fstat(descriptor).st_size)",
+                "return os.fstat(descriptor).st_size",
             ),
         ),
     ),
     "a_result_is_not_synced": Fault(
         "missing sync",
         "Results of a batch are gone after a power failure.",
-        (Edit("headrace.batches.folder:_append", "os.fsync(descriptor)", ""),),
+        (Edit("headrace.batches.folder:_write", "os.fsync(descriptor)", ""),),
     ),
     "the_last_line_wakes_nobody": Fault(
         "lost wake-up",

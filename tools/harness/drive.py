@@ -21,6 +21,7 @@ from headrace_engine.runner.load import load_runner
 from headrace_engine.runner.runner import Runner
 from headrace_engine.runner.storage import CacheStorage
 from headrace_engine.weights.weights import load_weights
+from headrace_kernels import choose_instructions
 from tools.harness.device import DEVICE
 
 GREEDY = Sampling(temperature=0)
@@ -239,7 +240,9 @@ def assert_errs_no_more_than_bfloat16(
     )
     of_rows = torch.median if "num_experts" in read_spec(file).config else torch.norm
     ours, theirs = (float(of_rows((rows - exact).norm(dim=-1))) for rows in (found, plain))
-    assert ours < 1.2 * theirs, f"{ours:.2e} > 1.2 * {theirs:.2e}"
+    # On AVX2, products with 4-bit weights round their inputs to bytes.
+    most = 2 if choose_instructions("auto", torch.bfloat16)[0] == "avx2" else 1.2
+    assert ours < most * theirs, f"{ours:.2e} > {most} * {theirs:.2e}"
     return ours, theirs
 
 

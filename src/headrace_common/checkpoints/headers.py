@@ -34,7 +34,10 @@ _BESIDE = (
     VISION,
     *(
         f"model.{name}"
-        for name in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+        for name in (
+            *("vision_tower.", "audio_tower.", "vision_embedder."),
+            *("embed_vision.", "embed_audio."),
+        )
     ),
     "mtp.",
 )
