@@ -86,6 +86,7 @@ _MORE = {
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": _GEMMA4,
     "Gemma4UnifiedForCausalLM": _UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": _UNIFIED,
     "Qwen3MoeForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _GPT_OSS,
     "Qwen3_5ForCausalLM": _HYBRID,
