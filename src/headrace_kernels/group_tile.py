@@ -236,6 +236,7 @@ class _Packed(_Panel):
     """
 
     _at_once = 1 if HAS_512 else 2
+    _fetches_per_line = 1
 
     def __init__(
         self, builder: Any, w: Matrix, form: GroupFormat, places: tuple[Any, ...], half: Any
@@ -243,7 +244,8 @@ class _Packed(_Panel):
         num_lines, self._share, self._base = places
         super().__init__(builder, w, form, num_lines)
         self._half = half
-        self._apart = _apart(builder, self._share, num_lines)
+        self._num_fetches = builder.mul(num_lines, _I64(self._fetches_per_line))
+        self._apart = _apart(builder, self._share, self._num_fetches)
 
     def numbers(self, group: Any) -> list[list[Any]]:
         b, head, half = self._builder, self._w.at(group, _I64(0)), self._half
@@ -289,8 +291,8 @@ class _Packed(_Panel):
 
     def fetch_heads(self, at: Any) -> None:
         b = self._builder
-        rest = b.add(self._begin(at), b.mul(self._num_lines, self._apart))
-        for head in range(self._num_numbers if self._form.line_bytes == CACHE_LINE else 0):
+        rest = b.add(self._begin(at), b.mul(self._num_fetches, self._apart))
+        for head in range(self._num_numbers if self._form.bits == 8 else 0):
             fetch(b, b.add(rest, _I64(head * CACHE_LINE)))
 
     def _begin(self, at: Any) -> Any:
@@ -302,7 +304,11 @@ class _PackedBytes(_Packed):
 
     An output has two sums in int16, each of half of the 32 inputs of a group. A sum fits, because
     it is at most 16 * 15 * 127.
+
+    The next panel is prefetched evenly: with bursts, a step of one stream took 6 % longer.
     """
+
+    _fetches_per_line = 2
 
     def exact_sums(self, at: Any, group: Any, rows: list[Any], zeros: list[Any]) -> list[Any]:
         b = self._builder
@@ -311,13 +317,13 @@ class _PackedBytes(_Packed):
         def add_pair(pair: Any, sums: list[Any]) -> list[Any]:
             for odd in range(2):
                 line = b.add(b.mul(pair, _I64(2)), _I64(odd))
-                self.fetch_at(at, line)
+                for fetch_number in range(2):
+                    self.fetch_at(at, b.add(b.mul(line, _I64(2)), _I64(fetch_number)))
                 number = b.mul(b.add(first, line), _I64(4))
                 places = [b.add(row, number) for row in rows]
                 sums = add_products(b, sums, [self._line(group, pair, odd)], places, INTS.element)
             return sums
 
-        self.fetch_heads(at)
         none = [ir.Constant(SHORT_SUMS, [0] * SHORT_SUMS.count)] * len(zeros)
         sums = loop(b, b.udiv(self._num_lines, _I64(2)), none, add_pair)
         return [add_neighbours(b, each) for each in sums]
