@@ -116,6 +116,19 @@ def test_a_new_turn_leaves_the_prompt_of_earlier_turns_as_it_was() -> None:
     assert num_compared > COUNT // 4
 
 
+def test_an_output_belongs_to_the_same_call_when_a_conversation_has_given_ids() -> None:
+    for case in map(history, SEEDS):
+        if case.route != "/v1/responses":
+            continue
+        items = case.body["input"]
+        named = [item | {"id": item.get("id") or f"item_{n}"} for n, item in enumerate(items)]
+        sent, kept = (
+            render(MODEL, chat_of(read(case._replace(body=body))), contextlib.nullcontext).text
+            for body in (case.body, case.body | {"input": named})
+        )
+        assert sent == kept, case.body
+
+
 def test_the_tokens_of_every_history_can_be_counted_before_it_is_sent() -> None:
     for case in filter(lambda case: case.route == "/v1/messages", map(history, SEEDS)):
         body = {k: v for k, v in case.body.items() if k != "max_tokens"}

@@ -1,6 +1,7 @@
 """Checks the items of /v1/responses, writes the items as chat messages, and lists items."""
 
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -197,8 +198,8 @@ class Transcript:
         self.skipped: list[str] = []
         # Maps the ids of calls to the names of the called tools.
         self._names: dict[str, str] = {}
-        # The id of the newest tool search without an output.
-        self._search = ""
+        # The ids of tool searches that a provider runs, which have no call_id, and no output yet.
+        self._searches = deque[str]()
 
     def add(self, item: Item, path: str) -> None:
         """Add an item. Raise RequestError if a field that the messages need has the wrong type."""
@@ -269,15 +270,17 @@ class Transcript:
             # A tool search may come from any provider, so any JSON is accepted.
             value = {field: value}
         call_id, id = _optional(item, "call_id", path), item.get("id") or ""
+        if name == "tool_search" and not call_id:
+            id = id or f"tool_search_{len(self._names)}"
+            self._searches.append(id)
         if type(value) is str:
             arguments = value if value.lstrip()[:1] == "{" else arguments_of_text(value)
         else:
             arguments = encode(arguments_within(item["type"], value or {})).decode()
         self._call(call_id or id, name, arguments)
-        if name == "tool_search":
-            self._search = call_id or id
         # The output of a local_shell call may name the id of the call's item instead of call_id.
-        self._names[id] = name
+        if id:
+            self._names[id] = name
 
     def _output(self, item: Item, path: str) -> None:
         call_id = self._called(item, path)
@@ -297,9 +300,8 @@ class Transcript:
         if call_id := _optional(item, "call_id", path):
             return call_id
         id: str = item.get("id") or ""
-        if item["type"] == "tool_search_output" and id not in self._names:
-            # Searches that a provider runs have no call_id.
-            id, self._search = self._search or id, ""
+        if item["type"] == "tool_search_output" and id not in self._names and self._searches:
+            return self._searches.popleft()
         return id
 
     def _result(self, item: Item, path: str) -> str | list[Item]:
