@@ -51,7 +51,7 @@ def test_run_uses_a_server_that_has_the_model_and_answers_a_prompt(
         monkeypatch.setattr("headrace.client.http.URL", server.url)
         assert is_served("tiny", "")
         assert not is_served("headrace-mini", "")
-        words = ["run", "tiny", "Hi", "-o", "max_tokens=3", "-o", "ignore_eos=true"]
+        words = ["run", "tiny", "Hi", "-o", "max_tokens=24", "-o", "ignore_eos=true"]
         shown = subprocess.run(
             [sys.executable, "-m", "headrace", *words],
             capture_output=True,
