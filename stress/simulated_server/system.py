@@ -116,7 +116,7 @@ class WorldLoop(SimLoop):
     def create_future(self) -> "asyncio.Future[Any]":
         return _Future(loop=self)
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         # anyio calls this method again and again until the tasks that it cancels have ended. With
