@@ -45,20 +45,28 @@ class Site:
         state_dir: Path | str,
         flags: tuple[str, ...] = FLAGS,
         prefix: tuple[str, ...] = (),
+        host: str = "127.0.0.1",
     ) -> None:
+        self.host = host
         self.port = processes.free_port()
         self.state_dir = state_dir
         self.deaths: list[Death] = []
         # For each outage: when it began, and when the server was ready again.
         self.outages = [[time.monotonic(), float("inf")]]
         self.complaints: list[str] = []
-        self._flags = (str(model), *flags, "--port", str(self.port), "--state-dir", str(state_dir))
+        place = ("--host", host, "--port", str(self.port), "--state-dir", str(state_dir))
+        self._flags = (str(model), *flags, *place)
         self._prefix = prefix
         self._server: ServerProcess
         self._starting: asyncio.Task[bool]
 
-    def start(self) -> None:
+    def launch(self) -> ServerProcess:
+        """Starts the server's process, and does not wait for anything."""
         self._server = ServerProcess(*self._flags, prefix=self._prefix)
+        return self._server
+
+    def start(self) -> None:
+        self.launch()
         self._starting = asyncio.create_task(self._watch_start(self._server), name="start")
 
     async def ready(self) -> bool:
@@ -164,7 +172,7 @@ class Site:
         async with httpx.AsyncClient(verify=False) as client:
             while time.monotonic() < deadline and not self.has_ended:
                 with contextlib.suppress(httpx.TransportError):
-                    health = await client.get(f"http://127.0.0.1:{self.port}/health")
+                    health = await client.get(f"http://{self.host}:{self.port}/health")
                     if health.json()["status"] == "ok":
                         return True
                 await asyncio.sleep(0.1)

@@ -63,17 +63,23 @@ def _ignore(piece: bytes) -> None:
 
 
 class Proxy:
-    """Forwards connections to `port`. The client's port identifies its connection.
+    """Forwards connections to `port` of `host`. The client's port identifies its connection.
 
     `hear` receives the server's bytes as they arrive.
     """
 
-    def __init__(self, port: int, fates: Fates, hear: Callable[[bytes], None] = _ignore) -> None:
+    def __init__(
+        self,
+        port: int,
+        fates: Fates,
+        hear: Callable[[bytes], None] = _ignore,
+        host: str = "127.0.0.1",
+    ) -> None:
         self.port = 0
         self.num_cuts = 0
         # If set, no more connections are cut.
         self.is_calm = False
-        self._target = port
+        self._target = host, port
         self._fates = fates
         self._hear = hear
         self._passages: dict[int, Passage] = {}
@@ -167,14 +173,16 @@ class Proxy:
                 future.set_result(None)
 
 
-async def _connect(port: int, is_slow: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(
+    target: tuple[str, int], is_slow: bool
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     if not is_slow:
-        return await asyncio.open_connection("127.0.0.1", port)
+        return await asyncio.open_connection(*target)
     narrow = socket.socket()
     narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     narrow.setblocking(False)
     try:
-        await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", port))
+        await asyncio.get_running_loop().sock_connect(narrow, target)
     except OSError:
         narrow.close()
         raise

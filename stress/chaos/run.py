@@ -46,11 +46,12 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Target(Protocol):
-    """The target of a run: one server, or a cluster with all its services, behind one port.
+    """The target of a run: one server, or a cluster with all its services, at one address.
 
     `deaths` are the processes that the run ended. `complaints` are log lines that must not appear.
     """
 
+    host: str
     port: int
     deaths: list[Death]
 
@@ -120,8 +121,9 @@ class Run:
         self.report = Report(plan.seed, HEARTBEAT_S + 0.25, say)
         self.site, self._blows = target or _with_blows(site_of(plan))
         self._plan = plan
-        self._proxy = Proxy(self.site.port, Fates(f"{plan.seed}/fates", _CUT_SHARE))
-        self._calm = Proxy(self.site.port, Fates("", 0.0))
+        fates, host = Fates(f"{plan.seed}/fates", _CUT_SHARE), self.site.host
+        self._proxy = Proxy(self.site.port, fates, host=host)
+        self._calm = Proxy(self.site.port, Fates("", 0.0), host=host)
         self._is_over = False
         self._num_begun = self._num_restored = 0
 
@@ -136,7 +138,7 @@ class Run:
     async def _run(self) -> None:
         self.site.start()
         assert await self.site.ready(), self.site.last_lines
-        url = f"http://127.0.0.1:{self.site.port}"
+        url = f"http://{self.site.host}:{self.site.port}"
         self._say(f"the server runs at {url}; collecting undisturbed answers")
         plan = self._plan
         asked = url, plan.seed, plan.models, plan.long_prompt
@@ -212,7 +214,7 @@ class Run:
     async def _tokens_from_disk(self) -> int:
         """Return how many prompt tokens the last server read from disk."""
         async with httpx.AsyncClient(timeout=30) as client:
-            answer = await client.get(f"http://127.0.0.1:{self.site.port}/metrics")
+            answer = await client.get(f"http://{self.site.host}:{self.site.port}/metrics")
         name = "headrace_disk_prefix_tokens_total"
         found = [line for line in answer.text.splitlines() if line.startswith(name)]
         return int(sum(float(line.split()[1]) for line in found))

@@ -2,7 +2,7 @@
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -13,23 +13,36 @@ from tools.harness.processes import free_port
 CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
 
 
-class Balancer:
-    """HAProxy in front of the gateways on `ports`, which need not run yet."""
+def configuration(address: str, gateways: Sequence[str]) -> str:
+    """Return the configuration of the docs, with these addresses in place of the examples."""
+    lines = CONFIG.read_text().replace("127.0.0.1:8080", address).splitlines()
+    head = [line for line in lines if not line.startswith("    server ")]
+    servers = [f"    server gateway{i} {gateway}" for i, gateway in enumerate(gateways)]
+    return "\n".join([*head, *servers]) + "\n"
 
-    def __init__(self, ports: tuple[int, int], folder: Path) -> None:
-        self.port = free_port()
-        text = CONFIG.read_text()
-        for example, port in zip((8080, 8001, 8002), (self.port, *ports), strict=True):
-            text = text.replace(f"127.0.0.1:{example}", f"127.0.0.1:{port}")
+
+class Balancer:
+    """HAProxy in front of the gateways at these addresses, which need not run yet."""
+
+    def __init__(
+        self, address: str, gateways: Sequence[str], folder: Path, prefix: tuple[str, ...] = ()
+    ) -> None:
+        self.url = f"http://{address}"
         path = folder / "haproxy.cfg"
-        path.write_text(text)
+        path.write_text(configuration(address, gateways))
         self._process = subprocess.Popen(
-            ["haproxy", "-db", "-q", "-f", str(path)], stderr=subprocess.DEVNULL
+            [*prefix, "haproxy", "-db", "-q", "-f", str(path)], stderr=subprocess.DEVNULL
         )
 
+    @classmethod
+    def local(cls, ports: tuple[int, int], folder: Path) -> "Balancer":
+        """Start a balancer for gateways on this machine."""
+        gateways = [f"127.0.0.1:{port}" for port in ports]
+        return cls(f"127.0.0.1:{free_port()}", gateways, folder)
+
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
 
     def close(self) -> None:
         self._process.kill()
@@ -39,7 +52,7 @@ class Balancer:
 @contextlib.contextmanager
 def balanced(ports: tuple[int, int], folder: Path) -> Iterator[str]:
     """Yields the balancer's URL as soon as a gateway answers through the balancer."""
-    balancer = Balancer(ports, folder)
+    balancer = Balancer.local(ports, folder)
     try:
         eventually(lambda: answers(f"{balancer.url}/health"))
         yield balancer.url

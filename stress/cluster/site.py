@@ -38,8 +38,8 @@ class ClusterSite:
         # In bfloat16, results depend neither on the rest of the batch nor on the replica.
         flags = (*FLAGS, "--dtype", "bfloat16", *replicas)
         self.gateways = [Site(model, self.redis.url, flags) for _ in range(2)]
-        self.balancer = Balancer((self.gateways[0].port, self.gateways[1].port), folder)
-        self.port = self.balancer.port
+        self.balancer = Balancer.local((self.gateways[0].port, self.gateways[1].port), folder)
+        self.host, self.port = "127.0.0.1", self.balancer.port
         self.head, self.worker = head, worker
         self.deaths: list[Death] = []
         self.problems: list[str] = []
