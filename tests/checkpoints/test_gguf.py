@@ -51,7 +51,8 @@ from tools.harness.tiny_models import CHAT_TEMPLATE, END, GEMMA4_EXPERTS
 
 KINDS = [entry[0] for entry in TYPES.values()]
 FAMILIES = [
-    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3")
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3")
 ]
 CASES = [
     *((family, "Q8_0") for family in FAMILIES),

@@ -18,12 +18,13 @@ from tools.harness.drive import (
 from tools.harness.tiny_models import GEMMA4_EXPERTS, make_tiny_model
 
 PROMPT = random_prompt(150)
-LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GEMMA4, GPT_OSS = (
+LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GEMMA4, GPT_OSS, SMOLLM3 = NAMES = [
     f"{name}ForCausalLM"
     for name in (
         *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2", "Gemma3", "Gemma4", "GptOss"),
+        "SmolLM3",
     )
-)
+]
 SEEING_GEMMA4 = "Gemma4ForConditionalGeneration"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -109,6 +110,15 @@ OPTIONS = {
         "Gemma4UnifiedForCausalLM",
         {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0},
     ),
+    "smollm3": (SMOLLM3, {}),
+    "smollm3 with its own layers and biases": (
+        SMOLLM3,
+        {"no_rope_layers": [1, 0, 0, 1, 1], "attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3 with windows, untied": (
+        SMOLLM3,
+        {"use_sliding_window": True, "sliding_window": 24, "tie_word_embeddings": False},
+    ),
     "experts": (MOE, {}),
     "experts whose weights sum to one": (MOE, {"norm_topk_prob": True, "num_experts": 9}),
     "experts on some layers": (MOE, {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
@@ -182,9 +192,7 @@ def test_each_expert_is_computed_once_for_all_tokens_of_a_step(tmp_path: Path):
     assert len(sizes) <= 5 and sum(sizes) == 2 * len(PROMPT)
 
 
-@pytest.mark.parametrize(
-    "architecture", [LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GEMMA4, GPT_OSS]
-)
+@pytest.mark.parametrize("architecture", NAMES)
 def test_bfloat16_errs_no_more_than_that_of_transformers(architecture: str, tmp_path: Path):
     folder = make_tiny_model(tmp_path / "tiny", architecture, head_dim=None, dtype=torch.bfloat16)
     assert_errs_no_more_than_transformers(folder, architecture, PROMPT)

@@ -22,6 +22,7 @@ from headrace_common.checkpoints.gguf_names import (
     GATES,
     GEMMA4,
     HYBRIDS,
+    INTERLEAVED,
     NORMED_TWICE,
     WHOLE_GEMMA4,
     is_beyond,
@@ -94,6 +95,8 @@ def make_tiny_file(
     elif architecture.startswith("Gemma"):
         shape |= {"sliding_window": 16, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
         shape |= {"num_hidden_layers": 7, "pad_token_id": 0}
+    elif architecture == "SmolLM3ForCausalLM":
+        shape |= {"num_hidden_layers": 5}
     shape |= {"initializer_range": 0.05, **config}
     model = make_tiny_model(folder / "model", architecture, **shape)
     fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END} | fields
@@ -144,7 +147,8 @@ def to_gguf(
             shift = 1 if architecture in NORMED_TWICE and key.endswith("norm.weight") else 0
             raw = encoded((tensor.float() + shift).numpy(), stored, key)
             weights[key] = decoded(raw, stored, tensor.shape) - shift
-        if name == "llama" and (number := heads.get(key.split(".")[-2])):
+        is_interleaved = name == "llama" or architecture in INTERLEAVED
+        if is_interleaved and (number := heads.get(key.split(".")[-2])):
             raw = raw.reshape(number, 2, -1, *raw.shape[1:]).swapaxes(1, 2).reshape(raw.shape)
         stacks.setdefault(gguf_name(key, architecture), []).append((key, raw, stored))
     for name, parts in stacks.items():

@@ -94,6 +94,8 @@ _MORE = {
     "Qwen3_5MoeForCausalLM": _HYBRID | _EXPERTS | _SHARED,
     "Qwen3_5MoeForConditionalGeneration": _HYBRID | _EXPERTS | _SHARED,
     "Qwen3NextForCausalLM": _HYBRID | _EXPERTS | _SHARED,
+    # The fourth layer does not rotate.
+    "SmolLM3ForCausalLM": {"num_hidden_layers": 5, "pad_token_id": 0},
 }
 _EYES = {
     "depth": 1,

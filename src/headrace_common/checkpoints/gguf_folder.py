@@ -47,6 +47,7 @@ FAMILIES = {
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 _ROUTED = ("gemma4", "gpt-oss", "qwen3moe", "qwen35moe", "qwen3next")
 _HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")

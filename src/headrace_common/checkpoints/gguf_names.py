@@ -52,6 +52,8 @@ OF_GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
 }
+INTERLEAVED = ("LlamaForCausalLM", "SmolLM3ForCausalLM")
+"""In GGUF files of these models, the two halves of each rotated head are interleaved."""
 GPT_OSS = "GptOssForCausalLM"
 GEMMA4 = "Gemma4ForCausalLM"
 OF_GEMMA4 = {

@@ -41,6 +41,7 @@ _SPLITS = {
 _SAME = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
+    "smaug-bpe": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
     "megrez": "qwen2",
 }

@@ -21,6 +21,7 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": "headrace_engine.models.qwen3_5_moe:Qwen35Moe",
     "Qwen3_5MoeForConditionalGeneration": "headrace_engine.models.qwen3_5_moe:Qwen35Moe",
     "Qwen3NextForCausalLM": "headrace_engine.models.qwen3_next:Qwen3Next",
+    "SmolLM3ForCausalLM": "headrace_engine.models.smollm3:SmolLM3",
 }
 
 

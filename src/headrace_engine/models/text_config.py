@@ -59,6 +59,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_qkv_bias: bool
     has_out_bias: bool
     has_mlp_bias: bool
+    # For each layer, whether it rotates queries and keys; None means that all layers do.
+    rotated: tuple[bool, ...] | None = None
 
     @property
     def num_layers(self) -> int:

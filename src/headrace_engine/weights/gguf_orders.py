@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace_common.checkpoints.gguf_names import HYBRIDS, NORMED_TWICE
+from headrace_common.checkpoints.gguf_names import HYBRIDS, INTERLEAVED, NORMED_TWICE
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_engine.weights.gguf_groups import Array
 
@@ -21,7 +21,7 @@ class FileOrders:
         self._is_hybrid = spec.architecture in HYBRIDS
         # For Llama's rotation, llama.cpp interleaves the rows of the two halves of each head.
         self._interleaved = {"q_proj": heads, "k_proj": config.get("num_key_value_heads", heads)}
-        if spec.architecture != "LlamaForCausalLM":
+        if spec.architecture not in INTERLEAVED:
             self._interleaved = {}
         # Some norms compute with 1 plus the stored weight. llama.cpp stores the sum instead.
         self._norm_shift = 1 if self._is_hybrid or spec.architecture in NORMED_TWICE else 0
