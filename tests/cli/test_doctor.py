@@ -19,6 +19,7 @@ from headrace_common.config.sources import load
 from headrace_common.layout import MemoryLayout
 from tests.kernels.own_kernels import HAS_OWN, needs_own_kernels
 from tools.harness.gguf_files import to_gguf
+from tools.harness.gguf_vision import to_gguf_pair, to_mmproj
 from tools.harness.tiny_models import (
     make_tiny_encoder,
     make_tiny_image_model,
@@ -60,6 +61,31 @@ def test_a_model_is_told_its_lane_and_what_fits(
     assert found["streams"]["detail"].startswith("2048 tokens fit: 4 streams of 512 tokens")
     told_tools = "characters; tools: generic (the template does not support tools)"
     assert found["template"]["detail"].endswith(told_tools)
+
+
+def test_the_vision_part_of_a_gguf_model_is_named_with_the_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    folder = make_tiny_image_model(tmp_path / "model", "Qwen3.5")
+    text, vision = to_gguf_pair(folder, tmp_path / "files")
+    used = examine(capsys, str(text), loads=False)[1]
+    assert used["vision"]["detail"] == (
+        f"{vision.name} (the only mmproj file beside the model): an image encoder of 3 layers"
+    )
+    assert used["lane"]["detail"].startswith("native-multimodal")
+    other = to_mmproj(folder, {}, tmp_path / "mmproj-other.gguf", "F32", {})
+    assert "vision" not in examine(capsys, str(text), loads=False, mmproj="none")[1]
+    named = examine(capsys, str(text), loads=False, mmproj=str(other))[1]
+    assert "mm.2.weight is missing" in named["model"]["detail"]
+    other.rename(vision)
+    unused = examine(capsys, str(text), loads=False)[1]["vision"]
+    assert unused["verdict"] == "warn" and "is not used: text only" in unused["detail"]
+    assert "mm.2.weight is missing" in unused["remedy"]
+    vision.with_name("mmproj-second.gguf").touch()
+    several = examine(capsys, str(text), loads=False)[1]["vision"]
+    assert several["remedy"] == f"Name one with --mmproj: mmproj-second.gguf, {vision.name}."
 
 
 def test_how_prompts_are_computed_is_told_with_the_reason(

@@ -1,5 +1,6 @@
 """A model whose vision side runs beside our own text side, over real HTTP."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.e2e.test_image_chats import chat, picture, post, said, text_despite_a_kill, url
 from tests.e2e.test_open_responses import ask, message
+from tools.harness.gguf_vision import to_gguf_pair
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.tiny_models import make_tiny_image_model
 
@@ -55,6 +57,23 @@ def test_its_text_side_alone_takes_no_images(folder):
         said(post(running, chat(text="Hello")))
         refused = post(running, chat(url(picture(1)))).json()["error"]
         assert refused["code"] == "unsupported_content"
+
+
+@pytest.mark.slow
+def test_a_pair_of_gguf_files_answers_like_the_folder(folder, tmp_path):
+    text, vision = to_gguf_pair(
+        Path(shutil.copytree(folder, tmp_path / "model")), tmp_path / "gguf"
+    )
+    away = vision.rename(tmp_path / "vision.gguf")
+    body = chat(url(picture(1)), url(picture(2)), max_tokens=40, temperature=0)
+    flags = ("--threads", "1", "--quantize", "none", "--dtype", "float32")
+    answers = []
+    for model, own in ((str(folder), ()), (str(text), ("--mmproj", str(away)))):
+        with running_server(model, *flags, *own) as running:
+            answers.append(said(post(running, body)))
+    assert answers[0] == answers[1]
+    with running_server(str(text), *flags) as running:
+        assert post(running, body).json()["error"]["code"] == "unsupported_content"
 
 
 def test_a_case_of_open_responses_has_an_image(server):

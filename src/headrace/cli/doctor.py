@@ -21,6 +21,7 @@ from headrace.cli.doctor_files import (
     several,
     stored_formats,
     streams_that_fit,
+    vision_part,
 )
 from headrace.cli.doctor_loss import loss
 from headrace.cli.doctor_machine import Finding, Verdict, machine
@@ -217,13 +218,15 @@ def _model(config: ModelConfig, text: Path | None, loads: bool) -> Iterator[Find
         yield Finding("model", "ok" if is_one else "fail", advice(found, config.model))
         return
     try:
-        folder = find_here(config.model, config.revision)
+        folder = find_here(config.model, config.revision, config.mmproj)
         if folder is None and can_be_fetched(config.model):
             remedy = "It will be downloaded when it is first served."
             yield Finding("model", "warn", f"{config.model} has not been downloaded", remedy)
             return
-        folder = folder or find_model(config.model)
+        folder = folder or find_model(config.model, mmproj=config.mmproj)
         yield _files(folder)
+        if (vision := vision_part(read_spec(folder), config)) is not None:
+            yield vision
         yield _tokenizer(folder)
         yield from _loaded(folder, config) if loads else _planned(folder, config)
         if text is not None:

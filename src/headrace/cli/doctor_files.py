@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headrace.cli.doctor_machine import Finding
 from headrace_common.cache import bytes_per_position
-from headrace_common.checkpoints.find import find_model
-from headrace_common.checkpoints.gguf_folder import labels
+from headrace_common.checkpoints.find import find_model, place_of
+from headrace_common.checkpoints.gguf_folder import labels, model_files
 from headrace_common.checkpoints.gguf_header import is_later_part
+from headrace_common.checkpoints.gguf_vision import mmproj_files
 from headrace_common.checkpoints.headers import TensorHeader
 from headrace_common.checkpoints.spec import ModelSpec, read_spec
 from headrace_common.config.settings import ModelConfig
@@ -31,7 +33,7 @@ def several(model: str) -> list[Path]:
     folder = Path(model).expanduser()
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return []
-    files = [path for path in sorted(folder.glob("*.gguf")) if not is_later_part(path)]
+    files = [path for path in model_files(folder) if not is_later_part(path)]
     return files if len(files) > 1 else []
 
 
@@ -41,7 +43,7 @@ def choices(files: list[Path], config: ModelConfig) -> Iterator[GgufChoice]:
     for file in files:
         name = names[file.name]
         try:
-            yield _choice(name, read_spec(find_model(str(file))), config)
+            yield _choice(name, read_spec(find_model(str(file), mmproj=config.mmproj)), config)
         except ModelError as error:
             yield GgufChoice(name, str(error))
 
@@ -85,6 +87,30 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
         f"{num} streams of {longest} tokens"
     )
     return GgufChoice(name, detail, needed.held, needed.peak <= free)
+
+
+def vision_part(spec: ModelSpec, config: ModelConfig) -> Finding | None:
+    """Say which vision part of a GGUF model is used, and why; None if there is none."""
+    if not spec.is_gguf:
+        return None
+    how = "set by --mmproj"
+    if config.mmproj == "auto":
+        how = "the only mmproj file beside the model"
+    name, reason = spec.config.get("mmproj"), spec.config.get("mmproj_unused")
+    if reason is not None:
+        return Finding("vision", "warn", f"{name} ({how}) is not used: text only", str(reason))
+    if name is not None:
+        layers = spec.config["vision_config"]
+        layers = layers.get("depth") or layers.get("num_hidden_layers")
+        return Finding("vision", "ok", f"{name} ({how}): an image encoder of {layers} layers")
+    place = place_of(config.model)
+    beside = mmproj_files(place.parent if place.suffix == ".gguf" else place) if place else []
+    if config.mmproj == "auto" and len(beside) > 1:
+        names = ", ".join(path.name for path in beside)
+        remedy = f"Name one with --mmproj: {names}."
+        detail = f"{len(beside)} mmproj files are beside the model: text only"
+        return Finding("vision", "warn", detail, remedy)
+    return None
 
 
 def streams_that_fit(

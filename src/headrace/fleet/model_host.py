@@ -135,8 +135,9 @@ class ModelHost:
         """Whether the model accepts images. The value is a guess until the model has been read."""
         if self.known is not None:
             return self.known.has_vision
-        is_text = self.config.lane.endswith("-text")
-        return not is_text and may_have_images(self.config.model, self.config.revision)
+        config = self.config
+        is_text = config.lane.endswith("-text") or config.lane == "llama-cpp"
+        return not is_text and may_have_images(config.model, config.revision, config.mmproj)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -162,7 +163,7 @@ class ModelHost:
         """Return whether both hosts render the same prompts and parse answers in the same way."""
         if other is self:
             return True
-        fields = ("model", "revision", "chat_template", "tool_format", "reasoning_format")
+        fields = ("model", "revision", "mmproj", "chat_template", "tool_format", "reasoning_format")
         return all(getattr(self.config, it) == getattr(other.config, it) for it in fields)
 
     @property

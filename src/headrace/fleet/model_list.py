@@ -31,7 +31,7 @@ _NOT_PULLED = (
     "POST /models can be deleted by a request."
 )
 _OWN = (
-    *("model", "revision", "served_model_name", "min_replicas"),
+    *("model", "revision", "mmproj", "served_model_name", "min_replicas"),
     *("chat_template", "tool_format", "reasoning_format", "adapter"),
 )
 Configs = tuple[ModelConfig, ...]

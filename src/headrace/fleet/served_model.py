@@ -65,7 +65,8 @@ class ServedModel(TextModel):
     @property
     def load_notes(self) -> list[str]:
         """Sentences for the operator, once the model has loaded."""
-        return [it for it in (self._short_context, self._sampling_summary) if it]
+        found = (self._short_context, self._sampling_summary, self._unused_vision)
+        return [it for it in found if it]
 
     @property
     def _short_context(self) -> str:
@@ -91,6 +92,12 @@ class ServedModel(TextModel):
         of_each = [(name, getattr(shown, name)) for name in shown.__struct_fields__]
         values = ", ".join(f"{name} {value:g}" for name, value in of_each if value is not None)
         return f"{self.names[0]} samples with {values} unless a request sets other values"
+
+    @property
+    def _unused_vision(self) -> str:
+        """A sentence if the vision part of a GGUF model cannot be used; else ""."""
+        reason = str(self.spec.config.get("mmproj_unused", "")).rstrip(".")
+        return f"{self.names[0]} reads no images: {reason}" if reason else ""
 
     @property
     def num_parameters(self) -> int | None:

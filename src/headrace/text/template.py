@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.text.sandbox import TemplateEnvironment
 from headrace.text.sandbox_sizes import Overrun
+from headrace_common.checkpoints.gguf_vision import MMPROJ
 from headrace_common.checkpoints.small_file import read_small
 from headrace_common.errors import OVERRAN, ModelError, RequestError
 from headrace_common.request import Chat
@@ -225,8 +226,8 @@ def _sources(folder: Path) -> dict[str, str]:
 
 def _file_of(folder: Path) -> str:
     """Return a description of the file that contains the template, for errors."""
-    if (of_gguf := next(folder.glob("*.gguf"), None)) is not None:
-        return of_gguf.name
+    if of_gguf := [path.name for path in folder.glob("*.gguf") if path.name != MMPROJ]:
+        return of_gguf[0]
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     return (
         f"{next((name for name in names if (folder / name).exists()), 'a file')} of {folder.name}"

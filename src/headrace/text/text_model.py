@@ -30,7 +30,9 @@ class TextModel:
         folder: Path | None = None,
     ) -> None:
         """Read the model in `folder`; without a folder, find or download the model."""
-        self.folder = folder or find_model(config.model, config.revision, on_progress)
+        self.folder = folder or find_model(
+            config.model, config.revision, on_progress, config.mmproj
+        )
         self.root = root_of(config)
         # The server itself uses the first name.
         self.names = names_of(config)
@@ -66,7 +68,7 @@ class TextModel:
         only.
         """
         sees = "vision_config" in self.spec.config and self.spec.has_processor
-        return sees and not self._lane.endswith("-text")
+        return sees and not self._lane.endswith("-text") and self._lane != "llama-cpp"
 
     @property
     def has_native_vision(self) -> bool:

@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 from headrace_common.checkpoints.catalog import catalog, hub_id_of
-from headrace_common.checkpoints.gguf_folder import choose_file, gguf_folder
+from headrace_common.checkpoints.gguf_folder import choose_file, gguf_folder, model_files
+from headrace_common.checkpoints.gguf_vision import find_mmproj
 from headrace_common.checkpoints.hub import OnProgress, cached, download
 from headrace_common.checkpoints.package_index import PACKAGED, fetch, packaged_file
 from headrace_common.checkpoints.sentence_transformers import transformer_folder
@@ -25,23 +26,28 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 
 @unreadable_refused()
 def find_model(
-    model: str, revision: str | None = None, on_progress: OnProgress | None = None
+    model: str,
+    revision: str | None = None,
+    on_progress: OnProgress | None = None,
+    mmproj: str = "auto",
 ) -> Path:
     """Return the folder of a model. Downloads the model if it is not on this machine.
 
-    `model` is the name of the built-in model, a path, a hub id or a name in the catalog.
+    `model` is the name of the built-in model, a path, a hub id or a name in the catalog. `mmproj`
+    is the setting of this name.
     """
-    if (folder := _own_folder(model)) is not None:
+    if (folder := _own_folder(model, mmproj)) is not None:
         if not os.path.isfile(folder / "config.json"):
             refuse_others(folder, repr(model))
             message = f"{model!r} has no config.json; give the folder of a model."
             raise ModelError(message, "model_corrupt")
         return folder
     if model in PACKAGED:
-        return gguf_folder(fetch(model, on_progress))
+        return gguf_folder(fetch(model, on_progress), mmproj)
     if is_hub_id(model):
         repo, quantization = _parts(model)
-        return _in(download(repo, revision, quantization, on_progress), quantization, repo)
+        found = download(repo, revision, quantization, on_progress)
+        return _in(found, quantization, repo, mmproj)
     raise ModelError(
         f"No model folder {model!r} was found{nearest(model, (MINI, *catalog()))} Give the path of "
         f"a folder with config.json and safetensors files, a GGUF file, a hub id (owner/name), or "
@@ -67,20 +73,20 @@ def fetch_model(
     return folder if quantization is None else f"{folder}:{quantization}"
 
 
-def find_here(model: str, revision: str | None = None) -> Path | None:
+def find_here(model: str, revision: str | None = None, mmproj: str = "auto") -> Path | None:
     """Find a model's folder without the network.
 
     Returns None if the model is not on this machine.
     """
-    folder = _own_folder(model)
+    folder = _own_folder(model, mmproj)
     if folder is None and model in PACKAGED:
         file = packaged_file(model)
-        return file and gguf_folder(file)
+        return file and gguf_folder(file, mmproj)
     if folder is not None or not is_hub_id(model):
         return folder
     repo, quantization = _parts(model)
     found = cached(repo, revision, quantization)
-    return found and _in(found, quantization, repo)
+    return found and _in(found, quantization, repo, mmproj)
 
 
 def place_of(model: str) -> Path | None:
@@ -104,8 +110,8 @@ def place_of(model: str) -> Path | None:
     return None if can_be_fetched(model) else Path(os.path.abspath(path))
 
 
-def may_have_images(model: str, revision: str | None = None) -> bool:
-    """Whether the model has an image processor, or is not downloaded yet.
+def may_have_images(model: str, revision: str | None = None, mmproj: str = "auto") -> bool:
+    """Whether the model has an image processor or a vision part, or is not downloaded yet.
 
     This function only checks which files exist, so the gateway's event loop may call it.
     """
@@ -115,7 +121,13 @@ def may_have_images(model: str, revision: str | None = None) -> bool:
         folder = cached(repo, revision, quantization)
         if folder is None:
             return True
-    return folder is not None and has_processor(folder)
+    if folder is None or has_processor(folder):
+        return folder is not None
+    is_file = folder.suffix == ".gguf"
+    if not is_file and not (os.path.isdir(folder) and model_files(folder)):
+        return False
+    file = folder if is_file else folder / "model.gguf"
+    return mmproj not in ("auto", "none") or find_mmproj(file, mmproj) is not None
 
 
 def is_hub_id(model: str) -> bool:
@@ -141,33 +153,39 @@ def _parts(model: str) -> tuple[str, str | None]:
     return found[1], found[2]
 
 
-def _own_folder(model: str) -> Path | None:
+def _own_folder(model: str, mmproj: str) -> Path | None:
     if model == MINI:
         return Path(__file__).parent / "mini"
     path = Path(os.path.expanduser(model))
     if os.path.isfile(path):
         if path.suffix == ".gguf":
-            return gguf_folder(path.resolve())
+            # The vision part stands next to a link, not next to the link's target.
+            return gguf_folder(Path(os.path.abspath(path)), mmproj)
         raise ModelError(
             f"{model!r} is a file, but only GGUF files can be served without a folder; "
             "give the folder with config.json and safetensors files.",
             "model_not_found",
         )
     if os.path.isdir(path):
-        return _in(path.resolve(), None, model)
+        return _in(path.resolve(), None, model, mmproj)
     before, colon, quantization = model.rpartition(":")
     folder = Path(os.path.expanduser(before))
-    return _in(folder.resolve(), quantization, before) if colon and os.path.isdir(folder) else None
+    if not colon or not os.path.isdir(folder):
+        return None
+    return _in(folder.resolve(), quantization, before, mmproj)
 
 
-def _in(folder: Path, quantization: str | None, given: str) -> Path:
+def _in(folder: Path, quantization: str | None, given: str, mmproj: str) -> Path:
     """Return the folder with the weights.
 
     The result is `folder` itself, a subfolder, or a folder that is made for a GGUF file.
     """
-    if quantization is None and any(folder.glob("*.safetensors")):
-        return folder
-    has_files = quantization is not None or any(folder.glob("*.gguf"))
-    if has_files:
-        return gguf_folder(choose_file(folder, quantization, given))
-    return transformer_folder(folder) or folder
+    has_tensors = quantization is None and any(folder.glob("*.safetensors"))
+    if not has_tensors and (quantization is not None or model_files(folder)):
+        return gguf_folder(choose_file(folder, quantization, given), mmproj)
+    if mmproj not in ("auto", "none"):
+        raise ModelError(
+            f"--mmproj is for GGUF files, but {given!r} has none; the vision part of other models "
+            "is in their own folder. Omit --mmproj."
+        )
+    return folder if has_tensors else transformer_folder(folder) or folder

@@ -4,7 +4,6 @@ So all later code reads one kind of checkpoint. The folders are stored in the us
 folder is made again when the GGUF file or this conversion has changed.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -13,7 +12,7 @@ import re
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,20 @@ from headrace_common.checkpoints.gguf_header import (
     OTHER_TYPES,
     GgufHeader,
     GgufTensor,
+    fields_checked,
     is_later_part,
     parts,
     read_gguf,
 )
 from headrace_common.checkpoints.gguf_tokenizer import build_tokenizer
+from headrace_common.checkpoints.gguf_vision import (
+    MMPROJ,
+    VisionParts,
+    add_vision,
+    find_mmproj,
+    is_mmproj,
+    refuse_mmproj,
+)
 from headrace_common.checkpoints.spec import Defaults
 from headrace_common.errors import ModelError
 from headrace_common.system.file_systems import cache_folder
@@ -123,6 +131,7 @@ _LLAMA3: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 """The parameters of all models with Llama 3's RoPE scaling. GGUF files have only the divisors."""
+_MODULES = ("gguf_folder.py", "gguf_gemma4.py", "gguf_tokenizer.py", "gguf_vision.py")
 # The number of file names in a message, and the number of characters of each name.
 _SHOWN, _SHOWN_CHARS = 8, 80
 _QUANTIZATION = re.compile(r"(?:^|[-_.])((?:IQ|TQ|Q)\d\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
@@ -134,11 +143,16 @@ def choose_file(folder: Path, wanted: str | None, given: str | None = None) -> P
     If `wanted` is None, `folder` must contain a single model. `given` is the name by which the user
     requested the model. Raises ModelError with a list of the files.
     """
-    files = [path.name for path in sorted(folder.glob("*.gguf")) if not is_later_part(path)]
+    files = [path.name for path in model_files(folder) if not is_later_part(path)]
     chosen = files if wanted is None else matching(files, wanted)
     if len(chosen) == 1:
         return folder / chosen[0]
     raise ModelError(which_file(given or folder.name, files), "model_not_found")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Return the GGUF files of a folder in order, without vision parts (mmproj files)."""
+    return [path for path in sorted(folder.glob("*.gguf")) if not is_mmproj(path.name)]
 
 
 def which_file(given: str, files: Iterable[str]) -> str:
@@ -196,34 +210,38 @@ def quantization_of(name: str) -> str | None:
 def conversion() -> bytes:
     """Return a hash of the code that makes the folders; another hash makes all folders again."""
     digest = hashlib.sha256(__version__.encode())
-    for module in ("gguf_folder.py", "gguf_gemma4.py", "gguf_tokenizer.py"):
+    for module in _MODULES:
         digest.update(Path(__file__).with_name(module).read_bytes())
     return digest.digest()
 
 
-def gguf_folder(path: Path) -> Path:
+def gguf_folder(path: Path, mmproj: str = "none") -> Path:
     """Return the model folder of a GGUF file, and make the folder if needed.
 
-    Raises ModelError for an unusable file.
+    `mmproj` is the setting of this name, which says where the vision part is. Raises ModelError for
+    an unusable file.
     """
     files = parts(path)
+    vision = find_mmproj(path, mmproj)
     digest = hashlib.sha256(conversion())
-    for file in files:
+    for file in (*files, vision) if vision else files:
         facts = file.stat()
         digest.update(f"{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
     # A later part of a model stands for the whole model.
     folder = _cache() / digest.hexdigest()[:12] / stem_of(path.name)
     if not folder.is_dir():
-        _make(folder, files)
+        _make(folder, files, vision, mmproj != "auto")
     return folder
 
 
-def _make(folder: Path, files: list[Path]) -> None:
+def _make(folder: Path, files: list[Path], vision: Path | None, is_named: bool) -> None:
     """Make the folder under a temporary name, then rename the folder.
 
-    Another server may make the same folder at the same time.
+    Another server may make the same folder at the same time. `is_named` says whether the user named
+    the vision part.
     """
     header = read_gguf(files[0])
+    refuse_mmproj(header, files[0])
     for file in files[1:]:
         header.tensors.update(read_gguf(file).tensors)
     tokenizer = build_tokenizer(header)
@@ -234,12 +252,19 @@ def _make(folder: Path, files: list[Path]) -> None:
         for file in files:
             (own / file.name).symlink_to(file.resolve())
         tokenizer.save(str(own / "tokenizer.json"))
-        with _fields_checked():
+        with fields_checked():
             facts = {"gguf_family": header.architecture, "gguf_type": _main_type(header, folder)}
-            _write(own / "config.json", _config(header, own) | facts)
+            made = VisionParts(_config(header, own), {})
+            if vision is not None:
+                (own / MMPROJ).symlink_to(vision.resolve())
+                made = add_vision(made.config, header, vision, is_named)
+            for name, content in made.files.items():
+                _write(own / name, content)
+            _write(own / "config.json", made.config | facts)
             ends = {"eos_token_id": _end_tokens(header)}
             _write(own / "generation_config.json", ends | _sampling(header))
-            _write(own / "tokenizer_config.json", _tokenizer_config(header))
+            kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if made.files else {}
+            _write(own / "tokenizer_config.json", _tokenizer_config(header) | kind)
         try:
             own.rename(folder)
         except OSError:
@@ -257,17 +282,6 @@ def _main_type(header: GgufHeader, folder: Path) -> str:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content))
-
-
-@contextlib.contextmanager
-def _fields_checked() -> Iterator[None]:
-    """Raise ModelError if a field of the file has a wrong type or an unsuitable value."""
-    try:
-        yield
-    except (TypeError, ValueError, ArithmeticError, LookupError, struct.error) as error:
-        raise ModelError(
-            "The fields of the GGUF file do not fit together; download it again.", "model_corrupt"
-        ) from error
 
 
 def _config(header: GgufHeader, folder: Path) -> dict[str, Any]:

@@ -4,10 +4,12 @@ The layout is defined by ggml's docs/gguf.md, versions 2 and 3, little endian. E
 length is checked against the remaining bytes before anything is read or allocated.
 """
 
+import contextlib
 import mmap
 import re
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,17 @@ def parts(path: Path) -> list[Path]:
 def is_later_part(path: Path) -> bool:
     found = _PART.fullmatch(path.name)
     return bool(found) and int(found[2]) != 1  # type: ignore[index]
+
+
+@contextlib.contextmanager
+def fields_checked() -> Iterator[None]:
+    """Raise ModelError if a field of the file has a wrong type or an unsuitable value."""
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, LookupError, struct.error) as error:
+        raise ModelError(
+            "The fields of the GGUF file do not fit together; download it again.", "model_corrupt"
+        ) from error
 
 
 class _DamageError(Exception):

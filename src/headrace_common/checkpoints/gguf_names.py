@@ -47,7 +47,10 @@ OF_HYBRIDS = {
 }
 GATES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 """Names within a layer. The translation replaces the whole name, including the suffix."""
-HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
+HYBRIDS = (
+    *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+)
 OF_GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
@@ -85,11 +88,28 @@ EXPERTS = {
     "ffn_gate_up_exps": "gate_up_proj",
 }
 """Names of stacks. A stack joins the same tensor of all experts in a layer."""
+OF_VISION = {
+    "v.patch_embd": "patch_embed.proj",
+    "v.position_embd": "pos_embed",
+    "v.post_ln": "merger.norm",
+    "mm.0": "merger.linear_fc1",
+    "mm.2": "merger.linear_fc2",
+    "ln1": "norm1",
+    "ln2": "norm2",
+    "attn_qkv": "attn.qkv",
+    "attn_out": "attn.proj",
+    "ffn_up": "mlp.linear_fc1",
+    "ffn_down": "mlp.linear_fc2",
+}
+"""Names in the vision part of Qwen3.5: whole names, and names within a layer."""
+SECOND_FRAME = ".1"
+"""Suffix of the second half of the patch embedding, whose kernel covers two frames of a video."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GATES = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_dt\.bias)")
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OTHER = re.compile(r"(\w+)\.(weight|bias)")
+_VISION = re.compile(r"(v\.blk\.(\d+)\.(\w+)|(?:v|mm)\.\w+)(\.(?:weight|bias)(?:\.1)?)")
 
 
 def names_of(architecture: str) -> dict[str, str]:
@@ -123,6 +143,18 @@ def original_name(name: str, architecture: str) -> str:
     if (found := _OTHER.fullmatch(name)) and found[1] in names:
         return f"{names[found[1]]}.{found[2]}"
     return name
+
+
+def vision_name(name: str) -> str:
+    """Return a vision tensor's name in transformers, below the module of the vision encoder.
+
+    Unknown names are returned unchanged.
+    """
+    found = _VISION.fullmatch(name)
+    ours = found and OF_VISION.get(found[3] or found[1])
+    if not found or not ours:
+        return name
+    return f"blocks.{found[2]}.{ours}{found[4]}" if found[2] else f"{ours}{found[4]}"
 
 
 def is_beyond(name: str, config: Mapping[str, Any]) -> bool:

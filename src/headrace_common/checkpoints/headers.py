@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace_common.checkpoints.gguf_header import read_gguf
-from headrace_common.checkpoints.gguf_names import is_beyond, original_name
+from headrace_common.checkpoints.gguf_names import is_beyond, original_name, vision_name
+from headrace_common.checkpoints.gguf_vision import MMPROJ
 from headrace_common.checkpoints.small_file import open_regular, unreadable_refused
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.checkpoints.stacked_tensors import Rows, parts
@@ -161,10 +162,13 @@ def _of_gguf(path: Path, spec: ModelSpec) -> dict[str, TensorHeader]:
     rope_freqs is left out, because the config contains its values. MTP layers are left out, too.
     """
     headers: dict[str, TensorHeader] = {}
+    is_vision = path.name == MMPROJ
     for name, tensor in read_gguf(path).tensors.items():
-        if name == "rope_freqs.weight" or is_beyond(name, spec.config):
+        if name == "rope_freqs.weight" or is_beyond(name, spec.text_config):
             continue
         original, shape = original_name(name, spec.architecture), tensor.shape
+        if is_vision:
+            original = VISION + vision_name(name)
         if original.endswith("conv1d.weight"):
             shape = shape[0], 1, *shape[1:]
         elif original.endswith("shared_expert_gate.weight"):

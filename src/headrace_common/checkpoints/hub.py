@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.checkpoints.gguf_folder import matching, stem_of, which_file
+from headrace_common.checkpoints.gguf_vision import is_mmproj
 from headrace_common.checkpoints.hub_files import fetch_file, hub_file, is_commit, no_bar
 from headrace_common.errors import ModelError
 
@@ -180,7 +181,7 @@ def _is_plain(file: Any) -> bool:
 def _wanted(repo: str, names: Collection[str], quantization: str | None) -> list[str]:
     """Return the files to download. Raises ModelError if the weights have an unsafe format."""
     own = [name for name in names if "/" not in name]
-    files = [name for name in own if name.endswith(".gguf")]
+    files = [name for name in own if name.endswith(".gguf") and not is_mmproj(name)]
     if quantization is not None or (files and not any(n.endswith(".safetensors") for n in own)):
         return _wanted_gguf(repo, files, quantization)
     weights = [name for name in own if name.endswith(".safetensors")]

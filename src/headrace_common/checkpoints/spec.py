@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from headrace_common.checkpoints.gguf_vision import MMPROJ
 from headrace_common.checkpoints.small_file import read_small
 from headrace_common.errors import ModelError
 
@@ -105,6 +106,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return self.folder.name
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """The settings of the text side; for most models, these are all settings."""
+        return self.config.get("text_config") or self.config
+
+    @property
     def is_gguf(self) -> bool:
         return any(name.endswith(".gguf") for name in self.weight_files)
 
@@ -163,7 +169,7 @@ def read_spec(folder: Path) -> ModelSpec:
         or config.get("torch_dtype")
         or text.get("dtype")
         or ("bfloat16" if is_mxfp4(config) else "float32"),
-        weight_files=_weight_files(folder),
+        weight_files=_weight_files(folder, config),
         config=config,
     )
 
@@ -371,10 +377,10 @@ def is_mxfp4(config: dict[str, Any]) -> bool:
     return bool((config.get("quantization_config") or {}).get("quant_method") == "mxfp4")
 
 
-def _weight_files(folder: Path) -> tuple[str, ...]:
+def _weight_files(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of the safetensors or GGUF files, in order.
 
-    Raises ModelError if a file is missing.
+    The vision part of a GGUF model comes last. Raises ModelError if a file is missing.
     """
     if (folder / "model.safetensors.index.json").is_file():
         index = _read_json(folder, "model.safetensors.index.json")
@@ -391,8 +397,9 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
         return names
     if (folder / "model.safetensors").is_file():
         return ("model.safetensors",)
-    if files := sorted(path.name for path in folder.glob("*.gguf")):
-        return tuple(files)
+    if files := sorted({path.name for path in folder.glob("*.gguf")} - {MMPROJ}):
+        vision = (MMPROJ,) if "vision_config" in config and (folder / MMPROJ).is_file() else ()
+        return (*files, *vision)
     for pickled in _pickled(folder):
         raise ModelError(
             f"{folder.name} has pickled weights only ({pickled}), which are never read; "

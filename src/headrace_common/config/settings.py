@@ -135,6 +135,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(title="REVISION", description="Branch, tag or commit of a model on the hub"),
     ] = None
+    mmproj: Annotated[
+        str,
+        Meta(
+            title="FILE|auto|none",
+            description="GGUF file with the vision part of a GGUF model. auto: the only "
+            "mmproj*.gguf in the folder of the model's file; none: text only",
+        ),
+    ] = "auto"
     served_model_name: Annotated[
         tuple[str, ...], Meta(title="NAME", description="Names by which clients request the model")
     ] = ()

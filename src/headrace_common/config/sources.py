@@ -54,7 +54,7 @@ _UNITS = {
 }
 """Ends of settings' names, with the names of such values in help texts."""
 SECRET_SETTINGS = ("api_key", "admin_key")
-_OF_ONE_MODEL = ("model", "revision", "served_model_name", "adapter")
+_OF_ONE_MODEL = ("model", "revision", "mmproj", "served_model_name", "adapter")
 
 
 class Setting(NamedTuple):
@@ -423,7 +423,9 @@ def folder_models(folder: Path, given_as: str, warn: Warn = _say_nothing) -> lis
     found: dict[str, Path] = {}
     for name in sorted(os.listdir(root)):
         path = root / name
-        is_file = name.endswith(".gguf") and os.path.isfile(path)
+        # A file whose name starts with mmproj is the vision part of another file.
+        is_model = name.endswith(".gguf") and not name.lower().startswith("mmproj")
+        is_file = is_model and os.path.isfile(path)
         if not is_file and not any(os.path.isfile(path / sign) for sign in _MODEL_SIGNS):
             continue
         if not _is_text(name):

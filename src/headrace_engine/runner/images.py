@@ -38,6 +38,7 @@ MAX_PIXELS = 40_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _NO_PIXELS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_crops")
 _GRID_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_FOR_VIDEOS = ("video_preprocessor_config.json", "processor_config.json")
 # If a processor returns this tensor, attention within an image is bidirectional.
 _BIDIRECTIONAL = "token_type_ids"
 
@@ -113,7 +114,11 @@ class _GridProcessor:
 
 def _load_processor(folder: Path, config: Any) -> Any:
     is_grid = config.model_type in _GRID_TYPES
-    if is_grid and importlib.util.find_spec("torchvision") is None:
+    # The full processor also needs a configuration for videos, which GGUF files do not have.
+    has_videos = importlib.util.find_spec("torchvision") is not None and any(
+        (folder / name).is_file() for name in _FOR_VIDEOS
+    )
+    if is_grid and not has_videos:
         return _GridProcessor(folder, config)
     return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 

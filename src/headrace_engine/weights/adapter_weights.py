@@ -23,7 +23,7 @@ class AdapterTensors:
     def __init__(self, files: AdapterFiles, spec: ModelSpec) -> None:
         self._factors, self._name = files.factors, files.path.parent.name
         self._stack = ExitStack()
-        if files.is_gguf and "num_attention_heads" not in spec.config:
+        if files.is_gguf and "num_attention_heads" not in spec.text_config:
             raise ModelError(
                 f"GGUF adapters of {spec.architecture} are not supported; use the PEFT folder."
             )

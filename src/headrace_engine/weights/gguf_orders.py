@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from headrace_common.checkpoints.gguf_names import HYBRIDS, INTERLEAVED, NORMED_TWICE
+from headrace_common.checkpoints.headers import VISION
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_engine.weights.gguf_groups import Array
 
@@ -17,7 +18,7 @@ class FileOrders:
     """Maps rows and columns of the original checkpoint to the rows and columns in a GGUF file."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        config, heads = spec.config, spec.config["num_attention_heads"]
+        config, heads = spec.text_config, spec.text_config["num_attention_heads"]
         self._is_hybrid = spec.architecture in HYBRIDS
         # For Llama's rotation, llama.cpp interleaves the rows of the two halves of each head.
         self._interleaved = {"q_proj": heads, "k_proj": config.get("num_key_value_heads", heads)}
@@ -35,6 +36,8 @@ class FileOrders:
 
     def restore(self, name: str, row: Array) -> Array:
         """Return the values that a vector of the file has in the original checkpoint."""
+        if name.startswith(VISION):
+            return row
         if self._is_hybrid and name.endswith(".A_log"):
             return np.log(-row)
         if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):

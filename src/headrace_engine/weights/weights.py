@@ -166,9 +166,12 @@ def text_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
 class Checkpoint:
     """The open weight files of a model, and the location of each tensor in them."""
 
-    def __init__(self, spec: ModelSpec, files: ExitStack) -> None:
+    def __init__(
+        self, spec: ModelSpec, files: ExitStack, headers: dict[str, TensorHeader] | None = None
+    ) -> None:
+        """Open the files. Without `headers`, the tensors are those of the text side."""
         self._spec = spec
-        self.headers = text_headers(spec)
+        self.headers = text_headers(spec) if headers is None else headers
         self._files: dict[str, Any] = {
             name: files.enter_context(self._open(name)) for name in spec.weight_files
         }

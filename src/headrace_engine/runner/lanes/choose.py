@@ -16,7 +16,7 @@ LANES = {
     "generic-seq2seq-source": "headrace_engine.runner.lanes.seq2seq:Seq2SeqSource",
     "llama-cpp": "headrace_engine.runner.lanes.llama_cpp:LlamaCpp",
 }
-_GGUF_LANES = ("native-text", "llama-cpp")
+_GGUF_LANES = ("native-text", "native-multimodal", "llama-cpp")
 _ENCODER = "headrace_engine.runner.lanes.encoder:GenericEncoder"
 """The implementation of lane generic-text for encoders, which generate no tokens."""
 
@@ -42,16 +42,17 @@ def choose_lane(spec: ModelSpec, wanted: str) -> Any:
 def _gguf_objection(spec: ModelSpec, lane: str) -> str | None:
     if not spec.is_gguf or lane in _GGUF_LANES:
         return None
+    *first, last = _GGUF_LANES
     return (
-        f"only {' and '.join(_GGUF_LANES)} run GGUF files. Omit --lane, or give a folder with the "
-        "model's safetensors files."
+        f"only {', '.join(first)} and {last} run GGUF files. Omit --lane, or give a folder with "
+        "the model's safetensors files."
     )
 
 
 def _lanes_to_report(spec: ModelSpec) -> tuple[str, ...]:
     """Return the lanes whose objections an error message should list."""
     if spec.is_gguf:
-        return _GGUF_LANES
+        return _GGUF_LANES if _has_other_modalities(spec) else (_GGUF_LANES[0], _GGUF_LANES[-1])
     multimodal = ("native-multimodal", "generic-multimodal") if _has_other_modalities(spec) else ()
     return ("native-text", "generic-text", *multimodal, "generic-seq2seq-source")
 

@@ -1,17 +1,21 @@
 """Runs the vision encoders of native models block by block, with transformers' code."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
+from headrace_common.checkpoints.gguf_names import SECOND_FRAME
 from headrace_common.checkpoints.headers import VISION, read_headers
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.errors import ModelError
 from headrace_engine.runner.lanes.foreign import capture_first_call
+from headrace_engine.weights.weights import Checkpoint
+
+_PATCHES = "patch_embed.proj.weight"
 
 
 @dataclass(slots=True)
@@ -59,25 +63,32 @@ class VisionTower:
 
 def _load(tower: nn.Module, spec: ModelSpec, dtype: torch.dtype) -> None:
     """Load every parameter; ModelError if a tensor is missing, unknown or of the wrong shape."""
-    headers = {
-        name.removeprefix(VISION): header
-        for name, header in read_headers(spec).items()
-        if name.startswith(VISION)
-    }
+    headers = {name: it for name, it in read_headers(spec).items() if name.startswith(VISION)}
     parameters = dict(tower.named_parameters())
-    for name in sorted(headers.keys() ^ parameters.keys()):
-        fault = "is missing" if name in parameters else "is unknown to the model"
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    # GGUF files store the kernel of the patch embedding as two kernels, one for each frame.
+    if spec.is_gguf and len(shapes.get(_PATCHES, ())) == 5:
+        rows, colours, _, *sides = shapes[_PATCHES]
+        shapes[_PATCHES] = shapes[_PATCHES + SECOND_FRAME] = (rows, colours, *sides)
+    for name in sorted({name.removeprefix(VISION) for name in headers} ^ shapes.keys()):
+        fault = "is missing" if name in shapes else "is unknown to the model"
         raise _corrupt(spec, name, fault)
-    for file in sorted({header.file for header in headers.values()}):
-        with safe_open(spec.folder / file, framework="pt") as tensors:
-            for name, header in headers.items():
-                if header.file != file:
-                    continue
-                if header.shape != tuple(parameters[name].shape):
-                    raise _corrupt(spec, name, "has a different shape in the model")
-                values = tensors.get_tensor(VISION + name).to(dtype)
-                path, _, kind = name.rpartition(".")
-                setattr(tower.get_submodule(path), kind, nn.Parameter(values, requires_grad=False))
+    for name, shape in shapes.items():
+        if headers[VISION + name].shape != shape:
+            raise _corrupt(spec, name, "has a different shape in the model")
+    with ExitStack() as files:
+        checkpoint = Checkpoint(spec, files, headers)
+
+        def read(name: str) -> Tensor:
+            size = torch.Size(shapes[name])
+            return checkpoint.stack([VISION + name], size, dtype, torch.device("cpu"))
+
+        for name in parameters:
+            values = read(name)
+            if name + SECOND_FRAME in shapes:
+                values = torch.stack([values, read(name + SECOND_FRAME)], dim=2)
+            path, _, kind = name.rpartition(".")
+            setattr(tower.get_submodule(path), kind, nn.Parameter(values, requires_grad=False))
 
 
 def _corrupt(spec: ModelSpec, name: str, fault: str) -> ModelError:
