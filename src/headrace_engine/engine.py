@@ -68,11 +68,13 @@ class Outbox(Protocol):
 
 
 class StepWriter(Protocol):
-    """Records the current step, for the supervisor to read if this process dies."""
+    """Records the current step, for the supervisor to read if this process dies or hangs."""
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
     def clear(self) -> None: ...
+
+    def wait(self) -> None: ...
 
 
 News = AnyMessage | Compiled | AdapterReadDone | DiskNews
@@ -89,6 +91,8 @@ class NoStepRecord:
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None: ...
 
     def clear(self) -> None: ...
+
+    def wait(self) -> None: ...
 
 
 class StatusReporter:
@@ -176,13 +180,16 @@ class Engine:
                     else:
                         self.step()
         finally:
+            self._step_record.wait()
             if self._prefixes is not None:
                 self._prefixes.close()
 
     def _step_with_core_lock(self, core_lock: CoreLock) -> None:
         """Run a step while no other engine that shares the cores runs a step."""
         scheduler = self._scheduler
+        self._step_record.wait()
         with core_lock.held():
+            self._step_record.clear()
             scheduler.leave_room(core_lock.others())
             self.step()
             core_lock.note(scheduler.decode_s, scheduler.has_streams, scheduler.has_prompts)
@@ -258,13 +265,24 @@ class Engine:
             timeout = max(timeout, _IDLE_POLL_S)
         try:
             while True:
-                message = inbox.get(block=timeout != 0, timeout=timeout)
+                message = self._next(inbox, timeout)
                 if isinstance(message, Shutdown):
                     return False
                 self._dispatch(message, inbox)
                 timeout = 0
         except queue.Empty:
             return True
+
+    def _next(self, inbox: Inbox, timeout: float | None) -> News | Shutdown:
+        """Return the next message, or raise queue.Empty after `timeout` seconds."""
+        if timeout == 0:
+            return inbox.get(block=False)
+        # Waiting may take any time. An engine that takes minutes for anything else hangs.
+        self._step_record.wait()
+        try:
+            return inbox.get(timeout=timeout)
+        finally:
+            self._step_record.clear()
 
     def _dispatch(self, message: News, inbox: Inbox) -> None:
         if isinstance(message, Compiled):

@@ -77,7 +77,8 @@ class ClusterWorld(World):
     def __init__(self, folder: Path, model: ServedModel) -> None:
         super().__init__(folder, model)
         # Such an engine is killed after up to ten minutes, which other runs cover.
-        self.faults.rates.pop("engine: hangs in a step", None)
+        for kind in ("engine: hangs in a step", "engine: hangs between two steps"):
+            self.faults.rates.pop(kind, None)
         # Streams must last for long enough to be taken over.
         self.faults.rates["engine: slow step"] = choice((0.0, 0.1, 0.3))
         for kind, most in {**RATES, **BATCH_RATES}.items():

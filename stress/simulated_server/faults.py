@@ -45,6 +45,7 @@ RATES = {
     "engine: death while loading": 0.1,
     "engine: hangs in a step": 0.006,
     "engine: stops between two steps": 0.01,
+    "engine: hangs between two steps": 0.006,
     "engine: slow spawn": 0.3,
     "engine: answers no ping": 0.001,
     "engine: slow step": 0.02,

@@ -152,6 +152,7 @@ class World:
                 "engine: death in a step",
                 "engine: step error",
                 "engine: hangs in a step",
+                "engine: hangs between two steps",
                 "engine: load failed",
                 "disk: model cannot be read",
             ),

@@ -1,10 +1,13 @@
 """The engine's loop where a step or a gateway fails it."""
 
+import math
 import queue
+import time
 
 import pytest
 
 from headrace_common.messages import FinishReason, Shutdown
+from headrace_common.system.step_record import StepRecord
 from headrace_engine.engine import MAX_UNSENT, Engine, Inbox
 from tests.engine.fakes import Runner, Sent
 from tests.scheduler.builders import make_scheduler, make_submit
@@ -52,3 +55,31 @@ def test_steps_held_back_by_a_slow_gateway_are_counted_once() -> None:
     sent = Sent(0, *[MAX_UNSENT + 1] * 3)
     play(Runner(), sent, num_prompt=4)
     assert sent.statuses[-1].missed == {"gateway": 1}
+
+
+def test_only_an_engine_that_waits_for_messages_may_take_minutes() -> None:
+    record, sent = StepRecord(), Sent()
+    overdue: list[bool] = []
+
+    def look() -> None:
+        overdue.append(record.is_overdue(time.monotonic() + 121, -math.inf))
+
+    class Messages(queue.SimpleQueue):  # type: ignore[type-arg]
+        """Messages that do not arrive at once, so the engine waits for each of them."""
+
+        def get(self, block: bool = True, timeout: float | None = None) -> object:
+            if block:
+                look()
+            return super().get(block, timeout)
+
+    inbox: Inbox = Messages()
+    inbox.put(make_submit(1, 4, max_tokens=2))
+
+    def done() -> None:
+        look()
+        inbox.put(Shutdown())
+
+    sent.when_done = done
+    Engine(make_scheduler(), Runner(), sent, record).run(inbox)
+    look()
+    assert overdue == [False, True, False, False]

@@ -20,6 +20,8 @@ def test_who_reads_the_record_sees_the_step_at_work() -> None:
     writer.write(IDS, 0.5)
     assert reader.read() == IDS
     writer.clear()
+    assert reader.read() == ()
+    writer.wait()
     assert reader.read() == () and not reader.is_overdue(math.inf, -math.inf)
 
 
@@ -42,6 +44,17 @@ def test_a_step_hangs_at_ten_times_its_prediction(predicted_s: float, limit_s: f
     now = time.monotonic()
     assert not record.is_overdue(now + min(limit_s, 1e9) - 1, -math.inf)
     assert record.is_overdue(now + limit_s + 1, -math.inf) == (limit_s < math.inf)
+
+
+def test_an_engine_hangs_if_it_neither_starts_a_step_nor_waits_for_two_minutes() -> None:
+    record = StepRecord()
+    record.write(IDS, math.inf)
+    record.clear()
+    now = time.monotonic()
+    assert not record.is_overdue(now + 119, -math.inf)
+    assert record.is_overdue(now + 121, -math.inf)
+    record.wait()
+    assert not record.is_overdue(now + 121, -math.inf)
 
 
 def test_the_time_in_which_all_were_stopped_is_not_a_step_s() -> None:

@@ -1,6 +1,7 @@
-"""A record of the running step. The engine's parent can read the record after the engine's death.
+"""A record of what an engine does. The engine's parent can read it after the engine's death.
 
 The record has the sequences of the current step, the start of the step, and the expected duration.
+Between two steps, it has the time at which the last step ended.
 Both processes map the record's memory. So even a segmentation fault during a step does not lose the
 record.
 """
@@ -15,13 +16,15 @@ from headrace_common.ids import SequenceId
 from headrace_common.system.memory_file import open_memory_file
 
 _CAPACITY = 1 << 16  # sequences
-# The number of sequences. It is written last, when the rest is complete.
+# The number of sequences, or one of the two numbers below. It is written last, when the rest is
+# complete.
 _NUMBER = struct.Struct("=q")
 _TIMES = struct.Struct("=dd")  # monotonic start of the step, predicted seconds
 _IDS_AT = _NUMBER.size + _TIMES.size
 _ID = struct.Struct("=q")
+_WAITING, _BETWEEN_STEPS = 0, -1
 
-# A shorter step never counts as hanging.
+# A shorter step never counts as hanging, and neither does a shorter time between two steps.
 _SHORT_S = 120.0
 _TIMES_PREDICTED = 10.0
 _UNMEASURED_S = 600.0
@@ -53,24 +56,29 @@ class StepRecord:
         self._map[: _NUMBER.size] = _NUMBER.pack(len(packed) // _ID.size)
 
     def clear(self) -> None:
-        """Note that no step is running."""
-        self._map[: _NUMBER.size] = _NUMBER.pack(0)
+        """Note that the engine works, but that no step is running."""
+        self._map[_NUMBER.size : _IDS_AT] = _TIMES.pack(time.monotonic(), _SHORT_S / _TIMES_PREDICTED)
+        self._map[: _NUMBER.size] = _NUMBER.pack(_BETWEEN_STEPS)
+
+    def wait(self) -> None:
+        """Note that the engine waits for messages or for another engine, for as long as it takes."""
+        self._map[: _NUMBER.size] = _NUMBER.pack(_WAITING)
 
     def read(self) -> tuple[SequenceId, ...]:
         """Return the sequences of the running step, or of the step during which the writer died."""
         (number,) = _NUMBER.unpack_from(self._map)
-        packed = self._map[_IDS_AT : _IDS_AT + number * _ID.size]
+        packed = self._map[_IDS_AT : _IDS_AT + max(0, number) * _ID.size]
         return tuple(SequenceId(id) for (id,) in _ID.iter_unpack(packed))
 
     def is_overdue(self, now: float, awake_since: float) -> bool:
-        """Whether the step has run for so long that it must hang. Both times are monotonic.
+        """Whether the engine has worked for so long that it must hang. Both times are monotonic.
 
         The time before `awake_since` does not count, because the process may have been stopped.
         """
         (number,) = _NUMBER.unpack_from(self._map)
         since, predicted_s = _TIMES.unpack_from(self._map, _NUMBER.size)
         limit = max(_SHORT_S, _TIMES_PREDICTED * predicted_s) if predicted_s else _UNMEASURED_S
-        return bool(number) and bool(now - max(since, awake_since) > limit)
+        return number != _WAITING and bool(now - max(since, awake_since) > limit)
 
     def close(self) -> None:
         self._map.close()
