@@ -239,6 +239,19 @@ async def test_a_model_no_longer_wanted_leaves_after_its_streams_and_refuses_oth
         assert made.states() == {"c": "unloaded"}
 
 
+async def test_a_request_that_found_a_model_before_its_removal_is_refused(folder: Path) -> None:
+    async with running(folder) as made:
+        found = await made.use("a")
+        made.fleet.become((made.host("b"),))
+        asked = asyncio.create_task(made.fleet.enter(found))
+        await settle()
+        assert code_of(asked) == "model_not_found"
+        made.fleet.release(found)
+        await settle()
+        assert not made.fleet.roster.leaving
+        assert (await made.use("b")).engine.state == "ok"
+
+
 async def test_a_model_with_other_settings_takes_the_place_once_nobody_uses_the_old_one(
     folder: Path,
 ) -> None:

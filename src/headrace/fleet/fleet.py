@@ -153,8 +153,9 @@ class Fleet:
             await self.read(host)
         if self._refusal.done():
             raise self._refusal.result().with_traceback(None)
-        # `get` raises RequestError if the model was removed meanwhile.
-        current = self.roster.get(host.name)
+        # Raises RequestError if the model was removed meanwhile. Only a resumed stream may load a
+        # model that will be removed.
+        current = (self.hosts.exact if is_used else self.roster.get)(host.name)
         if self.enter_now(current):
             return current
         name = current.name
@@ -333,6 +334,7 @@ class Fleet:
         """Remove or replace a model that has no engine and no users left."""
         old, new = self.roster.apply_change(name)
         if new is None:
+            self._reject(self._policy.remove_tickets(name), self.hosts.unknown(name))
             self._policy.remove(name)
         else:
             self._policy.add(name, new.num_bytes)
