@@ -156,6 +156,42 @@ async def test_a_model_that_cannot_be_read_keeps_its_streams_until_it_can_be(
         assert await generation.streams.find("", NAME) in generation.streams
 
 
+async def test_a_stream_whose_engine_is_given_up_leaves_nothing_with_its_engine(
+    folder: Path,
+) -> None:
+    async with models_of(folder, "ab", durable_store()) as (generation, engines):
+        stream = await ask(generation, "a", OPTED_IN)
+        await engines["a"][0].say(EngineUp(READY))
+        await submit_to(engines["a"][0])
+        assert stream._submission.parts
+        await engines["a"][0].say(GIVEN_UP)
+        await settle()
+        host = generation.fleet.hosts.get("a")
+        assert not host.users._owners and not stream._submission.parts
+
+
+async def test_a_stream_that_is_read_when_the_server_ends_is_left_to_the_next_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = durable_store()
+    await leave_a_stream(folder, store)
+    (left,) = await store.unfinished()
+    may_read, read = asyncio.Event(), type(left.log).read
+
+    async def read_slowly(*which: Any) -> Any:
+        await may_read.wait()
+        return await read(*which)
+
+    monkeypatch.setattr(type(left.log), "read", read_slowly)
+    async with models_of(folder, "ab", store) as (generation, _):
+        await generation.fleet.close()
+        await settle()
+        may_read.set()
+        await settle()
+        assert not generation.writers.tasks
+        assert not [it for it in asyncio.all_tasks() if "Generation.run" in repr(it)]
+
+
 async def submit_to(engine: FakeEngine) -> None:
     """Waits until the stream has."""
     while not engine.submits:

@@ -261,8 +261,8 @@ class LiveStream:
         step's results, another message, or None to end the stream now. Each entry changes the
         state, and the resulting events are appended before the next entry is read.
 
-        If the store stalls or another server takes over the log, the task ends without a terminal
-        event, because another writer continues the log. Any other failure ends the stream with
+        If the store stalls, another server takes over the log or this task is cancelled, the task
+        ends without a terminal event, because another writer continues the log. Any other failure ends the stream with
         `internal_error`.
         """
         try:
@@ -280,10 +280,8 @@ class LiveStream:
                     self._update_ticket()
                 if new := builder.new_events(at_ms, is_cut=bool(self.cut)):
                     await self.log.append(new[0].seq, new)
-        except (StoreStalled, LogTaken):
+        except (StoreStalled, LogTaken, *STEERING):
             self._submission.leave()
-            raise
-        except STEERING:
             raise
         # Catch BaseException, because a panic in a native library is not an Exception.
         except BaseException:
