@@ -107,6 +107,8 @@ async def puts_documents(world: "FleetWorld") -> None:
         ):
             world.asked.documents, world.asked.has_no_document = [tables], False
             world.faults.note("operator: models replaced")
+        elif "may undo the change" in body["error"]["message"]:
+            world.asked.has_no_document = False
         else:
             world.asked.documents = before
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.fleet import atomic_file
-from headrace.fleet.atomic_file import StateFile, keep_file
+from headrace.fleet.atomic_file import NotSyncedError, StateFile, keep_file
 from tools.harness.eventually import settle
 
 
@@ -35,3 +35,18 @@ async def test_writes_follow_each_other_though_one_that_is_under_way_is_given_up
         await first
     await second
     assert (tmp_path / "kept.json").read_bytes() == b"second"
+
+
+def test_content_whose_folder_cannot_be_synced_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kept.json"
+    keep_file(file, b"old")
+    monkeypatch.setattr(atomic_file, "sync_folder", fail_to_sync)
+    with pytest.raises(NotSyncedError, match="No space left"):
+        keep_file(file, b"new")
+    assert file.read_bytes() == b"new"
+
+
+def fail_to_sync(folder: Path) -> None:
+    raise OSError(28, "No space left on device")

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.fleet import model_list
+from headrace.fleet import atomic_file, model_list
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.model_list import ModelChanges, ModelList, ModelSources, kept
 from headrace.fleet.pulls import Pulls, StoredPull
 from headrace.text.model_names import Models
 from headrace_common.config.settings import ModelConfig
+from headrace_common.errors import RequestError
 
 
 class NoFleet:
@@ -98,3 +99,19 @@ async def test_of_documents_that_are_put_at_once_the_one_that_is_kept_is_served(
     documents = [{"models": [{"model": f"{i} {j}"} for j in range(1 + i % 7)]} for i in range(40)]
     await asyncio.gather(*map(desired.put, documents))
     assert sources.configs == kept(file)
+
+
+async def test_a_document_that_a_power_failure_may_undo_is_in_effect_and_its_answer_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_sync(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic_file, "sync_folder", fail_to_sync)
+    file = tmp_path / "models.json"
+    sources = ModelSources((), Pulls(None), tuple, file, False)
+    models = ModelList(ModelChanges(sources, NoFleet, len), NoFleet())  # type: ignore[arg-type]
+    document = {"models": [{"model": "headrace-mini", "served_model_name": ["a"]}]}
+    with pytest.raises(RequestError, match="in effect, but a power failure may undo"):
+        await models.put(document)
+    assert models.document() == document == msgspec.json.decode(file.read_bytes())

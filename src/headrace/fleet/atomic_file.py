@@ -12,6 +12,10 @@ from headrace_common.system.state_files import drop_partial, make_way, sync_fold
 _PATIENCE_S = 5.0
 
 
+class NotSyncedError(OSError):
+    """The new content is in place, but a power failure may bring back the old content."""
+
+
 class StateFile:
     """A state file that is written by one task at a time, in the order of the calls."""
 
@@ -21,7 +25,7 @@ class StateFile:
         self._turn = asyncio.Lock()
 
     async def keep(self, content: bytes) -> None:
-        """Write the content; on OSError, the old content stays.
+        """Write the content; on an OSError other than NotSyncedError, the old content stays.
 
         A cancelled call still waits up to `_PATIENCE_S` for the end of its write. Otherwise a
         later write could overtake the unfinished write.
@@ -31,7 +35,10 @@ class StateFile:
 
 
 def keep_file(file: Path, content: bytes) -> None:
-    """Write a file that only its owner can read; on OSError, the old content stays."""
+    """Write a file that only its owner can read.
+
+    On an OSError other than NotSyncedError, the old content stays.
+    """
     # The folder may not exist yet: the stream store creates this folder, unless streams are
     # stored elsewhere.
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -47,7 +54,10 @@ def keep_file(file: Path, content: bytes) -> None:
     except OSError:
         drop_partial(beside)
         raise
-    sync_folder(file.parent)
+    try:
+        sync_folder(file.parent)
+    except OSError as error:
+        raise NotSyncedError(error.errno, error.strerror) from error
 
 
 def _beside(file: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.fleet.atomic_file import StateFile
+from headrace.fleet.atomic_file import NotSyncedError, StateFile
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.pulls import Pull, Pulls
@@ -139,11 +139,14 @@ class ModelList:
         """Replace the list of models; an invalid list raises RequestError and changes nothing."""
         self.document()
         configs = read_document(document, with_unique_names)
+        not_synced: NotSyncedError | None = None
         async with self._putting:
             if self._file is not None:
                 content = msgspec.json.format(msgspec.json.encode(to_document(configs)))
                 try:
                     await self._file.keep(content)
+                except NotSyncedError as error:
+                    not_synced = error
                 except OSError as error:
                     message = (
                         f"The document could not be saved ({error.strerror}); nothing was changed."
@@ -152,6 +155,10 @@ class ModelList:
             self._was_put = True
             self._sources.configs = configs
             self._apply()
+        if not_synced is not None:
+            message = "The document is in effect, but a power failure may undo the change "
+            message += f"({not_synced.strerror}); send the document again."
+            raise RequestError("internal_error", message)
 
     async def reread(self) -> None:
         """Read the folder of models again; add new models and remove missing models.
