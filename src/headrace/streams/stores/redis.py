@@ -82,7 +82,7 @@ class RedisStore:
         self._read_at: dict[StreamId, float] = {}
         self._orphans: asyncio.Queue[list[Stored]] = asyncio.Queue()
         self._asks: asyncio.Queue[WriterRequest] = asyncio.Queue()
-        self.appends = Appends(link, self.tails.own.discard, on_commit)
+        self.appends = Appends(link, self.gateway, self.tails, on_commit)
         self._lease = GatewayLease(link, self.gateway, self._count, self._take_from, self._compare)
         loops = (self.appends.run(), self.tails.run(), self._lease.run())
         self._parts = [asyncio.create_task(work, name="redis") for work in loops]

@@ -106,8 +106,10 @@ call('ZADD', P .. 'bytes', #record, id)
 return {1, shown(id)}
 """
 
+# After a failover, Redis may know an older epoch and count up to the same epoch again. So a writer
+# must also be the gateway that Redis knows.
 APPEND = """
-local outcomes = {}
+local gateway, outcomes = ARGV[2], {}
 local function was_appended(id, first, num, next_seq, data)
   if not is_again or next_seq < first + num then return false end
   local entry = whole(first + 1) .. '-0'
@@ -118,9 +120,10 @@ local function append(id, epoch, first, num, data, is_end, frees_key)
   local k = meta(id)
   local found = call('HMGET', k, 'epoch', 'next', 'ended', 'gateway', 'owner', 'key')
   if not found[1] then return 'gone' end
-  if found[1] ~= epoch then return 'taken' end
+  if found[1] ~= epoch or found[4] ~= gateway then return 'taken' end
   local next_seq = tonumber(found[2])
   if was_appended(id, first, num, next_seq, data) then return 'ok' end
+  if next_seq < first and not found[3] then return 'behind ' .. found[2] end
   if found[3] or next_seq ~= first then return 'conflict' end
   call('XADD', P .. 'l:' .. id, whole(first + 1) .. '-0', 'e', data)
   call('HSET', k, 'next', whole(first + num))
@@ -137,7 +140,7 @@ local function append(id, epoch, first, num, data, is_end, frees_key)
   call('PUBLISH', P .. 't:' .. id, whole(first) .. ' ' .. data)
   return 'ok'
 end
-for i = 2, #ARGV, 7 do
+for i = 3, #ARGV, 7 do
   local id, epoch, first, num, data, is_end, frees_key = unpack(ARGV, i, i + 6)
   table.insert(outcomes, append(
     id, epoch, tonumber(first), tonumber(num), data, is_end == '1', frees_key == '1'))

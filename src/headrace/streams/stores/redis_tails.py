@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from headrace.streams.events import AnyEvent
+from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.log import LogUnsound, Tail
 from headrace.streams.store import StoreStalled
 from headrace.streams.stores import redis_scripts as scripts
@@ -89,6 +89,12 @@ class LiveTails:
             await self._catch_up(id)
         return tail
 
+    def recent(self, id: StreamId, first: int, end: int) -> list[AnyEvent] | None:
+        """Return the events from number `first` to `end`, or None if a tail has dropped some."""
+        tail = self._tails.get(id)
+        events = tail.read(first - 1, end - first) if tail and not tail.gone else None
+        return events if events is not None and len(events) == end - first else None
+
     def extend(self, id: StreamId, events: list[AnyEvent]) -> bool:
         """Append new events to a tail; return False if an earlier event is missing."""
         tail = self._tails.get(id)
@@ -98,6 +104,11 @@ class LiveTails:
             return False
         if new := events[tail.next_seq - events[0].seq :]:
             tail.extend(new)
+        elif is_terminal(events[-1]) and not tail.has_ended:
+            # The store has lost events that readers of this tail have seen.
+            self._drop(id)
+            tail.forget(LogUnsound(-1, id, "its last events were lost"))
+            return True
         if tail.has_ended:
             self._drop(id)
         return True

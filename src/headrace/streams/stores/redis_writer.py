@@ -1,6 +1,7 @@
 """Sends appends to Redis in order; one script sends many waiting appends."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,8 +12,11 @@ from headrace.streams.events import AnyEvent, frees_key, is_terminal
 from headrace.streams.log import LogConflict, LogTaken
 from headrace.streams.store import OnCommit, StoreStalled
 from headrace.streams.stores import redis_scripts as scripts
-from headrace.streams.stores.redis_link import ANSWER_S, Link
+from headrace.streams.stores.redis_link import ANSWER_S, Argument, Link
+from headrace.streams.stores.redis_tails import LiveTails
 from headrace_common.ids import StreamId
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 64 << 20
 # The maximum number of appends per script. Redis runs nothing else during a script.
@@ -22,18 +26,30 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class _Append:
-    __slots__ = ("arguments", "began", "done", "num_bytes", "publish", "stream_id")
+    __slots__ = (
+        "arguments",
+        "began",
+        "done",
+        "epoch",
+        "events",
+        "num_bytes",
+        "publish",
+        "stream_id",
+    )
 
     def __init__(
         self,
         stream_id: StreamId,
-        arguments: tuple[str | bytes | int, ...],
-        num_bytes: int,
+        epoch: int,
+        events: Sequence[AnyEvent],
         publish: Callable[[], object],
     ) -> None:
         self.stream_id = stream_id
-        self.arguments = arguments
-        self.num_bytes = num_bytes
+        self.epoch = epoch
+        self.events = events
+        data = _encode(events)
+        self.arguments = _arguments(stream_id, epoch, events, data)
+        self.num_bytes = len(data)
         self.publish = publish
         self.began = time.monotonic()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -56,13 +72,15 @@ class Appends:
     """Collects appends and sends them; `run` is its task.
 
     Redis syncs its disk once for all appends of a script.
+
+    If Redis has lost the last events of a log, for example in a failover to a replica, the writer
+    of the log appends these events again. If they are no longer in memory, the log can only end.
     """
 
-    def __init__(
-        self, link: Link, on_taken: Callable[[StreamId], None], on_commit: OnCommit
-    ) -> None:
+    def __init__(self, link: Link, gateway: str, tails: LiveTails, on_commit: OnCommit) -> None:
         self._link = link
-        self._on_taken = on_taken
+        self._gateway = gateway
+        self._tails = tails
         self._on_commit = on_commit
         self._waiting: deque[_Append] = deque()
         # Appends that Redis has not answered yet.
@@ -82,17 +100,16 @@ class Appends:
         publish: Callable[[], object],
     ) -> None:
         """Append events and call `publish` right after the commit."""
-        data, last = _encode(events), events[-1]
+        if expected_seq != events[0].seq:
+            raise LogConflict(f"append of event {events[0].seq} at {expected_seq}")
+        append = _Append(stream_id, epoch, events, publish)
         waiting = self._num_waiting_bytes
         if self._is_closed:
             raise StoreStalled("The stream store is closed.")
-        if waiting and waiting + len(data) > MAX_WAITING_BYTES:
+        if waiting and waiting + append.num_bytes > MAX_WAITING_BYTES:
             raise StoreStalled(
                 f"{waiting} bytes are waiting to be stored; the limit is {MAX_WAITING_BYTES}."
             )
-        ends = (int(is_terminal(last)), int(frees_key(last)))
-        arguments = (stream_id, epoch, expected_seq, len(events), data, *ends)
-        append = _Append(stream_id, arguments, len(data), publish)
         self._waiting.append(append)
         self._num_waiting_bytes += append.num_bytes
         self._is_idle.clear()
@@ -117,16 +134,40 @@ class Appends:
             self._is_idle.set()
 
     async def _commit(self, batch: list[_Append]) -> None:
-        arguments = [argument for append in batch for argument in append.arguments]
-        outcomes = await self._link.run(scripts.APPEND, *arguments, is_patient=True)
-        now = time.monotonic()
+        outcomes = await self._run([append.arguments for append in batch])
         for append, outcome in zip(batch, outcomes, strict=True):
+            if outcome.startswith("behind "):
+                outcome = await self._mend(append, int(outcome.split()[1]))
             self._num_waiting_bytes -= append.num_bytes
-            if outcome == b"taken":
-                self._on_taken(append.stream_id)
+            if outcome == "taken":
+                self._tails.own.discard(append.stream_id)
             else:
-                self._on_commit(now - append.began)
-            append.settle(outcome.decode())
+                self._on_commit(time.monotonic() - append.began)
+            append.settle(outcome)
+
+    async def _run(self, appends: Sequence[tuple[Argument, ...]]) -> list[str]:
+        words = [word for arguments in appends for word in arguments]
+        outcomes = await self._link.run(scripts.APPEND, self._gateway, *words, is_patient=True)
+        return [outcome.decode() for outcome in outcomes]
+
+    async def _mend(self, append: _Append, next_seq: int) -> str:
+        """Repeat an append after the events that Redis has lost; return its outcome.
+
+        `next_seq` is the number of the first event that Redis does not have.
+        """
+        id, epoch, events = append.stream_id, append.epoch, append.events
+        missing = self._tails.recent(id, next_seq, events[0].seq)
+        if missing is not None:
+            logger.warning("Redis has lost %d events of a stream; storing them again", len(missing))
+            before = _arguments(id, epoch, missing, _encode(missing))
+            first, second = await self._run([before, append.arguments])
+            return second if first == "ok" else first
+        logger.warning("Redis has lost too many events of a stream, which now ends")
+        if not is_terminal(events[-1]):
+            return "conflict"
+        end = [msgspec.structs.replace(events[-1], seq=next_seq)]
+        (outcome,) = await self._run([_arguments(id, epoch, end, _encode(end))])
+        return outcome
 
     async def close(self) -> None:
         """Wait a short time for pending appends, then fail the appends that are still waiting."""
@@ -139,3 +180,12 @@ class Appends:
         for append in self._waiting:
             if not append.done.done():
                 append.done.set_exception(StoreStalled("The stream store is closed."))
+
+
+def _arguments(
+    id: StreamId, epoch: int, events: Sequence[AnyEvent], data: bytes
+) -> tuple[Argument, ...]:
+    """Return one append as arguments of the script; `data` are the encoded events."""
+    last = events[-1]
+    ends = (int(is_terminal(last)), int(frees_key(last)))
+    return (id, epoch, events[0].seq, len(events), data, *ends)
