@@ -13,10 +13,19 @@ from tools.harness.processes import free_port
 CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
 
 
-def configuration(address: str, gateways: Sequence[str]) -> str:
-    """Return the configuration of the docs, with these addresses in place of the examples."""
+def configuration(address: str, gateways: Sequence[str], key: str | None = None) -> str:
+    """Return the configuration of the docs, with these addresses in place of the examples.
+
+    Requests without a key get `key`, if there is one.
+    """
     lines = CONFIG.read_text().replace("127.0.0.1:8080", address).splitlines()
     head = [line for line in lines if not line.startswith("    server ")]
+    if key is not None:
+        at = head.index("    default_backend gateways")
+        adds = (
+            f'set-header Authorization "Bearer {key}" unless {{ req.hdr(Authorization) -m found }}'
+        )
+        head.insert(at, f"    http-request {adds}")
     servers = [f"    server gateway{i} {gateway}" for i, gateway in enumerate(gateways)]
     return "\n".join([*head, *servers]) + "\n"
 
@@ -25,11 +34,16 @@ class Balancer:
     """HAProxy in front of the gateways at these addresses, which need not run yet."""
 
     def __init__(
-        self, address: str, gateways: Sequence[str], folder: Path, prefix: tuple[str, ...] = ()
+        self,
+        address: str,
+        gateways: Sequence[str],
+        folder: Path,
+        prefix: tuple[str, ...] = (),
+        key: str | None = None,
     ) -> None:
         self.url = f"http://{address}"
         path = folder / "haproxy.cfg"
-        path.write_text(configuration(address, gateways))
+        path.write_text(configuration(address, gateways, key))
         self._process = subprocess.Popen(
             [*prefix, "haproxy", "-db", "-q", "-f", str(path)], stderr=subprocess.DEVNULL
         )

@@ -6,10 +6,11 @@ replica in a failover, each through a relay on its own machine.
 
 import contextlib
 import json
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import httpx
@@ -27,7 +28,7 @@ _SETTINGS = (
     *("--appendonly", "yes", "--appendfsync", "always", "--save", ""),
     *("--protected-mode", "no", "--repl-diskless-sync-delay", "0", "--repl-timeout", "10"),
 )
-_FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
+_CLOCK = Path(__file__).with_name("clock.c")
 
 
 class RedisNode:
@@ -98,16 +99,17 @@ class GatewayNode:
         self._folder = folder / machine.name
         self._folder.mkdir(parents=True)
         self._clock = self._folder / "clock"
-        self._clock.write_text("+0")
+        self.set_clock(0)
         self._redis_host = redis_host
         self._control = self._folder / "relay"
         self._relay: subprocess.Popen[bytes] | None = None
         # The clock of the day can jump; time that only measures durations does not.
-        fakes = (
-            *("env", f"LD_PRELOAD={_FAKETIME}", f"FAKETIME_TIMESTAMP_FILE={self._clock}"),
-            *("FAKETIME_DONT_FAKE_MONOTONIC=1", "FAKETIME_CACHE_DURATION=1"),
-        )
-        prefix = (*machine.prefix, *fakes)
+        library = folder / "clock.so"
+        if not library.exists():
+            build = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(_CLOCK)]
+            subprocess.run(build, check=True)
+        moved = ("env", f"LD_PRELOAD={library}", f"CLOCK_OFFSET={self._clock}")
+        prefix = (*machine.prefix, *moved)
         state = f"redis://127.0.0.1:{_RELAY_PORT}/0"
         self.site = Site(model, state, flags, prefix, machine.address)
 
@@ -130,9 +132,11 @@ class GatewayNode:
             self._relay = self.machine.start(sys.executable, "-m", "stress.cluster.relay", *words)
             eventually(self._control.exists)
 
-    def set_clock(self, seconds: float) -> None:
+    def set_clock(self, seconds: int) -> None:
         """Let the clock of the gateway's processes differ from the real time."""
-        self._clock.write_text(f"{seconds:+g}")
+        # The processes have mapped the file, so it may not be truncated.
+        with self._clock.open("r+b" if self._clock.exists() else "wb") as file:
+            file.write(struct.pack("<q", seconds))
 
     async def set_weather(self, weather: Weather) -> None:
         """Change how bytes travel between this gateway and Redis."""
@@ -154,7 +158,17 @@ class Machines:
         flags: tuple[str, ...] = FLAGS,
         num_gateways: int = 3,
         redis_flags: Iterable[str] = (),
+        keys: Sequence[str] = (),
     ) -> None:
+        """Create the machines. The balancer sends the first of the `keys` with each request that
+        has none.
+        """
+        if keys:
+            key_file = folder / "keys"
+            key_file.touch(0o600)
+            key_file.write_text("".join(f"{key}\n" for key in keys))
+            flags = (*flags, "--api-key-file", str(key_file))
+        self._key = keys[0] if keys else None
         self.network = network
         self.clients = network.add("clients")
         self.balancer_machine = network.add("balancer")
@@ -184,7 +198,7 @@ class Machines:
             gateway.start_relay()
         gateways = [gateway.address for gateway in self.gateways]
         prefix = self.balancer_machine.prefix
-        Balancer(f"{self.host}:{self.port}", gateways, self._folder, prefix)
+        Balancer(f"{self.host}:{self.port}", gateways, self._folder, prefix, self._key)
 
     def writer_of(self, stream_id: str) -> GatewayNode | None:
         """Return the gateway that writes the stream, or None if the stream has ended."""
@@ -204,6 +218,14 @@ class Machines:
         """Make the replica the primary, as an operator does who cannot reach the old one."""
         self.primary, self.replica = self.replica, self.primary
         self.primary.follow(None)
+        self.network.give(self.redis_address, self.primary.machine)
+
+    def switch_over(self) -> None:
+        """Make the replica the primary as an operator does for maintenance: nothing is lost."""
+        with self.primary.client as client:
+            client.execute_command("FAILOVER")  # type: ignore[no-untyped-call]
+        self.primary, self.replica = self.replica, self.primary
+        eventually(self.replica.is_in_sync)
         self.network.give(self.redis_address, self.primary.machine)
 
     async def calm(self) -> None:
