@@ -262,8 +262,8 @@ class LiveStream:
         state, and the resulting events are appended before the next entry is read.
 
         If the store stalls, another server takes over the log or this task is cancelled, the task
-        ends without a terminal event, because another writer continues the log. Any other failure ends the stream with
-        `internal_error`.
+        ends without a terminal event, because another writer continues the log. Any other failure
+        ends the stream with `internal_error`.
         """
         try:
             builder = self._builder

@@ -57,11 +57,12 @@ class StepRecord:
 
     def clear(self) -> None:
         """Note that the engine works, but that no step is running."""
-        self._map[_NUMBER.size : _IDS_AT] = _TIMES.pack(time.monotonic(), _SHORT_S / _TIMES_PREDICTED)
+        predicted_s = _SHORT_S / _TIMES_PREDICTED
+        self._map[_NUMBER.size : _IDS_AT] = _TIMES.pack(time.monotonic(), predicted_s)
         self._map[: _NUMBER.size] = _NUMBER.pack(_BETWEEN_STEPS)
 
     def wait(self) -> None:
-        """Note that the engine waits for messages or for another engine, for as long as it takes."""
+        """Note that the engine waits for messages or another engine, for as long as it takes."""
         self._map[: _NUMBER.size] = _NUMBER.pack(_WAITING)
 
     def read(self) -> tuple[SequenceId, ...]:
