@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from headrace.streams.log import LogGone, LogTaken, LogUnsound
-from headrace.streams.store import ByConversation, ById, Stored, StoreStalled
+from headrace.streams.store import ByConversation, ById, Retention, Stored, StoreStalled
 from headrace.streams.stores import redis_lease, redis_link
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.redis_link import risks_of
@@ -306,3 +307,15 @@ async def test_gateways_tell_each_other_of_themselves(one: RedisStore, other: Re
     await die(other)
     while await told() != {b"one": (1, True)}:
         await asyncio.sleep(0.05)
+
+
+@with_two
+async def test_a_gateway_with_a_wrong_clock_deletes_nothing(
+    one: RedisStore, other: RedisStore
+) -> None:
+    log = (await one.create(make_record())).log
+    await log.append(0, [finish(0)])
+    a_year_later = time.time() + 365 * 86_400
+    totals = await other.sweep(Retention(keep_s=3600), a_year_later)
+    assert totals.num_streams == 1
+    assert await everything((await found(other)).log) == [finish(0)]

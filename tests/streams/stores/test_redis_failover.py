@@ -19,6 +19,17 @@ from tools.harness.stream_events import A, error, everything, finish, make_recor
 pytestmark = needs_redis
 # A tail keeps at most this many events.
 MAX_KEPT = 64
+TAKE_OVER = """
+local leases = KEYS[1] .. 'g:'
+local function is_lease(key) return string.sub(key, 1, #leases) == leases end
+for _, key in ipairs(redis.call('KEYS', KEYS[1] .. '*')) do
+  if not is_lease(key) then redis.call('DEL', key) end
+end
+for i = 1, #ARGV, 2 do
+  if not is_lease(ARGV[i]) then redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
+end
+return 1
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +66,9 @@ class Replica:
 
     async def take_over(self) -> None:
         """Lose everything that was written since the copy, except the leases."""
-        command = self._store.link.command
-        leases = self._store.link.key("g:").encode()
-        for key in await command("KEYS", self._store.link.key("*")):
-            if not key.startswith(leases):
-                await command("DEL", key)
-        for key, data in self._data.items():
-            if data is not None and not key.startswith(leases):
-                await command("RESTORE", key, 0, data)
+        pairs = [part for pair in self._data.items() if pair[1] is not None for part in pair]
+        prefix = self._store.link.key("")
+        await self._store.link.command("EVAL", TAKE_OVER, 1, prefix, *pairs)
 
 
 async def found(store: RedisStore, stream_id: StreamId = A) -> Stored:

@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
+import uvloop
 
-from headrace.streams.stores.redis_link import Link
+from headrace.streams.stores.redis_link import LOST, Link, closed_as_lost
 
 
 class SwallowingClient:
@@ -26,3 +27,40 @@ async def test_a_cancelled_command_ends_although_the_client_swallows_the_cancell
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
+
+
+def test_a_connection_that_was_just_closed_counts_as_lost() -> None:
+    """As when a machine vanishes between two commands; uvloop has an error of its own."""
+
+    async def main() -> None:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.transport.abort()
+        await asyncio.sleep(0.01)
+        with pytest.raises(RuntimeError):
+            writer.writelines([b"PING"])
+        with pytest.raises(LOST), closed_as_lost():
+            writer.writelines([b"PING"])
+        server.close()
+
+    uvloop.run(main())
+
+
+class ClosedClient:
+    """A client whose connection is closed."""
+
+    async def execute_command(self, *words: object) -> bytes:
+        raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
+
+
+async def test_a_command_on_a_closed_connection_is_lost() -> None:
+    link = Link("redis://localhost:1/0")
+    link.client = ClosedClient()  # type: ignore[assignment]
+    with pytest.raises(LOST):
+        await link.command("PING")
+
+
+async def test_other_failures_of_a_command_are_not_lost_connections() -> None:
+    with pytest.raises(RuntimeError, match="a bug"), closed_as_lost():
+        raise RuntimeError("a bug")

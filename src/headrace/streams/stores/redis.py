@@ -78,7 +78,7 @@ class RedisStore:
         self._taken: set[StreamId] = set()
         # Ids of claims that Redis has not answered, by the dead gateway whose streams were claimed.
         self._unanswered: dict[str, str] = {}
-        # Unix seconds at which each stream was last read, collected since the last sweep.
+        # Monotonic seconds at which each stream was last read, collected since the last sweep.
         self._read_at: dict[StreamId, float] = {}
         self._orphans: asyncio.Queue[list[Stored]] = asyncio.Queue()
         self._asks: asyncio.Queue[WriterRequest] = asyncio.Queue()
@@ -191,12 +191,18 @@ class RedisStore:
             self._num_claims -= 1
 
     async def sweep(self, retention: Retention, now: float) -> Totals:
+        """Delete expired streams. The clock of Redis decides; `now` is ignored.
+
+        All times are stored by the clock of Redis, so a gateway's wrong clock deletes nothing.
+        """
         read_at, self._read_at = self._read_at, {}
-        pairs = [part for id, at in read_at.items() for part in (repr(at), id)]
+        here = time.monotonic()
+        pairs = [part for id, at in read_at.items() for part in (repr(here - at), id)]
         await self.link.run(scripts.TOUCH, *pairs)
-        sizes, read, ended = map(_by_id, await self.link.run(scripts.KEPT))
+        there, *lists = await self.link.run(scripts.KEPT)
+        sizes, read, ended = map(_by_id, lists)
         kept = [Kept(id, int(size), read.get(id, 0.0), ended.get(id)) for id, size in sizes.items()]
-        evicted, totals = choose(kept, retention, now)
+        evicted, totals = choose(kept, retention, float(there))
         for start in range(0, len(evicted), _EVICTED_AT_ONCE):
             await self._delete(evicted[start : start + _EVICTED_AT_ONCE])
         return totals
@@ -221,7 +227,7 @@ class RedisStore:
         stream.
         """
         record = row.record
-        self._read_at[row.stream_id] = time.time()
+        self._read_at[row.stream_id] = time.monotonic()
         if row.has_ended:
             ended = Tail(row.next_seq, has_ended=True)
             return Stored(record, _RedisLog(self, row, ended, _NO_WRITER))
@@ -368,14 +374,25 @@ class _RedisLog:
         await self._store.appends.settle(self._row.stream_id)
 
     async def read(self, after: int, limit: int) -> tuple[Sequence[AnyEvent], bool]:
-        self._store._read_at[self._row.stream_id] = time.time()
+        self._store._read_at[self._row.stream_id] = time.monotonic()
         events = self._tail.read(after, limit)
         if events is None:
             num = min(limit, self._tail.next_seq - after - 1)
-            link, id = self._store.link, self._row.stream_id
-            answer = await link.run(scripts.READ, id, after, num)
-            events = open_page(self._row, answer, after, num)
+            events = open_page(self._row, await self._stored(after, num), after, num)
         return events, self._tail.ends_with(after + len(events))
+
+    async def _stored(self, after: int, num: int) -> Any:
+        """Read from Redis; wait a short time for events that a failover has taken back.
+
+        The writer stores such events again at its next append.
+        """
+        link, id = self._store.link, self._row.stream_id
+        for _ in range(_NUM_TRIES):
+            answer = await link.run(scripts.READ, id, after, num)
+            if answer is None or int(answer[0]) > after + num:
+                return answer
+            await asyncio.sleep(_TRY_S)
+        raise StoreStalled("The store has lost events of this stream; try again later.")
 
     async def wait(self, after: int) -> None:
         await self._tail.wait(after)

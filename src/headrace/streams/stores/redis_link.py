@@ -1,8 +1,10 @@
 """Connects to one Redis server: runs scripts, checks settings, tracks whether writes succeed."""
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -30,6 +32,20 @@ Argument = str | bytes | int
 
 LOST = (RedisError, OSError, TimeoutError)
 """Errors of a command. Redis may have run the command nevertheless."""
+
+
+@contextlib.contextmanager
+def closed_as_lost() -> Iterator[None]:
+    """Raise ConnectionResetError if a command is sent on a connection that was just closed.
+
+    In this case uvloop raises a RuntimeError, which the redis client passes on.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "is closed" not in str(error):
+            raise
+        raise ConnectionResetError(str(error)) from error
 
 
 class Link:
@@ -103,7 +119,8 @@ class Link:
         assert task is not None
         before = task.cancelling()
         try:
-            return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
+            with closed_as_lost():
+                return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
         finally:
             # The redis client may swallow a cancellation while connecting or reading.
             if task.cancelling() > before:

@@ -203,14 +203,17 @@ return 1
 """
 
 TOUCH = """
-for i = 2, #ARGV, 2 do call('ZADD', P .. 'read', 'XX', 'GT', ARGV[i], ARGV[i + 1]) end
+local now = tonumber(time())
+for i = 2, #ARGV, 2 do
+  call('ZADD', P .. 'read', 'XX', 'GT', string.format('%.6f', now - ARGV[i]), ARGV[i + 1])
+end
 return 1
 """
 
 KEPT = """
-local found = {}
+local found = {time()}
 for i, set in ipairs({'bytes', 'read', 'ended'}) do
-  found[i] = call('ZRANGE', P .. set, 0, -1, 'WITHSCORES')
+  found[i + 1] = call('ZRANGE', P .. set, 0, -1, 'WITHSCORES')
 end
 return found
 """
