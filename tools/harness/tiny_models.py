@@ -144,13 +144,14 @@ def _sees(architecture: str) -> bool:
 def _unsettle(model: torch.nn.Module) -> None:
     """Adds noise to norms, which start as ones, and to biases, which start as zeros.
 
-    Without the noise, tests could not notice that two norms or two biases are mixed up.
+    Without the noise, tests could not notice that two norms or two biases are mixed up. The
+    projection of Gemma 3 also starts as zeros, so no image would change a logit.
     """
     with torch.no_grad():
         scales = [(n, b) for n, b in model.named_buffers() if n.endswith("layer_scalar")]
         for name, parameter in [*model.named_parameters(), *scales]:
             # The biases of several experts are stored in one matrix.
-            if parameter.ndim == 1 or name.endswith("_bias"):
+            if parameter.ndim == 1 or name.endswith(("_bias", "_projection_weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
 
 

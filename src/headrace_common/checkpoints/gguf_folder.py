@@ -131,6 +131,7 @@ _LLAMA3: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 """The parameters of all models with Llama 3's RoPE scaling. GGUF files have only the divisors."""
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _MODULES = ("gguf_folder.py", "gguf_gemma4.py", "gguf_tokenizer.py", "gguf_vision.py")
 # The number of file names in a message, and the number of characters of each name.
 _SHOWN, _SHOWN_CHARS = 8, 80
@@ -223,14 +224,17 @@ def gguf_folder(path: Path, mmproj: str = "none") -> Path:
     """
     files = parts(path)
     vision = find_mmproj(path, mmproj)
+    is_named = mmproj not in ("auto", "none")
     digest = hashlib.sha256(conversion())
+    # A file that the user names is an error or is used where the same file would only get a note.
+    digest.update(b"named" * is_named)
     for file in (*files, vision) if vision else files:
         facts = file.stat()
         digest.update(f"{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
     # A later part of a model stands for the whole model.
     folder = _cache() / digest.hexdigest()[:12] / stem_of(path.name)
     if not folder.is_dir():
-        _make(folder, files, vision, mmproj != "auto")
+        _make(folder, files, vision, is_named)
     return folder
 
 
@@ -261,10 +265,12 @@ def _make(folder: Path, files: list[Path], vision: Path | None, is_named: bool) 
             for name, content in made.files.items():
                 _write(own / name, content)
             _write(own / "config.json", made.config | facts)
+            described = _tokenizer_config(header) | made.files.get(_TOKENIZER_CONFIG, {})
+            if made.files:
+                described["tokenizer_class"] = "PreTrainedTokenizerFast"
+            _write(own / _TOKENIZER_CONFIG, described)
             ends = {"eos_token_id": _end_tokens(header)}
             _write(own / "generation_config.json", ends | _sampling(header))
-            kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if made.files else {}
-            _write(own / "tokenizer_config.json", _tokenizer_config(header) | kind)
         try:
             own.rename(folder)
         except OSError:

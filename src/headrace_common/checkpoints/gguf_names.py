@@ -28,7 +28,8 @@ OTHERS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """In models with norms both before and after each sublayer, these names have another meaning."""
-NORMED_TWICE = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+GEMMA3_SEES = "Gemma3ForConditionalGeneration"
+NORMED_TWICE = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", GEMMA3_SEES)
 OF_HYBRIDS = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -102,6 +103,20 @@ OF_VISION = {
     "ffn_down": "mlp.linear_fc2",
 }
 """Names in the vision part of Qwen3.5: whole names, and names within a layer."""
+OF_SIGLIP = {
+    "v.patch_embd": "vision_tower.embeddings.patch_embedding",
+    "v.position_embd": "vision_tower.embeddings.position_embedding",
+    "v.post_ln": "vision_tower.post_layernorm",
+    "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    **{f"attn_{kind}": f"self_attn.{kind}_proj" for kind in ("q", "k", "v", "out")},
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+"""Names in the vision part of Gemma 3."""
+_SIGLIP_LAYERS = "vision_tower.encoder.layers"
+_PROJECTION = "multi_modal_projector.mm_input_projection_weight"
 SECOND_FRAME = ".1"
 """Suffix of the second half of the patch embedding, whose kernel covers two frames of a video."""
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -109,6 +124,7 @@ _GATES = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_dt\.bias)")
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OTHER = re.compile(r"(\w+)\.(weight|bias)")
+_SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 _VISION = re.compile(r"(v\.blk\.(\d+)\.(\w+)|(?:v|mm)\.\w+)(\.(?:weight|bias)(?:\.1)?)")
 
 
@@ -145,16 +161,25 @@ def original_name(name: str, architecture: str) -> str:
     return name
 
 
-def vision_name(name: str) -> str:
-    """Return a vision tensor's name in transformers, below the module of the vision encoder.
+def vision_name(name: str, architecture: str, is_swapped: bool = False) -> str:
+    """Return a vision tensor's name in transformers, below the name of the model.
 
-    Unknown names are returned unchanged.
+    An unknown name stays at the end of the result. `is_swapped` says that the names of both
+    matrices of each MLP are swapped, as older converters of Gemma 3 wrote them.
     """
+    is_qwen = architecture in HYBRIDS
+    names, layers = (OF_VISION, "blocks") if is_qwen else (OF_SIGLIP, _SIGLIP_LAYERS)
+    module = "visual." if is_qwen else ""
+    if not is_qwen and name == "mm.input_projection.weight":
+        return _PROJECTION
     found = _VISION.fullmatch(name)
-    ours = found and OF_VISION.get(found[3] or found[1])
-    if not found or not ours:
-        return name
-    return f"blocks.{found[2]}.{ours}{found[4]}" if found[2] else f"{ours}{found[4]}"
+    own = found and (found[3] or found[1])
+    if is_swapped and own in _SWAPPED:
+        own = _SWAPPED[own]
+    if not found or own not in names:
+        return f"{module or 'vision_tower.'}{name}"
+    place = f"{layers}.{found[2]}." if found[2] else ""
+    return f"{module}{place}{names[own]}{found[4]}"
 
 
 def is_beyond(name: str, config: Mapping[str, Any]) -> bool:

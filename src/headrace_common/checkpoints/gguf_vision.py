@@ -39,8 +39,12 @@ _QWEN_SECTIONS = [11, 11, 10]
 _NOT_TEXT = ("architectures", "rope_scaling")
 
 
+_GEMMA3_FACTOR = 4
+_GEMMA3_IMAGES = ("<image_soft_token>", "<unused99>")
+
+
 class VisionParts(NamedTuple):
-    """A model's config with its vision part, and the settings of its image processor by file."""
+    """A model's config with its vision part, and settings of image processor and tokenizer."""
 
     config: dict[str, Any]
     files: dict[str, dict[str, Any]]
@@ -98,7 +102,7 @@ def add_vision(config: dict[str, Any], text: GgufHeader, path: Path, is_named: b
     """
     try:
         with fields_checked():
-            found = _read_vision(config, text, path)
+            found = _read_vision(config, text, path, is_named)
     except ModelError as error:
         if is_named:
             raise
@@ -106,7 +110,9 @@ def add_vision(config: dict[str, Any], text: GgufHeader, path: Path, is_named: b
     return VisionParts(found.config | {"mmproj": path.name}, found.files)
 
 
-def _read_vision(config: dict[str, Any], text: GgufHeader, path: Path) -> VisionParts:
+def _read_vision(
+    config: dict[str, Any], text: GgufHeader, path: Path, is_named: bool
+) -> VisionParts:
     if reason := config.get("only_llama_cpp"):
         raise ModelError(
             "Headrace reads images only with models of its own code, and llama.cpp runs this "
@@ -128,12 +134,17 @@ def _read_vision(config: dict[str, Any], text: GgufHeader, path: Path) -> Vision
             f"architecture {_shown(text.architecture)}; supported: {known}. Use the model's "
             "safetensors files, or serve text only with --mmproj none."
         )
-    made, wanted = _shape(vision, path, projector.output)[0], config["hidden_size"]
+    made, wanted = _shape(vision, path, projector.output)[projector.axis], config["hidden_size"]
     if made != wanted:
         raise ModelError(
             f"{path.name} makes embeddings of {made:,} numbers, but the text model's embeddings "
             f"have {wanted:,}: the files belong to different models. Use the mmproj file that was "
             "published with the model."
+        )
+    if projector.must_be_named and not is_named:
+        raise ModelError(
+            f"To read images, {projector.label} runs by transformers, and all its weights are "
+            f"unpacked to 2 bytes each. Add --mmproj {path.name} if this is wanted."
         )
     return projector.read(config, text, vision, path)
 
@@ -214,16 +225,92 @@ def _qwen_text(config: dict[str, Any], text: GgufHeader) -> dict[str, Any]:
     return own | {"rope_parameters": rope | config.get("rope_scaling", {})}
 
 
+def _read_gemma3(
+    config: dict[str, Any], text: GgufHeader, vision: GgufHeader, path: Path
+) -> VisionParts:
+    """Read the encoder of Gemma 3 (SigLIP), whose projector averages squares of patches."""
+    fields = vision.fields
+    sizes = _sizes(vision, path)
+    hidden, patch, wide = sizes["hidden_size"], sizes["patch_size"], sizes["intermediate_size"]
+    side = math.isqrt(_shape(vision, path, "v.position_embd.weight")[0])
+    factor = fields.get("clip.vision.projector.scale_factor", _GEMMA3_FACTOR)
+    if not isinstance(factor, int) or factor < 1 or side % factor or hidden % sizes["num_heads"]:
+        raise _corrupt(path, f"{side} x {side} patches cannot be averaged by {factor}")
+    is_swapped = _shape(vision, path, "v.blk.0.ffn_down.weight") == (wide, hidden) != (hidden, wide)
+    up = "ffn_down" if is_swapped else "ffn_up"
+    expected = {
+        "v.patch_embd.weight": (hidden, 3, patch, patch),
+        "v.position_embd.weight": (side * side, hidden),
+        f"v.blk.0.{up}.weight": (wide, hidden),
+        "mm.soft_emb_norm.weight": (hidden,),
+        "mm.input_projection.weight": (hidden, config["hidden_size"]),
+    }
+    _check_shapes(vision, path, expected)
+    num_rows = (side // factor) ** 2
+    tokens = _gemma3_tokens(text)
+    own = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {key: it for key, it in config.items() if key != "architectures"}
+        | {
+            "model_type": "gemma3_text",
+            "query_pre_attn_scalar": int(config["query_pre_attn_scalar"]),
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": hidden,
+            "intermediate_size": wide,
+            "num_hidden_layers": sizes["depth"],
+            "num_attention_heads": sizes["num_heads"],
+            "patch_size": patch,
+            "image_size": side * patch,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": num_rows,
+        **{f"{key}_index": _token_id(text, token) for key, token in tokens.items()},
+        "mmproj_swapped": is_swapped,
+        "dtype": config["dtype"],
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+    size = {"height": side * patch, "width": side * patch}
+    images = {"image_processor_type": "Gemma3ImageProcessor", "size": size}
+    processor = {
+        "processor_class": "Gemma3Processor",
+        "image_processor": images | _colours(fields, path),
+        "image_seq_length": num_rows,
+    }
+    return VisionParts(own, {"processor_config.json": processor, "tokenizer_config.json": tokens})
+
+
+def _gemma3_tokens(text: GgufHeader) -> dict[str, str]:
+    """Return the tokens around an image, and the token that stands for an image.
+
+    Some GGUF files lack the latter, because its id follows the vocabulary. An unused token then
+    replaces it.
+    """
+    tokens = text.fields["tokenizer.ggml.tokens"]
+    image = next((it for it in _GEMMA3_IMAGES if it in tokens), _GEMMA3_IMAGES[0])
+    return {"image_token": image, "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+
+
 class _Projector(NamedTuple):
     label: str
     families: tuple[str, ...]
-    # The tensor whose rows are the numbers of an embedding.
+    # The tensor that makes the embeddings, and its axis that is as long as an embedding.
     output: str
+    axis: int
+    # Whether a file that was found by itself stays unused, because reading images costs too much.
+    must_be_named: bool
     read: Callable[[dict[str, Any], GgufHeader, GgufHeader, Path], VisionParts]
 
 
 _PROJECTORS = {
-    "qwen3vl_merger": _Projector("Qwen3.5", ("qwen35", "qwen35moe"), "mm.2.weight", _read_qwen),
+    "qwen3vl_merger": _Projector(
+        "Qwen3.5", ("qwen35", "qwen35moe"), "mm.2.weight", 0, False, _read_qwen
+    ),
+    "gemma3": _Projector(
+        "Gemma 3", ("gemma3",), "mm.input_projection.weight", 1, True, _read_gemma3
+    ),
 }
 
 

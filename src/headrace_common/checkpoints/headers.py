@@ -36,7 +36,7 @@ _BESIDE = (
     *(
         f"model.{name}"
         for name in (
-            *("vision_tower.", "audio_tower.", "vision_embedder."),
+            *("vision_tower.", "audio_tower.", "vision_embedder.", "multi_modal_projector."),
             *("embed_vision.", "embed_audio."),
         )
     ),
@@ -168,7 +168,8 @@ def _of_gguf(path: Path, spec: ModelSpec) -> dict[str, TensorHeader]:
             continue
         original, shape = original_name(name, spec.architecture), tensor.shape
         if is_vision:
-            original = VISION + vision_name(name)
+            is_swapped = spec.config.get("mmproj_swapped") is True
+            original = f"model.{vision_name(name, spec.architecture, is_swapped)}"
         if original.endswith("conv1d.weight"):
             shape = shape[0], 1, *shape[1:]
         elif original.endswith("shared_expert_gate.weight"):

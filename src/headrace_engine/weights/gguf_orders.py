@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 
 from headrace_common.checkpoints.gguf_names import HYBRIDS, INTERLEAVED, NORMED_TWICE
-from headrace_common.checkpoints.headers import VISION
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_engine.weights.gguf_groups import Array
 
 _DELTA = ".linear_attn."
+# The norm of Gemma 3's projector is not listed: its weight is shifted like those of the text side.
+_VISION = ("model.visual.", "model.vision_tower.")
 _ORIGINAL_HEAD_ORDER = ("Qwen3NextForCausalLM",)
 """Hybrid architectures whose GGUF files keep the value heads in the original order."""
 
@@ -36,7 +37,7 @@ class FileOrders:
 
     def restore(self, name: str, row: Array) -> Array:
         """Return the values that a vector of the file has in the original checkpoint."""
-        if name.startswith(VISION):
+        if name.startswith(_VISION):
             return row
         if self._is_hybrid and name.endswith(".A_log"):
             return np.log(-row)

@@ -163,6 +163,21 @@ def text_headers(spec: ModelSpec) -> dict[str, TensorHeader]:
     }
 
 
+def unpacked_weights(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return all tensors of a vision-language GGUF model, by their names in transformers."""
+    headers = read_headers(spec)
+    beside = headers.keys() - text_side(headers).keys()
+    found = {}
+    with ExitStack() as files:
+        checkpoint = Checkpoint(spec, files, headers)
+        for name, header in headers.items():
+            is_text = name not in beside and name.startswith(_LEVEL)
+            own = name.replace(_LEVEL, "model.language_model.", 1) if is_text else name
+            size = torch.Size(header.shape)
+            found[own] = checkpoint.stack([name], size, dtype, torch.device("cpu"))
+    return found
+
+
 class Checkpoint:
     """The open weight files of a model, and the location of each tensor in them."""
 

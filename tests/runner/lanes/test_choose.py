@@ -62,7 +62,7 @@ def test_a_gguf_file_on_a_lane_of_transformers_is_told_its_own_lanes() -> None:
         spec("LlamaForCausalLM", "llama"), weight_files=("some.gguf",)
     )
     for lane in ("generic-text", "generic-seq2seq-source", "generic-multimodal"):
-        assert "native-multimodal and llama-cpp run GGUF files. Omit --lane" in refusal(
+        assert "only native-text and llama-cpp run GGUF files. Omit --lane" in refusal(
             of_file, lane
         )
 

@@ -16,7 +16,6 @@ LANES = {
     "generic-seq2seq-source": "headrace_engine.runner.lanes.seq2seq:Seq2SeqSource",
     "llama-cpp": "headrace_engine.runner.lanes.llama_cpp:LlamaCpp",
 }
-_GGUF_LANES = ("native-text", "native-multimodal", "llama-cpp")
 _ENCODER = "headrace_engine.runner.lanes.encoder:GenericEncoder"
 """The implementation of lane generic-text for encoders, which generate no tokens."""
 
@@ -40,19 +39,28 @@ def choose_lane(spec: ModelSpec, wanted: str) -> Any:
 
 
 def _gguf_objection(spec: ModelSpec, lane: str) -> str | None:
-    if not spec.is_gguf or lane in _GGUF_LANES:
+    if not spec.is_gguf or lane in (lanes := _gguf_lanes(spec)):
         return None
-    *first, last = _GGUF_LANES
+    *first, last = lanes
     return (
         f"only {', '.join(first)} and {last} run GGUF files. Omit --lane, or give a folder with "
         "the model's safetensors files."
     )
 
 
+def _gguf_lanes(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the lanes that can run a GGUF file of this architecture."""
+    if not _has_other_modalities(spec):
+        return ("native-text", "llama-cpp")
+    if spec.architecture in SEEING:
+        return ("native-text", "native-multimodal", "llama-cpp")
+    return ("generic-multimodal", "llama-cpp")
+
+
 def _lanes_to_report(spec: ModelSpec) -> tuple[str, ...]:
     """Return the lanes whose objections an error message should list."""
     if spec.is_gguf:
-        return _GGUF_LANES if _has_other_modalities(spec) else (_GGUF_LANES[0], _GGUF_LANES[-1])
+        return _gguf_lanes(spec)
     multimodal = ("native-multimodal", "generic-multimodal") if _has_other_modalities(spec) else ()
     return ("native-text", "generic-text", *multimodal, "generic-seq2seq-source")
 

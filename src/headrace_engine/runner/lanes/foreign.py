@@ -4,12 +4,15 @@ import contextlib
 import inspect
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from headrace_common.checkpoints.headers import read_headers
 from headrace_common.checkpoints.spec import ModelSpec
@@ -17,6 +20,7 @@ from headrace_common.errors import ModelError
 from headrace_common.ids import SequenceId
 from headrace_common.layout import MemoryLayout
 from headrace_common.plan import Chunk, PromptInputs
+from headrace_engine.weights.weights import unpacked_weights
 
 FOREIGN_ERRORS = (AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
 """Errors that a transformers model raises if it does not support Headrace's calls."""
@@ -160,8 +164,10 @@ def load_pretrained(
     read_headers(spec)
     with _without_bars():
         try:
-            model, report = auto.from_pretrained(
-                spec.folder,
+            own = _from_gguf(auto, spec, dtype) if spec.is_gguf else _Source(auto, spec.folder)
+            model, report = own.model_class.from_pretrained(
+                own.folder,
+                **own.given,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -192,6 +198,22 @@ def load_pretrained(
                 "model_corrupt",
             )
     return model
+
+
+class _Source(NamedTuple):
+    """The class of a model, its folder, and further arguments for `from_pretrained`."""
+
+    model_class: Any
+    # None if the arguments contain the weights.
+    folder: Path | None
+    given: Mapping[str, Any] = MappingProxyType({})
+
+
+def _from_gguf(auto: Any, spec: ModelSpec, dtype: torch.dtype) -> _Source:
+    """Unpack the weights of a GGUF model. An Auto class would need a folder with safetensors."""
+    config = AutoConfig.from_pretrained(spec.folder, trust_remote_code=False)
+    given = {"config": config, "state_dict": unpacked_weights(spec, dtype)}
+    return _Source(auto._model_mapping[type(config)], None, given)
 
 
 @contextlib.contextmanager
