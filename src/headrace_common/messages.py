@@ -127,6 +127,17 @@ class LaneFacts(msgspec.Struct, frozen=True):
     encoder: str | None = None
 
 
+class DraftFacts(msgspec.Struct, frozen=True):
+    """Describes the draft model, which chooses guesses for the served model."""
+
+    name: str
+    num_parameters: int
+    weight_bytes: int
+    position_bytes: int  # bytes that the draft model caches for each token
+    max_positions: int
+    fingerprint: str
+
+
 class Ready(Message, frozen=True):
     """Describes the loaded model, its lane and its limits.
 
@@ -164,6 +175,7 @@ class Ready(Message, frozen=True):
     quantize: Quantize = "none"
     # Bytes of experts in a mapped file. An expert is read from disk when a token needs the expert.
     mapped_bytes: int = 0
+    draft: DraftFacts | None = None
 
 
 class LoadFailed(Message, frozen=True):
@@ -205,12 +217,14 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
 class Guessed(msgspec.Struct, frozen=True, array_like=True):
     """A step verified `num_tokens` guessed tokens. `num_right` of these guesses were right.
 
-    `Outputs.tokens` also contains the right tokens.
+    `Outputs.tokens` also contains the right tokens. `is_drafted` says whether a draft model chose
+    the guessed tokens.
     """
 
     sequence_id: SequenceId
     num_tokens: int
     num_right: int
+    is_drafted: bool = False
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -293,6 +307,9 @@ class Status(Message, frozen=True):
     disk: dict[str, int] = {}
     # The number of prefixes that were computed instead of read from disk, by reason.
     disk_misses: dict[str, int] = {}
+    # The guessed tokens that the draft model chose, and how many of these guesses were right.
+    num_drafted: int = 0
+    num_drafted_right: int = 0
 
 
 WEIGHTS = "loading weights"

@@ -15,6 +15,8 @@ from headrace_common.ids import BlockId, SequenceId, SlotId
 from headrace_common.sampling import Logprobs, Sampling
 
 NO_SLOT = SlotId(-1)
+# A guessed token that the draft model chooses during the step.
+DRAFTED = -1
 
 # The end of an encoder input that every token needs.
 EVERY_TOKEN = 1 << 40
@@ -164,6 +166,10 @@ class Chunk(msgspec.Struct, frozen=True):
     A chunk can end with a `guess`: guessed tokens after the last known token. With a guess, only
     one sequence draws. The first draw uses the logits of the last known token. As long as each
     drawn token equals the guessed token, another draw uses the next logits.
+
+    The draft model reads the known tokens [draft_start, draft_end); the range is empty if the model
+    reads nothing. If the guess consists of DRAFTED, the range ends at the last known token, and the
+    draft model then chooses the guess.
     """
 
     sequence_id: SequenceId
@@ -176,6 +182,12 @@ class Chunk(msgspec.Struct, frozen=True):
     num_first: int = 0  # tokens of a pair's first text
     guess: tuple[int, ...] = ()
     adapter: str = ""  # fingerprint of the chunk's adapter
+    draft_start: int = 0
+    draft_end: int = 0
+
+    @property
+    def is_drafted(self) -> bool:
+        return self.guess[:1] == (DRAFTED,)
 
     @property
     def num_known(self) -> int:
@@ -309,6 +321,7 @@ class StepResult(msgspec.Struct, frozen=True):
     # The part of `seconds` for each item of `encoded`; 0 if the result was cached.
     encode_seconds: tuple[float, ...] = ()
     load_seconds: float = 0.0  # part of `seconds` for loads
+    draft_seconds: float = 0.0  # part of `seconds` in the draft model
     # False if the process was stopped during the step, so that `seconds` includes the pause.
     is_timed: bool = True
 

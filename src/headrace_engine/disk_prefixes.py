@@ -115,9 +115,11 @@ def _named(root: Path, described: About) -> PrefixFolder:
 
 
 def about(model: str, ready: Ready, cache: ModelCache) -> About:
+    # The files also have the draft model's part of each block.
+    draft = f" {ready.draft.fingerprint}" if ready.draft else ""
     return About(
         model=model,
-        fingerprint=ready.fingerprint,
+        fingerprint=ready.fingerprint + draft,
         lane=ready.lane,
         dtype=ready.dtype,
         kernels=ready.kernels,

@@ -22,7 +22,7 @@ from headrace_engine.memory.disk import DiskPrefixes
 from headrace_engine.prefixes.keeper import PrefixKeeper
 from headrace_engine.runner.load import load_lane, warm
 from headrace_engine.runner.runner import Runner
-from headrace_engine.runner.trial import timed_encoding, timed_steps
+from headrace_engine.runner.trial import timed_drafts, timed_encoding, timed_steps
 from headrace_engine.scheduler.budget import MAX_GUESS, MOST_DEFAULT_S, resolve
 from headrace_engine.scheduler.scheduler import Scheduler
 
@@ -65,10 +65,10 @@ def load(config: ModelConfig) -> Loaded:
     constructors, because each constructor takes the parts that it needs.
     """
     folder = Path(config.model)
-    lane, head, ready = load_lane(config, folder)
+    lane, head, ready, drafter = load_lane(config, folder)
     num_guessed = max_guess(config.scheduler, ready)
     grammars = Grammars(_compiler(folder))
-    runner = Runner(lane, head, grammars.constrain, tells_forced=num_guessed > 0)
+    runner = Runner(lane, head, grammars.constrain, num_guessed > 0, drafter)
     warm(runner, ready.layout)
     disk = disk_part(config.prefix_cache, config.model, runner, ready)
     known = None if disk is None else disk.known
@@ -96,7 +96,12 @@ def schedule(
     limits = resolve(config, layout, ready.device, ready.max_num_seqs, ready.max_model_len)
     if ready.is_whole:
         limits = msgspec.structs.replace(limits, is_whole=True, forward_per_chunk=False)
-    limits = msgspec.structs.replace(limits, source=ready.source, max_guess=num_guessed)
+    limits = msgspec.structs.replace(
+        limits,
+        source=ready.source,
+        max_guess=num_guessed,
+        max_draft=ready.draft.max_positions if ready.draft and num_guessed else 0,
+    )
     ready = msgspec.structs.replace(
         ready,
         max_step_tokens=limits.max_step_tokens,
@@ -108,6 +113,9 @@ def schedule(
         for chunk, seconds in timed_steps(runner, layout):
             if not stops.take():
                 scheduler.observe((chunk,), seconds)
+        for timed in timed_drafts(runner, layout) if ready.draft else ():
+            if not stops.take():
+                scheduler.observe_draft(*timed)
         for work, piece, seconds in timed_encoding(runner, layout):
             if not stops.take():
                 scheduler.observe_encoding(work, piece, seconds)
@@ -120,12 +128,19 @@ def max_guess(config: SchedulerConfig, ready: Ready) -> int:
     Raise ModelError if the configuration asks for guesses that are not possible.
     """
     if config.guess == "off" or "generate" not in ready.tasks:
+        if ready.draft is not None:
+            raise ModelError(
+                "--draft has no effect, because guessing is off or the model generates no text. "
+                "Use --guess auto, or omit --draft."
+            )
         return 0
     reason = ""
     if ready.kernels == "plain" or (ready.dtype == "float32" and ready.quantize == "none"):
         reason = "torch rounds differently when it computes several tokens together"
     elif ready.layout.num_slots and ready.layout.num_snapshots < 2:
         reason = "no memory is left for the saved states that a wrong guess requires"
+    if reason and ready.draft is not None:
+        raise ModelError(f"--draft is not possible: {reason}. Omit --draft.")
     if reason and config.guess != "auto":
         raise ModelError(
             f"--guess {config.guess} is not possible: {reason}. Use --guess auto or --guess off."

@@ -7,6 +7,8 @@ stale blocks, missing copies, and tokens that count as cached although they were
 from array import array
 from typing import cast
 
+import msgspec
+
 from headrace_common.layout import MemoryLayout
 from headrace_common.plan import (
     NO_SLOT,
@@ -42,6 +44,8 @@ class Remembered:
     def __init__(self, begin: Begin) -> None:
         self.begin = begin
         self.tokens = begin.token_ids
+        # How many tokens the draft model has read; -1 before the first chunk.
+        self.num_draft_read = -1
         # How many units of each input are encoded.
         self.num_units = [0] * len(begin.inputs.works)
         # An image changes what memory contains at the image's tokens, so these tokens are made
@@ -76,9 +80,10 @@ class FakeRunner:
             self._load(load)
         for encoded in plan.encoded:
             self._encode(encoded)
-        for chunk in plan.chunks:
+        chunks = [self._draft(chunk) for chunk in plan.chunks]
+        for chunk in chunks:
             self._compute(chunk)
-        results = [self._result(chunk, row_errors) for chunk in plan.chunks]
+        results = [self._result(chunk, row_errors) for chunk in chunks]
         for block_copy in plan.block_copies:
             tokens, salt = self._blocks[block_copy.source]
             self._blocks[block_copy.target] = (tokens[:], salt)
@@ -100,7 +105,33 @@ class FakeRunner:
             state = self._slots[kept.slot_id][:], self._slot_salts[kept.slot_id]
         return FakeNumbers(blocks, state)
 
+    def _draft(self, chunk: Chunk) -> Chunk:
+        """Read as the draft model, and choose the guess; some chosen tokens are wrong."""
+        remembered = self._sequences[chunk.sequence_id]
+        if remembered.num_draft_read < 0:
+            remembered.num_draft_read = chunk.start
+        assert chunk.draft_end <= len(remembered.tokens), "the draft model reads unknown tokens"
+        if chunk.draft_end > chunk.draft_start:
+            assert chunk.draft_start <= remembered.num_draft_read, (
+                "tokens are missing in the draft model's cache"
+            )
+            remembered.num_draft_read = chunk.draft_end
+        for sibling in chunk.draws:
+            self._sequences[sibling].num_draft_read = remembered.num_draft_read
+        if not chunk.is_drafted:
+            return chunk
+        begin, index = remembered.begin, len(remembered.tokens) - remembered.begin.num_prompt
+        chosen = []
+        for number in range(index, index + len(chunk.guess)):
+            is_right = hash((chunk.sequence_id, number)) % 4 > 0
+            token_id = token_at(begin.sampling, begin.choice, number)
+            chosen.append(token_id if is_right else token_id + 1)
+        return msgspec.structs.replace(chunk, guess=tuple(chosen))
+
     def _load(self, load: Load) -> None:
+        remembered = self._sequences[load.sequence_id]
+        if remembered.num_draft_read in (-1, load.start):
+            remembered.num_draft_read = load.end
         for segment in load.segments:
             numbers = cast(FakeNumbers, segment.numbers)
             assert len(numbers.blocks) == segment.num_blocks
@@ -201,6 +232,11 @@ class FakeRunner:
                 break
             more = self._draw(sequence_id, row_errors)
             drawn = (Drawn(one.token_ids + more.token_ids, error=more.error),)
+        if chunk.guess and chunk.draft_end == chunk.start + chunk.num_known:
+            num_right = max(0, len(drawn[0].token_ids) - 1)
+            # The draft model has not read the last token that it chose.
+            remembered = self._sequences[chunk.sequence_id]
+            remembered.num_draft_read += min(num_right, len(chunk.guess) - 1)
         return ChunkResult(drawn, self._prompt_rows(chunk))
 
     def _is_over(self, sequence_id: int) -> bool:

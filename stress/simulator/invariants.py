@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from headrace_common.ids import SequenceId
-from headrace_common.plan import NO_SLOT, Chunk, StepPlan
+from headrace_common.plan import DRAFTED, NO_SLOT, Chunk, StepPlan
 from headrace_engine.scheduler.budget import MOST_DEFAULT_S
 from headrace_engine.scheduler.cost import StepShape
 from headrace_engine.scheduler.restores import MAX_RESTORES
@@ -180,6 +180,12 @@ class Invariants:
         Such tokens must stay within the sequence's length. They may only take blocks that no
         running sequence needs.
         """
+        for chunk in plan.chunks:
+            end = chunk.start + chunk.num_known
+            assert 0 <= chunk.draft_start <= chunk.draft_end <= end
+            assert chunk.draft_end <= self._scenario.limits.max_draft
+            assert not chunk.is_drafted or chunk.draft_end == end, "a guess after unread tokens"
+            assert not chunk.is_drafted or set(chunk.guess) == {DRAFTED}
         guessing = [chunk for chunk in plan.chunks if chunk.guess]
         if not guessing:
             return

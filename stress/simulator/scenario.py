@@ -66,6 +66,9 @@ def make_scenario(seed: int) -> Scenario:
         max_step_s=None if is_huge else rng.choice([None, 0.2, 1.0]),
         max_guess=Random(seed + 4).choice([0, 1, 4, 8]),
     )
+    if limits.max_guess and layout.num_blocks:
+        max_draft = Random(seed + 8).choice([0, 30, 2_000_000])
+        limits = msgspec.structs.replace(limits, max_draft=max_draft)
     config = SchedulerConfig(
         patience=rng.choice([0.0, 4.0, 100.0]), max_open_prompts=rng.choice([1, 2, 4])
     )

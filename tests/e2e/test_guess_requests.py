@@ -6,7 +6,9 @@ again and again. The server without guesses has enough memory and no kills.
 
 import asyncio
 import os
+import re
 from collections import Counter
+from copy import copy
 from pathlib import Path
 
 import httpx
@@ -19,7 +21,7 @@ from headrace_engine.runner.lanes.native_text import NativeText
 from tests.e2e.made_requests import answer_all, first_difference, made_requests
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.servers import ServerProcess, running_server
-from tools.harness.tiny_models import TURNS_TEMPLATE, make_tiny_image_model
+from tools.harness.tiny_models import TURNS_TEMPLATE, make_draft_model, make_tiny_image_model
 
 pytestmark = needs_own_kernels  # torch's own products depend on the number of rows
 
@@ -44,7 +46,9 @@ class Asked:
     def little_memory(self) -> int:
         """For the longest sequence and a part of another, and the states of all."""
         cache = NativeText.cache_of(read_spec(find_model(self.model)))
-        return POSITIONS * bytes_per_position(cache, 2) + 3 * AT_ONCE * bytes_per_slot(cache, 2)
+        num_models = 1 + ("--draft" in self.flags)
+        blocks = num_models * POSITIONS * bytes_per_position(cache, 2)
+        return blocks + 3 * AT_ONCE * bytes_per_slot(cache, 2)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Asked:
 
 
 @pytest.fixture(scope="module")
+def drafting(text: Asked, tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """The same requests, with a draft model that is fast and mostly wrong."""
+    folder = tmp_path_factory.mktemp("draft") / "first-layer"
+    draft = make_draft_model(find_model("headrace-mini"), folder, num_layers=1)
+    with_drafts = copy(text)
+    with_drafts.flags = (*text.flags, "--draft", str(draft))
+    return with_drafts
+
+
+@pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     """A hybrid that sees: a wrong guess takes its states back."""
     folder = make_tiny_image_model(tmp_path_factory.mktemp("seeing"), "Qwen3.5")
@@ -62,7 +76,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Asked:
 
 
 @pytest.mark.parametrize("guess", ["auto", pytest.param("3", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("which", ["text", pytest.param("seeing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "which", ["text", "drafting", pytest.param("seeing", marks=pytest.mark.slow)]
+)
 def test_every_kind_of_request_is_answered_the_same(
     which: str, guess: str, request: pytest.FixtureRequest
 ) -> None:
@@ -73,6 +89,8 @@ def test_every_kind_of_request_is_answered_the_same(
         kill = server.kill_engine
         found = asyncio.run(answer_all(server.url, asked.made, AT_ONCE, kill, every))
         guessed, accepted, preempted = figures(server)
+        draft = httpx.get(f"{server.url}/props").json()["draft"]
+        drafted = drafted_tokens(server)
     for made, ours, theirs in zip(asked.made, found, asked.expected, strict=True):
         assert ours.choices == theirs.choices, first_difference(made, ours.choices, theirs.choices)
     pairs = zip(asked.made, found, strict=True)
@@ -81,10 +99,23 @@ def test_every_kind_of_request_is_answered_the_same(
         f"{which}, --guess {guess}: {len(found)} requests, {guessed} guessed, {accepted} right, "
         f"{preempted} preemptions; requests with right guesses by kind: {dict(kinds)}"
     )
+    if which == "drafting":
+        print(f"drafted in all engines: {drafted}; in the last engine: {draft}")
+        assert draft["model"] == "first-layer" and draft["tokens"] >= draft["tokens_right"]
+        assert drafted["wrong"] > 0
+    else:
+        assert draft is None and not drafted
     assert guessed >= accepted > 0  # how many depends on what steps take here, and how many stream
     # hybrids keep few positions: what is little for text is enough for all of them
     assert preempted or which == "seeing" or REQUESTS < 200, "too few to be sure of it"
     assert not any(one.num_accepted for one in asked.expected)
+
+
+def drafted_tokens(server: ServerProcess) -> dict[str, int]:
+    """Return how many tokens of the draft model were right and wrong."""
+    shown = httpx.get(f"{server.url}/metrics").text
+    found = re.findall(r'^headrace_drafted_tokens_total{.*result="(\w+)".*} (\S+)', shown, re.M)
+    return {result: int(float(number)) for result, number in found}
 
 
 def figures(server: ServerProcess) -> tuple[int, int, int]:

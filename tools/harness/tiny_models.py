@@ -1,12 +1,13 @@
 """Makes tiny models with seeded random weights, written by transformers as real model folders."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -523,3 +524,19 @@ def _write_dense(folder: Path, num_in: int, num_out: int) -> None:
         "activation_function": "torch.nn.modules.activation.Tanh",
     }
     (folder / "config.json").write_text(json.dumps(described))
+
+
+def make_draft_model(model: Path, folder: Path, num_layers: int) -> Path:
+    """Write a model that has only the first layers of another model, and the same tokenizer."""
+    folder.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    shutil.copy(model / "tokenizer.json", folder)
+    kept = {}
+    for file in model.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            _, is_layer, rest = name.partition("layers.")
+            if not is_layer or int(rest.partition(".")[0]) < num_layers:
+                kept[name] = tensor
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

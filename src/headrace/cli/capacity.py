@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.layout import MemoryLayout
-from headrace_common.messages import Ready
+from headrace_common.messages import DraftFacts, Ready
 
 if TYPE_CHECKING:
     from headrace_engine.runner.lanes.lane import Lane
@@ -66,6 +66,14 @@ def weights(folder: Path, ready: "Ready | LoadPlan") -> str:
         ready.quantize, f"{ready.quantize} and "
     )
     return f"{needed}, in {kept}{ready.dtype}"
+
+
+def draft_model(facts: DraftFacts) -> str:
+    """Describe the draft model and its memory."""
+    return (
+        f"{facts.name}: {facts.weight_bytes >> 20} MiB of weights, and {facts.position_bytes} "
+        "bytes of cache per token; GET /props of the running server counts its right tokens"
+    )
 
 
 def on_disk(folder: Path, ready: "Ready | LoadPlan") -> str:

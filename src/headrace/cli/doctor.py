@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.cli import exit_codes
-from headrace.cli.capacity import cache_bytes, fit, on_disk, slots, smaller, weights
+from headrace.cli.capacity import cache_bytes, draft_model, fit, on_disk, slots, smaller, weights
 from headrace.cli.doctor_files import (
     advice,
     choices,
@@ -294,6 +294,7 @@ def _planned(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     from headrace_engine.models.registry import has_head
     from headrace_engine.runner.load import plan_load
     from headrace_engine.runner.probe import free_bytes
+    from headrace_engine.runner.room import stored_as
 
     plan = plan_load(config, folder, checks_kernels=False)
     traits = plan.lane_class.traits
@@ -307,11 +308,19 @@ def _planned(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     kernels = f"{plan.kernels}: {plan.choice.reason}; --load compiles and checks the kernels"
     yield Finding("kernels", "ok", kernels)
     yield from _weights(folder, plan)
+    if plan.draft is not None:
+        stored = stored_as(plan.draft.quantize, plan.draft.dtype)
+        detail = f"{plan.draft.spec.name}: {plan.draft.weights} of weights in {stored}"
+        yield Finding("draft", "ok", detail)
     detail = "--load measures how many fit"
     if traits.has_kernels and plan.device.type == "cpu":
-        free = free_bytes(plan.device) - plan.weights.held
-        size = plan.torch_dtype.itemsize
-        num, longest = streams_that_fit(config, plan.spec, plan.lane_class, size, free)
+        draft = plan.draft
+        held = plan.weights.held + (draft.weights.held if draft else 0)
+        num, longest = streams_that_fit(
+            *(config, plan.spec, plan.lane_class, plan.torch_dtype.itemsize),
+            free_bytes(plan.device) - held,
+            draft.position_bytes if draft else 0,
+        )
         fit = (
             "1 stream of {:,} tokens fits"
             if num == 1
@@ -346,6 +355,8 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     yield Finding("lane", "ok", f"{ready.lane} on {ready.device} in {ready.dtype}: {why}")
     yield Finding("kernels", "ok", f"{ready.kernels}: {ready.kernels_reason}")
     yield from _weights(folder, ready)
+    if ready.draft is not None:
+        yield Finding("draft", "ok", draft_model(ready.draft))
     if ready.is_whole:
         yield Finding("cache", "ok", "none: the model keeps nothing between steps")
         yield _ingestion(folder, ready)

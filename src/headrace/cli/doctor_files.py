@@ -114,17 +114,22 @@ def vision_part(spec: ModelSpec, config: ModelConfig) -> Finding | None:
 
 
 def streams_that_fit(
-    config: ModelConfig, spec: ModelSpec, lane: Any, item_bytes: int, free: int
+    config: ModelConfig,
+    spec: ModelSpec,
+    lane: Any,
+    item_bytes: int,
+    free: int,
+    draft_bytes: int = 0,
 ) -> tuple[int, int]:
     """Return the number of streams whose cache fits on a CPU, and the tokens of each stream.
 
     `free` is the memory in bytes that is free besides the weights. Recurrent states are not
-    counted.
+    counted. A draft model caches `draft_bytes` for each token.
     """
     from headrace_engine.runner.load import CACHE_SHARE
 
     longest = min(n for n in (spec.max_positions, config.max_model_len, 1 << 20) if n)
-    each = bytes_per_position(lane.cache_of(spec), item_bytes) * longest
+    each = (bytes_per_position(lane.cache_of(spec), item_bytes) + draft_bytes) * longest
     room = config.kv_cache_memory_bytes or int(CACHE_SHARE["cpu"] * max(0, free))
     return room // max(1, each), longest
 

@@ -18,14 +18,17 @@ Stamp = tuple[tuple[int, ...], ...]
 def file_stamp(config: ModelConfig) -> Stamp | None:
     """Return a value that changes when a file of the model changes.
 
-    Files of adapters, the chat template and the vision part count too. Returns None if the model
-    is not on this machine. In each folder, only the first `_MAX_FILES` paths count.
+    Files of adapters, the draft model, the chat template and the vision part count too. Returns
+    None if the model is not on this machine. In each folder, only the first `_MAX_FILES` paths
+    count.
     """
     place = place_of(config.model)
     if place is None or not place.exists():
         return None
     # A GGUF model may consist of several files, so all files of the folder count.
     folders = [place if place.is_dir() else place.parent, *map(Path, adapters_of(config).values())]
+    if config.draft is not None and (draft := place_of(config.draft)) is not None:
+        folders.append(draft if draft.is_dir() else draft.parent)
     files = [*folders, Path(config.chat_template)] if config.chat_template else folders
     if config.mmproj not in ("auto", "none"):
         files = [*files, Path(config.mmproj)]

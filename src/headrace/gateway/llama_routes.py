@@ -40,7 +40,7 @@ class LlamaRoutes:
         shown = {"role": role, "state": self._generation.state}
         target = stall_target(host)
         shown |= {"max_stall_ms": target["stall_target_ms"], **target}
-        return answer(_props(host.model, is_sleeping) | shown)
+        return answer(_props(host.model, is_sleeping) | shown | {"draft": _draft(host)})
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
         """Describe the tokenizer as vLLM does.
@@ -105,6 +105,20 @@ def _props(model: ServedModel, is_sleeping: bool) -> dict[str, Any]:
         "lane": ready.lane if ready else None,
         "device": ready.device if ready else None,
         "dtype": ready.dtype if ready else None,
+    }
+
+
+def _draft(host: ModelHost) -> dict[str, Any] | None:
+    """Describe the draft model, and how many of its tokens were right; None without one."""
+    facts, status = host.ready and host.ready.draft, host.engine.status
+    if not facts:
+        return None
+    return {
+        "model": facts.name,
+        "num_parameters": facts.num_parameters,
+        "weight_bytes": facts.weight_bytes,
+        "tokens": status.num_drafted if status else 0,
+        "tokens_right": status.num_drafted_right if status else 0,
     }
 
 

@@ -246,6 +246,8 @@ def _snapshot(host: ModelHost) -> Snapshot:
         "guessed": {
             "tokens": status.num_guessed if status else 0,
             "accepted": status.num_accepted if status else 0,
+            "drafted": status.num_drafted if status else 0,
+            "drafted_right": status.num_drafted_right if status else 0,
         },
         "steps": [_step(step) for step in host.engine.steps],
         "replicas": _replicas(host),

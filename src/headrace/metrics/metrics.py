@@ -38,6 +38,11 @@ _BY_LABEL = {
         "Groups of blocks that were on disk but were computed again",
         "reason",
     ),
+    "drafted": (
+        "headrace_drafted_tokens",
+        "Guessed tokens that the draft model chose; right ones were accepted",
+        "result",
+    ),
 }
 _OF_DISK = {
     "runs": ("headrace_disk_prefix_hits", "Groups of blocks that were read from disk"),
@@ -196,7 +201,10 @@ class EngineFigures:
         gauges["waiting"].set(status.num_waiting)
         gauges["waiting_tokens"].set(status.num_waiting_tokens)
         reported = {"missed": status.missed, "disk": status.disk, "disk_misses": status.disk_misses}
-        self._counts = {name: Counter(counts) for name, counts in reported.items()}
+        if status.num_drafted:
+            num_right = status.num_drafted_right
+            reported["drafted"] = {"right": num_right, "wrong": status.num_drafted - num_right}
+        self._counts = {name: Counter(reported.get(name)) for name in _COUNTS}
         self._num_preempted = status.num_preemptions
         # If no step has run, the report only has new values for the queue.
         if status.num_steps != self._num_steps:

@@ -77,8 +77,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=64)] | Literal["auto", "off"],
         Meta(
             description="Largest number of tokens that are guessed per stream and step "
-            "(speculative decoding without a draft model). Tokens are guessed where "
-            "the stream's text repeats or a grammar leaves no choice. The text does "
+            "(speculative decoding). Tokens are guessed where the stream's text repeats, where a "
+            "grammar leaves no choice, or by the model of --draft. The text does "
             "not change. auto: up to 8, on CPU kernels only"
         ),
     ] = "auto"
@@ -236,6 +236,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "allow reads it as that token, escape breaks it up with a zero-width space"
         ),
     ] = "allow"
+    draft: Annotated[
+        str | None,
+        Meta(
+            title="MODEL",
+            description="Small model with the same tokenizer that guesses the next tokens "
+            "(speculative decoding): a folder, a GGUF file, or the name of a model that is here. "
+            "The text does not change. CPU kernels only",
+        ),
+    ] = None
     pooling: Annotated[
         Literal["auto", "cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last"],
         Meta(

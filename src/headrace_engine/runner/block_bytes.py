@@ -12,12 +12,13 @@ class BlockBytes:
     """Copies with NumPy on the calling thread, so that torch's threads stay free for the step.
 
     The bytes have this order: for each layer the keys of all blocks, then for each layer the
-    values of all blocks, then each layer's state and each layer's convolution inputs.
+    values of all blocks, then each layer's state and each layer's convolution inputs. The blocks
+    of a draft model's storage follow those of the served model's storage.
     """
 
-    def __init__(self, storage: CacheStorage) -> None:
-        self._blocks = _as_rows((*storage.keys, *storage.values))
-        self._slots = _as_rows((*storage.states, *storage.inputs))
+    def __init__(self, *storages: CacheStorage) -> None:
+        self._blocks = _as_rows(t for it in storages for t in (*it.keys, *it.values))
+        self._slots = _as_rows(t for it in storages for t in (*it.states, *it.inputs))
         self.block_bytes = sum(rows.shape[1] for rows in self._blocks)
         self.slot_bytes = sum(rows.shape[1] for rows in self._slots)
 

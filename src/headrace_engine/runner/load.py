@@ -4,15 +4,19 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
-from headrace_common.cache import bytes_per_position
+from headrace_common.cache import bytes_per_position, bytes_per_slot
+from headrace_common.checkpoints.find import find_here
+from headrace_common.checkpoints.same_tokenizer import check_same_tokenizer
 from headrace_common.checkpoints.spec import ModelSpec, read_spec
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import ModelError
 from headrace_common.layout import MemoryLayout
 from headrace_common.loading import CHECKING, COMPILING, READING, WARMING, tell, tell_weights
-from headrace_common.messages import InstructionSet, Quantize, Ready
+from headrace_common.messages import DraftFacts, InstructionSet, Quantize, Ready
+from headrace_engine.runner.drafter import Drafter
 from headrace_engine.runner.footprint import Footprint, kept_groups
 from headrace_engine.runner.lanes.choose import choose_lane
 from headrace_engine.runner.lanes.lane import Lane, LaneOptions, LaneTraits
@@ -60,6 +64,13 @@ class LoadPlan(NamedTuple):
     torch_dtype: torch.dtype
     choice: ComputeChoice
     weights: Footprint
+    draft: "LoadPlan | None" = None
+
+    @property
+    def position_bytes(self) -> int:
+        """Return the bytes that a lane with kernels caches for each token."""
+        cache = self.lane_class.cache_of(self.spec)
+        return bytes_per_position(cache, self.torch_dtype.itemsize)
 
     @property
     def dtype(self) -> str:
@@ -79,17 +90,18 @@ class LoadPlan(NamedTuple):
 
 
 class LoadedLane(NamedTuple):
-    """A lane with weights and memory, the vector head, and the Ready message."""
+    """A lane with weights and memory, the vector head, the Ready message, and the draft model."""
 
     lane: Lane
     head: VectorHead
     ready: Ready
+    drafter: Drafter | None
 
 
 def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
     """Load and warm up a runner without grammars; ModelError if the model cannot be served."""
-    lane, head, ready = load_lane(config, folder)
-    runner = Runner(lane, head)
+    lane, head, ready, drafter = load_lane(config, folder)
+    runner = Runner(lane, head, drafter=drafter)
     warm(runner, ready.layout)
     return runner, ready
 
@@ -106,7 +118,7 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
     tell(READING)
     torch.set_num_threads(num_threads(config.threads))
     plan = plan_load(config, folder)
-    spec, lane_class, device, dtype, choice, _ = plan
+    spec, lane_class, device, dtype, choice, _, draft = plan
     if device.type == "cuda":
         # By default, cuDNN may round the inputs of float32 convolutions to 10 bits (TF32).
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
@@ -122,12 +134,15 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
     tell_weights(0.0)
     with watch_memory(device):
         lane: Lane = lane_class(spec, dtype, device, options)
+        drafter = None if draft is None else _load_drafter(draft)
     # The device of the caches, which can differ from the requested device.
     device = lane.device
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
-    layout = _layout(config, spec, lane, max_num_seqs)
+    layout = _layout(config, plan, lane, max_num_seqs)
     head = vector_head(spec, lane.traits, config.pooling)
     lane.open(layout)
+    if drafter is not None:
+        drafter.open(layout, spec.vocab_size)
     name, traits = _name(lane.dtype), lane.traits
     ready = Ready(
         lane=traits.id,
@@ -150,8 +165,25 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
         facts=traits.facts,
         source=traits.source,
         quantize=quantize,
+        draft=drafter.facts if drafter else None,
     )
-    return LoadedLane(lane, head, ready)
+    return LoadedLane(lane, head, ready, drafter)
+
+
+def _load_drafter(plan: LoadPlan) -> Drafter:
+    """Load the weights of the draft model."""
+    quantize, instructions, _ = plan.choice
+    options = LaneOptions(quantize, instructions, mapped_bytes=plan.mapped_bytes)
+    lane = plan.lane_class(plan.spec, plan.torch_dtype, plan.device, options)
+    facts = DraftFacts(
+        plan.spec.name,
+        lane.num_parameters,
+        lane.weight_bytes,
+        plan.position_bytes,
+        plan.spec.max_positions or _MAX_POSITIONS,
+        fingerprint(plan.spec, stored_as(quantize, plan.dtype), f"cpu {instructions}"),
+    )
+    return Drafter(lane, facts)
 
 
 def plan_load(config: ModelConfig, folder: Path, checks_kernels: bool = True) -> LoadPlan:
@@ -165,8 +197,38 @@ def plan_load(config: ModelConfig, folder: Path, checks_kernels: bool = True) ->
     lane_class = choose_lane(spec, config.lane)
     tell(CHECKING)
     choice = choose_kernels(config, spec, lane_class, device, dtype, checks_kernels)
-    weights = _check_fits(config, spec, lane_class, dtype, choice[:2])
-    return LoadPlan(spec, lane_class, device, dtype, choice, weights)
+    draft = None
+    if config.draft is not None:
+        if not lane_class.traits.has_kernels or device.type != "cpu":
+            raise ModelError(
+                f"--draft needs a native lane on a CPU, not {lane_class.traits.id} on "
+                f"{device.type}; omit --draft."
+            )
+        draft = _plan_draft(config, config.draft, folder, checks_kernels)
+    weights = _check_fits(config, spec, lane_class, dtype, choice[:2], draft)
+    return LoadPlan(spec, lane_class, device, dtype, choice, weights, draft)
+
+
+def _plan_draft(config: ModelConfig, name: str, folder: Path, checks_kernels: bool) -> LoadPlan:
+    """Decide how the draft model `name` of the model in `folder` will run."""
+    draft = find_here(name, mmproj="none")
+    if draft is None or not (draft / "config.json").is_file():
+        raise ModelError(
+            f"The draft model {name!r} is not on this machine. Give the path of a folder with "
+            "config.json or of a GGUF file, or serve that model once to download it.",
+            "model_not_found",
+        )
+    check_same_tokenizer(folder, draft)
+    config = msgspec.structs.replace(
+        config, model=str(draft), draft=None, lane="native-text", kv_cache_memory_bytes=None
+    )
+    plan = plan_load(config, draft, checks_kernels)
+    if bytes_per_slot(plan.lane_class.cache_of(plan.spec), plan.torch_dtype.itemsize):
+        raise ModelError(
+            f"{plan.spec.name} cannot be a draft model, because some of its layers keep a state "
+            "that a wrong guess would spoil. Use a model with attention in every layer."
+        )
+    return plan
 
 
 def choose_kernels(
@@ -240,19 +302,24 @@ def _check_fits(
     lane_class: Any,
     dtype: torch.dtype,
     stored: tuple[Quantize, InstructionSet],
+    draft: LoadPlan | None,
 ) -> Footprint:
     """Return the memory of the weights.
 
-    Raises ModelError, before any weight is read, if there is too little memory.
+    Raises ModelError, before any weight is read, if there is too little memory for the model and
+    its draft model.
     """
     device = _device(config)
     free, wanted = free_bytes(device), config.kv_cache_memory_bytes
+    if draft is not None:
+        free = max(0, free - draft.weights.peak)
     weights = weights_that_fit(spec, dtype, *stored, free)
     if not lane_class.traits.has_kernels:
         # For a lane without kernels, the cache's size per token is known only after loading.
         return weights
     num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
     each = bytes_per_position(lane_class.cache_of(spec), dtype.itemsize)
+    each += draft.position_bytes if draft is not None else 0
     least = each * min(_MIN_POSITIONS, _max_positions(config, spec))
     check_cache_fits(spec, weights, wanted, (least, step_bytes(spec, num_seqs)), free)
     return weights
@@ -267,7 +334,8 @@ def _max_positions(config: ModelConfig, spec: ModelSpec) -> int:
     return min(limits, default=_MAX_POSITIONS)
 
 
-def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int) -> MemoryLayout:
+def _layout(config: ModelConfig, plan: LoadPlan, lane: Lane, max_num_seqs: int) -> MemoryLayout:
+    spec = plan.spec
     max_positions = _max_positions(config, spec)
     room, free = config.kv_cache_memory_bytes, free_bytes(lane.device)
     if room is None:
@@ -279,7 +347,11 @@ def _layout(config: ModelConfig, spec: ModelSpec, lane: Lane, max_num_seqs: int)
             "free; lower this value.",
             "model_too_large",
         )
-    layout = lane.layout(room, max_num_seqs, max_positions, config.block_size)
+    own = room
+    if plan.draft is not None:
+        # Both models cache the same positions.
+        own = room * plan.position_bytes // (plan.position_bytes + plan.draft.position_bytes)
+    layout = lane.layout(own, max_num_seqs, max_positions, config.block_size)
     needed = min(_MIN_POSITIONS, max_positions)
     # A lane that runs prompts whole has no cache that could be too small.
     if layout.max_positions < needed and not lane.traits.is_whole:

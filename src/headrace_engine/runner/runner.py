@@ -27,6 +27,7 @@ from headrace_common.plan import (
 from headrace_common.sampling import Logprobs, Sampling
 from headrace_engine.runner.adapters import AdaptableLane, Adapters, ReadAdapter
 from headrace_engine.runner.block_bytes import BlockBytes
+from headrace_engine.runner.drafter import Drafter
 from headrace_engine.runner.lanes.lane import EncodingLane, Lane
 from headrace_engine.runner.pooling import UNIT, PooledRows, VectorHead
 from headrace_engine.runner.sampling.logprobs import join, pack_logprobs
@@ -50,13 +51,15 @@ class Runner:
         head: VectorHead = UNIT,
         constrain: Callable[[Sampling], Constraint | None] = _unconstrained,
         tells_forced: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         """`head` makes vectors; `constrain` returns the grammar state of a new sequence, if any.
 
         If `tells_forced` is true, a draw also returns the tokens that the grammar forces next,
-        for use as a guess.
+        for use as a guess. `drafter` chooses guesses with a draft model.
         """
         self.lane = lane
+        self.drafter = drafter
         self.head = head
         self._constrain = constrain
         self._tells_forced = tells_forced
@@ -70,7 +73,8 @@ class Runner:
     def numbers(self) -> BlockBytes | None:
         """Return an object that copies the cache as bytes; None if the lane has no `storage`."""
         storage = self.lane.storage
-        return None if storage is None else BlockBytes(storage)
+        draft = None if self.drafter is None else self.drafter.storage
+        return None if storage is None else BlockBytes(storage, *([] if draft is None else [draft]))
 
     @functools.cached_property
     def adapters(self) -> Adapters:
@@ -117,7 +121,7 @@ class Runner:
             if begin.inputs.works:
                 self._inputs[begin.sequence_id] = begin.inputs
                 self._encoding.begin(begin.sequence_id, begin.inputs)
-        encode_s, load_s = [], 0.0
+        encode_s, load_s, draft_s = [], 0.0, 0.0
         rows = torch.empty(0)
         try:
             if plan.restores:
@@ -126,13 +130,24 @@ class Runner:
                 load_s = self._load(plan.loads)
             encode_s = [self._encode(encoded) for encoded in plan.encoded]
             if plan.chunks:
+                plan, draft_s = self._draft(plan)
                 rows = self._compute(plan.chunks)
             if plan.block_copies or plan.slot_copies:
                 self.lane.copy(plan.block_copies, plan.slot_copies)
+                if self.drafter is not None:
+                    self.drafter.copy(plan.block_copies)
         except RuntimeError as error:
             _raise_if_memory_is_short(error)
             raise
-        return PendingStep(self, plan, rows, started, tuple(encode_s), load_s)
+        return PendingStep(self, plan, rows, started, tuple(encode_s), load_s, draft_s)
+
+    def _draft(self, plan: StepPlan) -> tuple[StepPlan, float]:
+        """Return the plan with the guesses that the draft model chose, and the seconds."""
+        if self.drafter is None:
+            return plan, 0.0
+        started = time.perf_counter()
+        chunks = self.drafter.run(plan.chunks, self._sequences)
+        return msgspec.structs.replace(plan, chunks=chunks), time.perf_counter() - started
 
     def _load(self, loads: Sequence[Load]) -> float:
         """Copy cached prefixes into their blocks; return the seconds that the copy took."""
@@ -271,9 +286,11 @@ class PendingStep:
         started: float,
         encode_s: tuple[float, ...],
         load_s: float,
+        draft_s: float,
     ) -> None:
         self._runner, self._plan, self._rows = runner, plan, rows
         self._started, self._encode_s, self._load_s = started, encode_s, load_s
+        self._draft_s = draft_s
 
     @torch.inference_mode()
     def result(self) -> StepResult:
@@ -284,7 +301,7 @@ class PendingStep:
             _raise_if_memory_is_short(error)
             raise
         seconds = time.perf_counter() - self._started
-        return StepResult(chunks, seconds, self._encode_s, self._load_s)
+        return StepResult(chunks, seconds, self._encode_s, self._load_s, self._draft_s)
 
 
 def _with_forced(sequence: SequenceState, drawn: Drawn) -> Drawn:

@@ -4,9 +4,12 @@ import time
 from array import array
 from collections.abc import Iterator
 
+import msgspec
+
 from headrace_common.ids import SequenceId, SlotId
 from headrace_common.layout import MemoryLayout
 from headrace_common.plan import (
+    DRAFTED,
     NO_SLOT,
     Begin,
     Chunk,
@@ -24,6 +27,10 @@ _TRIALS = ((4, 1), (16, 1), (64, 8, 1))
 
 The prompt chunks have four different sizes, so that the trials use every kernel.
 """
+# The context and the numbers of read and chosen tokens in the trials of a draft model. The context
+# is not computed, because the time does not depend on the numbers in the cache.
+_DRAFTS = ((0, 1, 1), (0, 1, 4), (0, 2, 8), (0, 64, 1), (448, 64, 1), (448, 1, 4))
+_NUM_DRAFT_ROUNDS = 3
 _NUM_ROUNDS = 4
 _MAX_TIMING_S = 4.0
 # The number of source tokens of an encoder-decoder model in these trials.
@@ -75,10 +82,43 @@ def _trial(runner: Runner, layout: MemoryLayout, lengths: tuple[int, ...]) -> It
             is_last = start + length == total
             draws = (_ID,) if is_last and draws_any else ()
             chunk = Chunk(_ID, start, length, int(is_last), draws, blocks, slot)
+            if length > 1 and runner.drafter is not None:
+                end = start + length
+                chunk = msgspec.structs.replace(chunk, draft_start=start, draft_end=end)
             yield (start, length), runner.launch(StepPlan(chunks=(chunk,))).result().seconds
             start += length
     finally:
         runner.launch(StepPlan(ended=(_ID,))).result()
+
+
+def timed_drafts(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, int, int, float]]:
+    """Let the draft model read some tokens and choose a guess, and time the draft model.
+
+    Yields the context, the numbers of read and chosen tokens, and the seconds. The first times are
+    not yielded, because they include warming up.
+    """
+    end = time.monotonic() + _MAX_TIMING_S
+    blocks = array("i", range(layout.blocks_for(layout.max_positions)))
+    slot = SlotId(0) if layout.num_slots else NO_SLOT
+    sampling = Sampling(temperature=0, ignore_eos=True)
+    for is_warm in range(_NUM_DRAFT_ROUNDS):
+        for context, num_read, num_chosen in _DRAFTS:
+            num_known = context + num_read
+            if num_known + num_chosen >= layout.max_positions:
+                continue
+            chunk = Chunk(
+                *(_ID, num_known - 1, 1 + num_chosen, 1 + num_chosen, (_ID,), blocks, slot),
+                guess=(DRAFTED,) * num_chosen,
+                draft_start=context,
+                draft_end=num_known,
+            )
+            begin = Begin(_ID, array("i", [0] * num_known), num_known, 0, sampling)
+            result = runner.launch(StepPlan(begun=(begin,), chunks=(chunk,))).result()
+            runner.launch(StepPlan(ended=(_ID,))).result()
+            if is_warm:
+                yield context, num_read, num_chosen, result.draft_seconds
+            if time.monotonic() > end:
+                return
 
 
 def timed_encoding(

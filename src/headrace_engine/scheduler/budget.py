@@ -68,6 +68,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     source: SourceSpec | None = None
     # The largest number of guessed tokens in a chunk.
     max_guess: int = 0
+    # How many positions the draft model can read; 0 without a draft model.
+    max_draft: int = 0
 
     def max_total(self, layout: MemoryLayout) -> int:
         """Return the maximum number of tokens in a sequence: the prompt and the answer together."""
@@ -104,13 +106,15 @@ def resolve(
 class StepTimes(NamedTuple):
     """Holds the measured times of one step, in seconds."""
 
-    # Seconds in the runner, without encoding and loading.
+    # Seconds in the runner, without encoding, loading and drafting.
     computing: float
     # Seconds of each piece in `StepShape.encoded`.
     encoding: tuple[float, ...]
     # Seconds of the whole step, including the engine's own overhead.
     elapsed: float
     loading: float = 0.0
+    # Seconds in the draft model, in a step with only decode chunks.
+    drafting: float = 0.0
 
 
 class Room:
@@ -277,6 +281,9 @@ class TimeBudget:
         # piece, because a piece of several units has at most twice the work of the largest timed
         # piece.
         self.encoders = defaultdict[int, CostModel](lambda: CostModel(1, 1))
+        # The draft model's cost in decode steps. In steps with prompts, the draft model's time
+        # belongs to the prompt's cost.
+        self.draft = CostModel(1, 1)
         # The times of decode steps by number of rows; None if no guesses are allowed.
         self.rows = RowTimes() if limits.max_guess else None
         # How many steps missed the stall target, by cause.
@@ -386,9 +393,17 @@ class TimeBudget:
             seconds += model.predict(piece) * (model.margin(True) if with_margin else 1.0)
         return seconds
 
+    def seconds_drafting(self, drafted: StepShape | None, with_margin: bool = False) -> float:
+        """Return the predicted seconds in the draft model; 0 if the model was not timed yet."""
+        if drafted is None:
+            return 0.0
+        return self.draft.predict(drafted) * (self.draft.margin(True) if with_margin else 1.0)
+
     def predict(self, shape: StepShape) -> float:
         """Return the predicted seconds of a step in the runner; 0 if too few steps were timed."""
         computing = self.model.predict(shape) if self.model.is_measured else 0.0
+        if computing and shape.drafted is not None:
+            computing += self.seconds_drafting(shape.drafted)
         if not shape.encoded:
             return computing
         is_measured = all(self.encoders[kind].is_measured for kind, _ in shape.encoded)
@@ -476,7 +491,8 @@ class TimeBudget:
         token always counts as a miss.
         """
         if cause not in WITHOUT_STREAMS:
-            computing = self.model.predict(shape) if shape.encoded else predicted
+            has_parts = shape.encoded or shape.drafted is not None
+            computing = self.model.predict(shape) if has_parts else predicted
             if self.is_in_time(shape, computing):
                 return ""
         cause = cause or "decode"
@@ -494,12 +510,14 @@ class TimeBudget:
         margin = self.model.margin(shape.num_prompt_tokens > 0)
         seconds = margin * computing + self.overhead
         seconds += self._encoding_seconds(shape, with_margin=True)
+        seconds += self.seconds_drafting(shape.drafted, with_margin=True)
         return seconds <= target * (1 + 1e-9)
 
     def learn_step(self, shape: StepShape, times: StepTimes, is_awaited: bool, cause: str) -> None:
         """Learn from a finished step; `cause` says why a miss of the target was expected."""
-        computing, encoding, elapsed, loading = times
-        self._overheads.append(max(0.0, elapsed - computing - sum(encoding) - loading))
+        computing, encoding, elapsed, loading, drafting = times
+        inside = computing + sum(encoding) + loading + drafting
+        self._overheads.append(max(0.0, elapsed - inside))
         target = self._target(is_awaited)
         is_late = is_awaited and target is not None and elapsed > target
         if is_late and not cause and not self._is_excused:
@@ -510,6 +528,8 @@ class TimeBudget:
             is_starved = cause in ("decode", "token") and self._limits.prompt_share < 1
             self.starved_s = self.starved_s + elapsed if is_starved else 0.0
         self.learn_encoding(shape, encoding)
+        if shape.drafted is not None:
+            self.draft.observe(shape.drafted, drafting)
         if shape.num_new:
             self.learn(shape, computing, is_awaited)
 

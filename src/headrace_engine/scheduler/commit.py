@@ -42,6 +42,7 @@ class InFlight:
     ) -> None:
         self.num_steps = 0
         self.num_guessed = self.num_accepted = 0
+        self.num_drafted = self.num_drafted_right = 0
         self._table = table
         self._quarantine = quarantine
         self._memory = memory
@@ -162,9 +163,13 @@ class InFlight:
         if chunk.slot_id != NO_SLOT and num_right < len(chunk.guess):
             num_to_recompute = chunk.num_known + num_right
         sequence.commit_guess(num_right, num_to_recompute)
-        self._outputs.guessed.append(Guessed(sequence.id, len(chunk.guess), num_right))
+        guessed = Guessed(sequence.id, len(chunk.guess), num_right, chunk.is_drafted)
+        self._outputs.guessed.append(guessed)
         self.num_guessed += len(chunk.guess)
         self.num_accepted += num_right
+        if chunk.is_drafted:
+            self.num_drafted += len(chunk.guess)
+            self.num_drafted_right += num_right
         return num_right
 
     def _report(self, sequence: Sequence, start: int, result: ChunkResult) -> None:
@@ -192,11 +197,12 @@ class InFlight:
         self.num_steps += 1
         if not result.is_timed:
             return None
-        computing = result.seconds - sum(result.encode_seconds) - result.load_seconds
-        times = StepTimes(computing, result.encode_seconds, elapsed, result.load_seconds)
+        drafting = 0.0 if step.shape.drafted is None else result.draft_seconds
+        computing = result.seconds - sum(result.encode_seconds) - result.load_seconds - drafting
+        times = StepTimes(computing, result.encode_seconds, elapsed, result.load_seconds, drafting)
         self._budget.learn_step(step.shape, times, step.is_awaited, step.cause)
         if self._budget.rows is not None and step.only_decodes:
-            self._budget.rows.observe(step.num_decoding, step.shape.num_new, elapsed)
+            self._budget.rows.observe(step.num_decoding, step.shape.num_new, elapsed - drafting)
         return StepTrace(
             num_decoding=step.num_decoding,
             num_prompt_tokens=step.shape.num_prompt_tokens,

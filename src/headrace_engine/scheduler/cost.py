@@ -46,6 +46,8 @@ class StepShape:
     num_prompt_tokens: int = 0
     # The encoder's part of the step. Separate cost models predict the time of these pieces.
     encoded: tuple[tuple[int, "StepShape"], ...] = ()
+    # The draft model's part of a decode step, whose time a separate cost model predicts.
+    drafted: "StepShape | None" = None
 
     def encode(self, kind: int, num_rows: int, size: int) -> None:
         """Count units of one kind, which compute `num_rows` of the encoder's `size` tokens."""
@@ -84,6 +86,22 @@ class StepShape:
         """Add one token to a decode chunk that has `new` tokens so far."""
         self.num_new += 1
         self.num_pairs += 2 * (context + new) + 1
+
+    def draft(self, context: int, num_read: int, num_chosen: int) -> None:
+        """Let the draft model read `num_read` tokens after `context`, then choose tokens.
+
+        Each chosen token but the first takes another forward pass, in which all sequences take
+        part. Every token counts as a prompt token, so that the cost model has one kind of step.
+        """
+        if self.drafted is None:
+            self.drafted = StepShape()
+        drafted, num_more = self.drafted, max(0, num_chosen - 1)
+        num_new = num_read + num_more
+        drafted.num_forwards = max(drafted.num_forwards, 1 + num_more)
+        drafted.num_context += context * (1 + num_more)
+        drafted.num_new += num_new
+        drafted.num_prompt_tokens += num_new
+        drafted.num_pairs += 2 * context * num_new + num_new * num_new
 
     @property
     def ring(self) -> tuple[int, int]:

@@ -6,6 +6,8 @@ A guess counts only if the model draws the same token, so a wrong guess changes 
 from array import array
 from typing import NamedTuple, Protocol
 
+from headrace_common.plan import DRAFTED
+
 
 class Guess(NamedTuple):
     """Holds tokens that may follow the last known token."""
@@ -17,6 +19,11 @@ class Guess(NamedTuple):
     @property
     def num_expected(self) -> float:
         return sum(self.chances)
+
+    @property
+    def is_drafted(self) -> bool:
+        """Return whether the draft model will choose the tokens during the step."""
+        return self.token_ids[:1] == (DRAFTED,)
 
 
 class Guesser(Protocol):
@@ -130,6 +137,46 @@ class OwnGuesser:
     def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
         guesses = [guesser.guess(token_ids, forced, most) for guesser in self._guessers]
         return max(guesses, key=lambda guess: guess.num_expected)
+
+
+# The initial probability that the next token of the draft model is right.
+_DRAFT_CHANCE = 0.6
+# The weight of one drafted token when a probability is updated.
+_DRAFT_WEIGHT = 1 / 16
+# How far a probability returns to _DRAFT_CHANCE in each step, as a fraction.
+_HOPE = 1 / 1024
+
+
+class DraftChance:
+    """Estimates the probability that the draft model's next token is right, for one sequence.
+
+    While the draft model is not used, the estimate slowly returns to the initial value, so the
+    model is tried again now and then. `usual` is the estimate over all sequences, with which a new
+    sequence starts.
+    """
+
+    def __init__(self, usual: "DraftChance | None" = None) -> None:
+        self._usual = usual
+        self.value = _DRAFT_CHANCE
+        if usual is not None:
+            usual.hope(_DRAFT_WEIGHT)
+            self.value = usual.value
+
+    def hope(self, fraction: float) -> None:
+        """Move the estimate towards the initial value."""
+        self.value += fraction * (_DRAFT_CHANCE - self.value)
+
+    def guess(self, most: int) -> Guess:
+        """Return `most` tokens that the draft model would choose."""
+        self.hope(_HOPE)
+        return Guess((DRAFTED,) * most, tuple(self.value**n for n in range(1, most + 1)))
+
+    def learn(self, num_tokens: int, num_right: int) -> None:
+        """Learn from a guess of the draft model; nothing is known after the first wrong token."""
+        for number in range(min(num_right + 1, num_tokens)):
+            self.value += _DRAFT_WEIGHT * ((number < num_right) - self.value)
+        if self._usual is not None:
+            self._usual.learn(num_tokens, num_right)
 
 
 def _bits(number: int) -> int:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from headrace_engine.memory.memory import Memory
 from headrace_engine.scheduler.budget import Limits, TimeBudget
-from headrace_engine.scheduler.guess import Guess, Guesser, OwnGuesser
+from headrace_engine.scheduler.cost import StepShape
+from headrace_engine.scheduler.guess import DraftChance, Guess, Guesser, OwnGuesser
 from headrace_engine.scheduler.sequence import Sequence
 from headrace_engine.scheduler.step import PlannedStep
 
@@ -14,14 +15,15 @@ from headrace_engine.scheduler.step import PlannedStep
 MAX_STREAMS = 8
 # Guesses are added only if the expected tokens per second increase by at least 2 %.
 _GAIN = 1.02
+# The draft model reads at most this many tokens of a sequence in a decode step. A sequence with
+# more unread tokens first catches up, by this many tokens per step.
+MAX_UNREAD = 64
 MakeGuesser = Callable[[Sequence], Guesser]
 
 
-class _Candidate(NamedTuple):
-    # The index of the sequence's chunk in the step.
-    chunk_index: int
-    sequence: Sequence
-    guess: Guess
+class _Choice(NamedTuple):
+    rate: float  # expected tokens per second
+    counts: list[int]  # for each candidate, how many guessed tokens to use
 
 
 def own_guesser(sequence: Sequence) -> Guesser:
@@ -39,6 +41,7 @@ class Guessing:
         self._limits = limits
         self._budget = budget
         self._memory = memory
+        self._usual = DraftChance()
 
     def add_to(self, step: PlannedStep, decoders: list[Sequence], num_running: int) -> None:
         """Append guesses to the step's first chunks, which are the decode chunks of `decoders`.
@@ -47,24 +50,58 @@ class Guessing:
         """
         if len(decoders) > MAX_STREAMS or not step.only_decodes:
             return
-        candidates = [
-            _Candidate(index, sequence, guess)
+        limits = [
+            self._limit(sequence, step.chunks[index].length - 1)
             for index, sequence in enumerate(decoders)
-            if (guess := self._guess(sequence, step.chunks[index].length - 1)).token_ids
         ]
-        if not candidates:
-            return
-        for candidate, count in zip(candidates, self._counts(step, candidates), strict=True):
-            sequence = candidate.sequence
+        own = [
+            sequence.guess(self._make_guesser, most) if most > 0 else Guess()
+            for sequence, most in zip(decoders, limits, strict=True)
+        ]
+        guesses, choice = own, self._choose(step, decoders, own)
+        if self._limits.max_draft:
+            drafted = list(map(self._drafted, decoders, limits, own))
+            if drafted != own:
+                other = self._choose(step, decoders, drafted)
+                if other.rate > choice.rate:
+                    guesses, choice = drafted, other
+        for index, count in enumerate(choice.counts):
+            sequence = decoders[index]
+            if not count:
+                continue
             fitting = self._memory.stretch(sequence.held, sequence.num_tokens + count, num_running)
             count = min(count, fitting - sequence.num_tokens)
             if count > 0 and self._memory.can_go_back(sequence.held):
-                step.guess(candidate.chunk_index, sequence, candidate.guess.token_ids[:count])
+                step.guess(index, sequence, guesses[index].token_ids[:count])
+        if self._limits.max_draft:
+            self._catch_up(step, decoders)
 
-    def _guess(self, sequence: Sequence, num_to_recompute: int) -> Guess:
-        """Return a guess for a sequence.
+    def _drafted(self, sequence: Sequence, most: int, own: Guess) -> Guess:
+        """Return a guess by the draft model if more tokens are expected than from `own`."""
+        num_tokens = sequence.num_tokens
+        most = min(most, self._limits.max_draft - num_tokens + 1)
+        if most <= 0 or num_tokens - sequence.num_draft_read > MAX_UNREAD:
+            return own
+        guess = sequence.guess_drafts(self._usual, most)
+        return guess if guess.num_expected > own.num_expected else own
 
-        The guess is empty for a suspect of a failed step, and while another launched step names
+    def _catch_up(self, step: PlannedStep, decoders: list[Sequence]) -> None:
+        """Let the draft model read tokens of the first sequence with MAX_UNREAD unread tokens."""
+        for index, sequence in enumerate(decoders):
+            chunk, end = step.chunks[index], sequence.num_draft_read + MAX_UNREAD
+            is_late = end <= chunk.start and not chunk.is_drafted
+            if not is_late or end > self._limits.max_draft or not sequence.sampling.guess:
+                continue
+            shape = StepShape()
+            shape.draft(sequence.num_draft_read, MAX_UNREAD, 0)
+            if step.room is None or self._budget.seconds_drafting(shape.drafted) <= step.room:
+                step.catch_up_by_draft(index, sequence, end)
+            return
+
+    def _limit(self, sequence: Sequence, num_to_recompute: int) -> int:
+        """Return how many tokens may be guessed for a sequence.
+
+        The limit is 0 for a suspect of a failed step, and while another launched step names
         the sequence. A chunk with guesses never ends where a snapshot is due. The chunk computes
         `num_to_recompute` tokens again; these tokens count towards the limit of guesses.
         """
@@ -74,38 +111,39 @@ class Guessing:
         if stop is not None:
             most = min(most, stop - sequence.num_tokens - 1)
         is_free = sequence.num_in_flight == 1 and sequence.clears_at is None
-        if most <= 0 or not is_free or not sequence.sampling.guess:
-            return Guess()
-        return sequence.guess(self._make_guesser, most)
+        return max(0, most) if is_free and sequence.sampling.guess else 0
 
-    def _counts(self, step: PlannedStep, candidates: list[_Candidate]) -> list[int]:
-        """Return how many guessed tokens of each candidate to use.
+    def _choose(self, step: PlannedStep, decoders: list[Sequence], guesses: list[Guess]) -> _Choice:
+        """Return how many guessed tokens of each sequence to use.
 
         Guessed tokens are added in order of probability. Each guessed token adds its probability
-        to the expected number of tokens, and adds a row to the step's time. The method chooses
-        the number of guessed tokens that gives the most tokens per second. If the rate does not
-        exceed `_GAIN` times the rate without guesses, nothing is guessed. The step stays within
-        the stall target and the token limit.
+        to the expected number of tokens, and adds a row to the step's time. Tokens of the draft
+        model also add the predicted time in that model. The method chooses the number of guessed
+        tokens that gives the most tokens per second. If the rate does not exceed `_GAIN` times the
+        rate without guesses, nothing is guessed. The step stays within the stall target and the
+        token limit.
         """
         num_chunks, times = step.num_decoding, self._budget.rows
         assert times is not None, "row times are measured if guesses are allowed"
         num_rows = step.shape.num_new
         alone = times.seconds(num_chunks, num_rows)
-        if not alone:
-            return [0] * len(candidates)
         order = sorted(
-            (-chance, number)
-            for number, candidate in enumerate(candidates)
-            for chance in candidate.guess.chances
+            (-chance, number) for number, guess in enumerate(guesses) for chance in guess.chances
         )
+        if not alone or not order:
+            return _Choice(0.0, [0] * len(guesses))
         value, shape = float(num_chunks), replace(step.shape)
-        best, best_rate, counts = 0, _GAIN * value / alone, [0] * len(candidates)
+        best, best_rate, counts = 0, _GAIN * value / alone, [0] * len(guesses)
         for num_guesses, (chance, number) in enumerate(order, 1):
-            chunk = step.chunks[candidates[number].chunk_index]
+            chunk = step.chunks[number]
             shape.extend(chunk.start, chunk.length + counts[number])
             counts[number] += 1
             value -= chance
             seconds = times.seconds(num_chunks, num_rows + num_guesses)
+            if guesses[number].is_drafted:
+                drafted = _in_draft_model(step, decoders, guesses, counts)
+                shape = replace(shape, drafted=drafted)
+            seconds += self._budget.seconds_drafting(shape.drafted)
             is_over = step.room is not None and seconds - alone > step.room
             if is_over or shape.num_new > self._limits.max_step_tokens:
                 break
@@ -114,4 +152,16 @@ class Guessing:
             if value / seconds > best_rate:
                 best, best_rate = num_guesses, value / seconds
         chosen = [number for _, number in order[:best]]
-        return [chosen.count(number) for number in range(len(candidates))]
+        return _Choice(best_rate, [chosen.count(number) for number in range(len(guesses))])
+
+
+def _in_draft_model(
+    step: PlannedStep, decoders: list[Sequence], guesses: list[Guess], counts: list[int]
+) -> StepShape | None:
+    """Return what the draft model computes to choose `counts` tokens of each sequence."""
+    shape = StepShape()
+    for chunk, sequence, guess, count in zip(step.chunks, decoders, guesses, counts, strict=True):
+        if count and guess.is_drafted:
+            start = sequence.num_draft_read
+            shape.draft(start, chunk.start + chunk.length - start, count)
+    return shape.drafted

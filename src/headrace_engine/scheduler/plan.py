@@ -404,6 +404,8 @@ class Planner:
         self._table.report_starts([sequence])
         room.spend(context, length)
         step.add_prompt_chunk(sequence, length, self._start_siblings(step, sequence, length))
+        if self._limits.max_draft and sequence.sampling.pooling is None:
+            step.read_prompt_by_draft(self._limits.max_draft)
         self._save(step, [sequence])
         return length == wanted
 

@@ -132,6 +132,8 @@ class Scheduler:
             num_accepted=self._in_flight.num_accepted,
             disk=dict(self._restores.hits),
             disk_misses=dict(self._restores.misses),
+            num_drafted=self._in_flight.num_drafted,
+            num_drafted_right=self._in_flight.num_drafted_right,
         )
 
     @property
@@ -165,6 +167,13 @@ class Scheduler:
         for context, new in chunks:
             shape.add(context, new, new > 1, self._budget.forwards > 0)
         self._budget.learn(shape, seconds)
+
+    def observe_draft(self, context: int, num_read: int, num_chosen: int, seconds: float) -> None:
+        """Learn from a timed use of the draft model, before the first request."""
+        shape = StepShape()
+        shape.draft(context, num_read, num_chosen)
+        assert shape.drafted is not None
+        self._budget.draft.observe(shape.drafted, seconds)
 
     def observe_encoding(self, work: EncoderInput, piece: EncoderPiece, seconds: float) -> None:
         """Learn from a piece of an encoding that was timed before the first request."""

@@ -17,7 +17,7 @@ from headrace_common.request import BACKGROUND
 from headrace_common.sampling import Sampling
 from headrace_engine.memory.memory import Lease
 from headrace_engine.memory.prefix import NameChain
-from headrace_engine.scheduler.guess import Guess, Guesser
+from headrace_engine.scheduler.guess import DraftChance, Guess, Guesser
 
 NO_INPUTS = PromptInputs()
 # Seconds by which one level of priority delays a prompt.
@@ -104,8 +104,13 @@ class Sequence:
     # How many guessed tokens a launched chunk has. Until the chunk is committed, nothing else is
     # planned for the sequence.
     num_guessed: int = 0
-    # How many planned tokens to compute again, because a wrong guess reset the recurrent state.
+    # Whether the draft model chooses these guessed tokens.
+    is_drafted: bool = False
+    # How many tokens to compute again, because a wrong guess reset the recurrent state.
     num_to_recompute: int = 0
+    # Tokens [0, num_draft_read) are in the draft model's cache, or will be after launched plans.
+    num_draft_read: int = 0
+    draft_chance: DraftChance | None = None
     num_planned: int = 0
     num_computed: int = 0
     # How many prompt tokens were reported as processed; -1 before the start was reported.
@@ -256,6 +261,7 @@ class Sequence:
         """Start with a lease that shares the leader's computed prompt."""
         self.run(lease)
         self.chain = leader.chain.copy()
+        self.num_draft_read = leader.num_draft_read
         self.num_units_planned = self.num_units_computed = leader.num_units_planned
 
     def start_at(self, num_cached: int) -> None:
@@ -263,7 +269,7 @@ class Sequence:
 
         Encoder inputs that only the cached tokens need count as encoded.
         """
-        self.num_planned = self.num_computed = num_cached
+        self.num_planned = self.num_computed = self.num_draft_read = num_cached
         self.num_units_planned = self.num_units_computed = self._units_before(num_cached)
 
     def skip_to(self, end: int) -> None:
@@ -272,6 +278,9 @@ class Sequence:
         Encoder inputs that only the loaded tokens need count as encoded.
         """
         assert self.num_computed <= self.num_planned < end < self.num_known
+        if self.num_draft_read == self.num_planned:
+            # The file also has the draft model's part of the cache.
+            self.num_draft_read = end
         self.num_planned = end
         self.num_units_planned = max(self.num_units_planned, self._units_before(end))
         self.num_units_computed = max(self.num_units_computed, self._units_before(end))
@@ -296,9 +305,19 @@ class Sequence:
             self.guesser = make_guesser(self)
         return self.guesser.guess(self.token_ids, self.forced, most)
 
-    def plan_guess(self, num_guessed: int) -> None:
-        """Set how many guessed tokens the planned chunk ends with."""
-        self.num_guessed = num_guessed
+    def guess_drafts(self, usual: DraftChance, most: int) -> Guess:
+        """Return a guess of at most `most` next tokens that the draft model would choose."""
+        if self.draft_chance is None:
+            self.draft_chance = DraftChance(usual)
+        return self.draft_chance.guess(most)
+
+    def read_draft(self, end: int) -> None:
+        """Count the tokens up to `end` as read by the draft model."""
+        self.num_draft_read = end
+
+    def plan_guess(self, num_guessed: int, is_drafted: bool = False) -> None:
+        """Set how many guessed tokens the planned chunk ends with, and who chooses them."""
+        self.num_guessed, self.is_drafted = num_guessed, is_drafted
 
     def take_num_to_recompute(self) -> int:
         """Return how many tokens to compute again after a wrong guess, and reset that number."""
@@ -312,6 +331,10 @@ class Sequence:
 
     def commit_guess(self, num_right: int, num_to_recompute: int) -> None:
         """Count the correct guesses; `num_to_recompute` tokens have to be computed again."""
+        if self.is_drafted and self.draft_chance is not None:
+            # The draft model has not read the last token that it chose.
+            self.num_draft_read += min(num_right, self.num_guessed - 1)
+            self.draft_chance.learn(self.num_guessed, num_right)
         self.num_guessed, self.num_to_recompute = 0, num_to_recompute
         self.num_planned += num_right
 
@@ -351,7 +374,7 @@ class Sequence:
         """Let the sequence wait again: keep every token, but count no token as computed."""
         self.status, self.lease = SequenceStatus.WAITING, None
         self.num_pending = self.num_guessed = self.num_to_recompute = 0
-        self.num_planned = self.num_computed = 0
+        self.num_planned = self.num_computed = self.num_draft_read = 0
         self.num_units_planned = self.num_units_computed = 0
 
     def end_reason(self) -> FinishReason | None:

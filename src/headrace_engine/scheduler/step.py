@@ -6,6 +6,7 @@ import msgspec
 
 from headrace_common.ids import SequenceId, SlotId
 from headrace_common.plan import (
+    DRAFTED,
     NO_SLOT,
     Begin,
     BlockCopy,
@@ -168,6 +169,11 @@ class PlannedStep:
         """Append guessed tokens to the sequence's decode chunk, which is chunk number `index`."""
         chunk, lease, size = self.chunks[index], sequence.held, len(token_ids)
         assert chunk.sequence_id == sequence.id and not chunk.guess
+        is_drafted = token_ids[0] == DRAFTED
+        if is_drafted:
+            end = chunk.start + chunk.length
+            self.shape.draft(sequence.num_draft_read, end - sequence.num_draft_read, size)
+            chunk = self._read_by_draft(chunk, [sequence], end)
         # Keep a copy of the state in case a guess is wrong. A chunk with several known tokens
         # starts from an earlier copy, which still exists.
         if chunk.slot_id != NO_SLOT and chunk.length == 1:
@@ -175,7 +181,7 @@ class PlannedStep:
         self.chunks[index] = msgspec.structs.replace(
             chunk, length=chunk.length + size, num_rows=1 + size, guess=token_ids
         )
-        sequence.plan_guess(size)
+        sequence.plan_guess(size, is_drafted)
         for length in range(chunk.length, chunk.length + size):
             self.shape.extend(chunk.start, length)
 
@@ -184,6 +190,27 @@ class PlannedStep:
         context = sequence.num_planned
         self._add(sequence, length, [sequence, *siblings])
         self.shape.add(context, length, True, self.forward_per_chunk)
+
+    def read_prompt_by_draft(self, max_positions: int) -> None:
+        """Let the draft model read the last prompt chunk, up to token `max_positions`.
+
+        If tokens before the chunk are missing in the draft model's cache, the model does not read.
+        """
+        chunk, named = self.chunks[-1], self.named[-1]
+        end = min(chunk.start + chunk.length, max_positions)
+        if named[0].num_draft_read == chunk.start < end:
+            self.chunks[-1] = self._read_by_draft(chunk, named, end)
+
+    def catch_up_by_draft(self, index: int, sequence: Sequence, end: int) -> None:
+        """Let the draft model read earlier tokens of a decoding sequence, without a guess."""
+        self.shape.draft(sequence.num_draft_read, end - sequence.num_draft_read, 0)
+        self.chunks[index] = self._read_by_draft(self.chunks[index], [sequence], end)
+
+    def _read_by_draft(self, chunk: Chunk, named: list[Sequence], end: int) -> Chunk:
+        start = named[0].num_draft_read
+        for sequence in named:
+            sequence.read_draft(end)
+        return msgspec.structs.replace(chunk, draft_start=start, draft_end=end)
 
     def add_encode_chunk(self, sequence: Sequence, number: int, piece: EncoderPiece) -> None:
         """Encode a piece of the sequence's input `number`."""

@@ -1,0 +1,152 @@
+"""A draft model changes no token and no bit of a log probability, however good the model is."""
+
+import shutil
+from array import array
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.spec import read_spec
+from headrace_engine.scheduler.guess import Guess
+from headrace_engine.scheduler.sequence import Sequence
+from tests.equality.test_guess import KINDS, position_bytes, run, submits
+from tests.kernels.own_kernels import needs_own_kernels
+from tools.harness.drive import random_prompt
+from tools.harness.engine_runs import Run
+from tools.harness.tiny_models import make_tiny_model
+
+pytestmark = needs_own_kernels  # torch's own products depend on the number of rows
+
+MINI = find_model("headrace-mini")
+PLAIN_DRAWS: list[dict[str, object]] = [
+    {"temperature": 0, "ignore_eos": True},
+    {"temperature": 1, "ignore_eos": True, "num_logprobs": 1},
+    {"temperature": 0.8, "top_p": 0.9, "ignore_eos": True},
+]
+
+
+class NoGuesser:
+    """Guesses nothing, so that the draft model chooses every guess."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        pass
+
+    def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
+        return Guess()
+
+
+@pytest.fixture(scope="module")
+def poor(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Make a draft model with random weights and the tokenizer of headrace-mini."""
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("poor") / "tiny",
+        head_dim=32,
+        vocab_size=read_spec(MINI).vocab_size,
+        dtype=torch.bfloat16,
+    )
+    shutil.copy(MINI / "tokenizer.json", folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    return run(submits(20), "off")
+
+
+def test_a_model_that_drafts_for_itself_is_always_right() -> None:
+    """The model draws with the same random numbers when it drafts, so even random draws agree."""
+    asked = submits(12, kinds=PLAIN_DRAWS)
+    alone = run(asked, "off")
+    told = run(asked, "auto", NoGuesser, draft="headrace-mini")
+    assert told.answers == alone.answers
+    assert told.status.num_drafted_right == told.status.num_drafted > 100
+    assert told.num_steps < alone.num_steps / 2
+
+
+def test_drafts_help_with_every_kind_of_request(plain: Run) -> None:
+    told = run(submits(20), "auto", NoGuesser, draft="headrace-mini")
+    assert told.answers == plain.answers
+    assert told.status.num_drafted_right > 100 and told.num_steps < plain.num_steps
+
+
+def test_a_poor_draft_model_changes_nothing(plain: Run, poor: str) -> None:
+    told = run(submits(20), "auto", NoGuesser, draft=poor)
+    assert told.answers == plain.answers
+    assert told.status.num_drafted > 20
+    assert told.status.num_drafted_right < told.status.num_drafted / 10
+
+
+def test_drafts_and_guesses_from_the_text_are_used_together(plain: Run) -> None:
+    told = run(submits(20), "auto", draft="headrace-mini")
+    status = told.status
+    assert told.answers == plain.answers
+    assert 0 < status.num_drafted < status.num_guessed
+    assert 0 < status.num_drafted_right < status.num_accepted
+
+
+def test_choices_of_one_prompt_draft_for_themselves() -> None:
+    asked = submits(9, n=3, kinds=PLAIN_DRAWS)
+    alone = run(asked, "off")
+    told = run(asked, "auto", NoGuesser, draft="headrace-mini")
+    assert told.answers == alone.answers
+    # The draft model's part of the prompt is shared and copied like that of the served model.
+    assert told.status.num_drafted_right == told.status.num_drafted > 100
+
+
+def test_a_cached_prefix_also_has_the_draft_models_part() -> None:
+    asked = submits(12, kinds=PLAIN_DRAWS[:1])
+    asked = [msgspec.structs.replace(submit, prompts=asked[2].prompts) for submit in asked]
+    alone = run(asked, "off", block_size=16)
+    told = run(asked, "auto", NoGuesser, draft="headrace-mini", block_size=16)
+    assert told.answers == alone.answers
+    assert told.status.num_drafted_right == told.status.num_drafted > 100
+
+
+@pytest.mark.parametrize("draft", ["headrace-mini", "poor"])
+def test_preempted_streams_draft_and_say_the_same(
+    draft: str, request: pytest.FixtureRequest
+) -> None:
+    plain = run(submits(40), "off", block_size=16)
+    told = run(
+        submits(40),
+        "auto",
+        NoGuesser,
+        block_size=16,
+        max_model_len=128,
+        # Both models share the memory, and the poor model caches fewer bytes per token.
+        kv_cache_memory_bytes=2 * 128 * position_bytes(),
+        draft=request.getfixturevalue(draft) if draft == "poor" else draft,
+    )
+    assert told.answers == plain.answers
+    assert told.status.num_preemptions > 0 and told.status.num_drafted > 0
+
+
+def test_after_a_kill_a_stream_with_drafts_says_the_same(plain: Run) -> None:
+    asked = []
+    for submit in submits(20):
+        (new,) = submit.sequences
+        told = [token_id for token_id, _ in plain.answers[new.sequence_id][0]]
+        half = array("i", told[: len(told) // 2])
+        state = plain.states[new.sequence_id][len(half) - 1] if half else b""
+        again = (msgspec.structs.replace(new, generated=half.tobytes(), state=state),)
+        asked.append(msgspec.structs.replace(submit, sequences=again))
+    rest = run(asked, "auto", draft="headrace-mini")
+    assert rest.status.num_drafted_right > 20
+    for name, (tokens, finish) in plain.answers.items():
+        assert rest.answers[name] == (tokens[len(tokens) // 2 :], finish)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3_5ForCausalLM"])
+def test_a_model_with_states_takes_drafts(architecture: str, tmp_path: Path) -> None:
+    options = {"head_dim": 32, "dtype": torch.bfloat16, "pad_token_id": 0}
+    folder = make_tiny_model(tmp_path / "tiny", architecture, **options)
+    draft = make_tiny_model(tmp_path / "draft", num_hidden_layers=1, **options)
+    asked = submits(6, kinds=KINDS[:3])
+    ids = [array("i", random_prompt(40, seed=number)).tobytes() for number in range(6)]
+    asked = [msgspec.structs.replace(s, prompts=(i,)) for s, i in zip(asked, ids, strict=True)]
+    alone = run(asked, "off", folder=folder)
+    told = run(asked, "auto", folder=folder, draft=str(draft))
+    assert told.answers == alone.answers and told.status.num_drafted > 20
