@@ -192,6 +192,22 @@ async def test_a_stream_that_is_read_when_the_server_ends_is_left_to_the_next_se
         assert not [it for it in asyncio.all_tasks() if "Generation.run" in repr(it)]
 
 
+async def test_a_stream_that_waits_for_its_model_as_the_server_drains_is_refused_to_readers(
+    folder: Path,
+) -> None:
+    async with models_of(folder, "ab", durable_store()) as (generation, engines):
+        running = await ask(generation, "a")
+        await engines["a"][0].say(EngineUp(READY))
+        await ask(generation, "b", OPTED_IN)
+        draining = asyncio.create_task(generation.drain(60))
+        await settle()
+        assert not running.ended.is_set()
+        with pytest.raises(RequestError) as refused:
+            await asyncio.wait_for(generation.streams.find("", NAME), 10)
+        assert refused.value.code == "server_restarting"
+        draining.cancel()
+
+
 async def submit_to(engine: FakeEngine) -> None:
     """Waits until the stream has."""
     while not engine.submits:

@@ -133,6 +133,8 @@ class Writers:
                 entered = await self._fleet.enter(host)
         except RequestError as error:
             if self._queues.is_ending:
+                # Only the next server continues the stream, so readers must not wait for a writer.
+                self._streams.close(RESTARTS, stream.record.id)
                 self.let_go([stream], error, RESTARTS)
             else:
                 stream.stop(error)
