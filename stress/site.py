@@ -23,6 +23,8 @@ FLAGS = (
 )
 START_S = 300.0
 _COMPLAINT = re.compile(r"Traceback|^\S+ \S+ ERROR|^ERROR")
+# The start of an entry in the server's log.
+_NEXT = re.compile(r"\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
 # How many lines of a traceback are shown.
 _SHOWN_LINES = 30
 # This message is expected after the engine was frozen for long.
@@ -57,17 +59,17 @@ class Site:
         place = ("--host", host, "--port", str(self.port), "--state-dir", str(state_dir))
         self._flags = (str(model), *flags, *place)
         self._prefix = prefix
-        self._server: ServerProcess
+        self.server: ServerProcess
         self._starting: asyncio.Task[bool]
 
     def launch(self) -> ServerProcess:
         """Starts the server's process, and does not wait for anything."""
-        self._server = ServerProcess(*self._flags, prefix=self._prefix)
-        return self._server
+        self.server = ServerProcess(*self._flags, prefix=self._prefix)
+        return self.server
 
     def start(self) -> None:
         self.launch()
-        self._starting = asyncio.create_task(self._watch_start(self._server), name="start")
+        self._starting = asyncio.create_task(self._watch_start(self.server), name="start")
 
     async def ready(self) -> bool:
         """Waits until the server serves a model; returns False if it ended or takes too long."""
@@ -85,12 +87,12 @@ class Site:
     @property
     def has_ended(self) -> bool:
         """Whether the server has ended although nobody stopped it."""
-        return self._server.process.poll() is not None
+        return self.server.process.poll() is not None
 
     @property
     def lines(self) -> list[str]:
         """The log of the server that runs now or ran last."""
-        return self._server.lines
+        return self.server.lines
 
     @property
     def last_lines(self) -> list[str]:
@@ -98,7 +100,7 @@ class Site:
 
     @property
     def pid(self) -> int:
-        return self._server.process.pid
+        return self.server.process.pid
 
     def was_out(self, began: float, ended: float) -> bool:
         """Return whether the server was stopped or not ready at any time of this period."""
@@ -131,10 +133,11 @@ class Site:
 
     async def stop(self, number: int = signal.SIGTERM, within_s: float = 60) -> int:
         """Stops the server, collects the complaints in its log, and returns its exit code."""
-        code = await asyncio.to_thread(self._server.stop, number, within_s)
+        code = await asyncio.to_thread(self.server.stop, number, within_s)
+        lines = self.server.lines
         self.complaints += [
-            "\n".join(self._server.lines[i : i + _SHOWN_LINES])
-            for i, line in enumerate(self._server.lines)
+            "\n".join(_entry(lines, i))
+            for i, line in enumerate(lines)
             if _COMPLAINT.search(line) and _EXPECTED not in line
         ]
         return code
@@ -142,7 +145,7 @@ class Site:
     def close(self) -> None:
         """Ends all processes, however the run ended."""
         if not self.has_ended:
-            self._server.stop(signal.SIGKILL)
+            self.server.stop(signal.SIGKILL)
 
     async def num_unfinished(self) -> int:
         """Return how many streams in its folder never ended; the server must have been stopped."""
@@ -187,3 +190,10 @@ class Site:
 
     def _note(self, what: str) -> None:
         self.deaths.append(Death(time.monotonic(), what))
+
+
+def _entry(lines: list[str], first: int) -> list[str]:
+    """Return the entry of the log that starts at a line: its start, and its last lines."""
+    later = range(first + 1, len(lines))
+    end = next((i for i in later if _NEXT.match(lines[i])), len(lines))
+    return [lines[first], *lines[max(first + 1, end - _SHOWN_LINES) : end]]

@@ -6,6 +6,7 @@ replica in a failover, each through a relay on its own machine.
 
 import contextlib
 import json
+import signal
 import struct
 import subprocess
 import sys
@@ -117,6 +118,10 @@ class GatewayNode:
         """Start the relay and the gateway, and do not wait for the gateway."""
         self.start_relay()
         self.site.launch()
+
+    def end(self, number: signal.Signals) -> int:
+        """Send the signal to the gateway's server; return the exit code."""
+        return self.site.server.stop(number)
 
     def is_healthy(self) -> bool:
         """Return whether the gateway answers and has an engine."""
