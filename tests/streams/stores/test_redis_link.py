@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import uvloop
 
-from headrace.streams.stores.redis_link import LOST, Link, closed_as_lost
+from headrace.streams.stores.redis_link import LOST, Link, broken_as_lost
 
 
 class SwallowingClient:
@@ -40,11 +40,21 @@ def test_a_connection_that_was_just_closed_counts_as_lost() -> None:
         await asyncio.sleep(0.01)
         with pytest.raises(RuntimeError):
             writer.writelines([b"PING"])
-        with pytest.raises(LOST), closed_as_lost():
+        with pytest.raises(LOST), broken_as_lost():
             writer.writelines([b"PING"])
         server.close()
 
     uvloop.run(main())
+
+
+async def test_a_connection_on_which_two_tasks_wait_counts_as_lost() -> None:
+    """As when the feed and a request that joins a channel reconnect at the same time."""
+    reader = asyncio.StreamReader()
+    first = asyncio.create_task(reader.readuntil())
+    await asyncio.sleep(0)
+    with pytest.raises(LOST), broken_as_lost():
+        await reader.readuntil()
+    first.cancel()
 
 
 class ClosedClient:
@@ -62,5 +72,5 @@ async def test_a_command_on_a_closed_connection_is_lost() -> None:
 
 
 async def test_other_failures_of_a_command_are_not_lost_connections() -> None:
-    with pytest.raises(RuntimeError, match="a bug"), closed_as_lost():
+    with pytest.raises(RuntimeError, match="a bug"), broken_as_lost():
         raise RuntimeError("a bug")

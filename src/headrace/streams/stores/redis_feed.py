@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from redis.asyncio.client import PubSub
 
-from headrace.streams.stores.redis_link import LOST, RETRY_S, Link, closed_as_lost
+from headrace.streams.stores.redis_link import LOST, RETRY_S, Link, broken_as_lost
 
 _PING_S = 2.0
 
@@ -42,7 +42,7 @@ class Feed:
             self._to_leave.discard(channel)
             if self._pubsub is not None:
                 # `run` notices the error too, and joins all channels again.
-                with contextlib.suppress(*LOST), closed_as_lost():
+                with contextlib.suppress(*LOST), broken_as_lost():
                     await self._pubsub.subscribe(channel)
         await joined.wait()
 
@@ -55,7 +55,7 @@ class Feed:
         while True:
             pubsub = self._link.client.pubsub()
             try:
-                with closed_as_lost():
+                with broken_as_lost():
                     await self._listen(pubsub)
             except LOST:
                 await asyncio.sleep(RETRY_S)
@@ -63,7 +63,7 @@ class Feed:
                 self._pubsub = None
                 for joined in self._channels.values():
                     joined.clear()
-                with contextlib.suppress(*LOST), closed_as_lost():
+                with contextlib.suppress(*LOST), broken_as_lost():
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
 
     async def _listen(self, pubsub: PubSub) -> None:

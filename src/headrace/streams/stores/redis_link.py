@@ -34,16 +34,20 @@ LOST = (RedisError, OSError, TimeoutError)
 """Errors of a command. Redis may have run the command nevertheless."""
 
 
-@contextlib.contextmanager
-def closed_as_lost() -> Iterator[None]:
-    """Raise ConnectionResetError if a command is sent on a connection that was just closed.
+_BROKEN = ("is closed", "is already waiting for incoming data")
 
-    In this case uvloop raises a RuntimeError, which the redis client passes on.
+
+@contextlib.contextmanager
+def broken_as_lost() -> Iterator[None]:
+    """Raise ConnectionResetError instead of the RuntimeErrors that a broken connection can cause.
+
+    uvloop raises one if a command is written to a connection that was just closed. asyncio raises
+    one if two tasks notice the break, because the redis client then reconnects in both tasks.
     """
     try:
         yield
     except RuntimeError as error:
-        if "is closed" not in str(error):
+        if not any(text in str(error) for text in _BROKEN):
             raise
         raise ConnectionResetError(str(error)) from error
 
@@ -119,7 +123,7 @@ class Link:
         assert task is not None
         before = task.cancelling()
         try:
-            with closed_as_lost():
+            with broken_as_lost():
                 return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
         finally:
             # The redis client may swallow a cancellation while connecting or reading.
