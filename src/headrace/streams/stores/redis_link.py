@@ -41,8 +41,8 @@ _BROKEN = ("is closed", "is already waiting for incoming data")
 def broken_as_lost() -> Iterator[None]:
     """Raise ConnectionResetError instead of the RuntimeErrors that a broken connection can cause.
 
-    uvloop raises one if a command is written to a connection that was just closed. asyncio raises
-    one if two tasks notice the break, because the redis client then reconnects in both tasks.
+    uvloop raises such an error if a command is written to a connection that was just closed.
+    asyncio raises one if two tasks notice a break: the redis client then reconnects in both.
     """
     try:
         yield
