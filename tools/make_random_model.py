@@ -68,6 +68,19 @@ SHAPES = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
     },
+    # A draft model for `qwen3-0.6b`. It reads about a thirteenth of the weights for each token.
+    "draft": _DENSE
+    | {
+        "num_hidden_layers": 6,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
     # This shape is for trying a benchmark.
     "small": _DENSE
     | {
