@@ -7,13 +7,15 @@ steps: the chunks once for each forward step, the tensors for each layer.
 import ctypes
 from typing import Any
 
+import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from headrace_kernels.numeric import f32_at, i32_at, u16_at, u32_at
+from headrace_kernels.int8_rows import SCALE_BYTES
+from headrace_kernels.numeric import f32_at, i8_at, i32_at, u16_at, u32_at
 
 Arguments = Any
 """A C array of int64: the work counter, then the number of rows, addresses and sizes.
@@ -76,10 +78,13 @@ def reader(record: Any) -> Any:
 def set_memory(arguments: Arguments, keys: Tensor, values: Tensor) -> None:
     """Set the addresses and the shape of the cache.
 
-    keys, values: [num_blocks, kv_heads, block_size, dim], contiguous.
+    keys, values: [num_blocks, kv_heads, block_size, dim], contiguous. In an int8 cache, the last
+    dimension includes the bytes of a scale.
     """
     arguments[KEYS], arguments[VALUES] = keys.data_ptr(), values.data_ptr()
     arguments[NUM_BLOCKS : DIM + 1] = keys.shape
+    if keys.dtype == torch.int8:
+        arguments[DIM] -= SCALE_BYTES
 
 
 def set_new(arguments: Arguments, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -141,6 +146,13 @@ def memory_bf16(g: Any) -> Any:
 def memory_float(g: Any) -> Any:
     shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * g[DIM])
     return carray(f32_at(g[KEYS]), shape), carray(f32_at(g[VALUES]), shape)
+
+
+@njit
+def memory_bytes(g: Any) -> Any:
+    """Return int8 keys and values, each [blocks, kv_heads, bytes of a block and its scales]."""
+    shape = (g[NUM_BLOCKS], g[KV_HEADS], g[BLOCK_SIZE] * (g[DIM] + SCALE_BYTES))
+    return carray(i8_at(g[KEYS]), shape), carray(i8_at(g[VALUES]), shape)
 
 
 @njit

@@ -37,7 +37,7 @@ class CpuAttention:
         self.sinks = sinks
         self.instructions = instructions or instruction_sets_here()[0]
         self.kernels = [
-            kernels_for(keys, values, self.instructions)
+            kernels_for(keys, values, memory.dtype, self.instructions)
             for keys, values in zip(memory.keys, memory.values, strict=True)
         ]
 

@@ -1,10 +1,13 @@
 """Defines the layout of keys and values in a cache block, and multiplies with many blocks.
 
-A block is stored in words of 4 bytes: two bfloat16 numbers or one float32 number. Keys are [dim,
-positions] and values are [positions, dim]. A word of bfloat16 joins two neighbours along the
-first dimension. So a vector of words holds 16 positions of the keys or 16 columns of the values.
-Keys and values are multiplied in the same way as packed weights, so no sum runs across the lanes
-of a vector.
+A block is stored in words of 4 bytes. A word holds four int8 numbers, two bfloat16 numbers or one
+float32 number. Keys are [dim, positions] and values are [positions, dim]. A word of bfloat16 joins
+two neighbours along the first dimension. So a vector of words holds 16 positions of the keys or 16
+columns of the values. With int8, the same 64 bytes hold 16 numbers of the first line, then 16 of
+the second line, and so on. Contiguous bytes are widened fastest. Keys and values are multiplied in
+the same way as packed weights, so no sum runs across the lanes of a vector.
+
+A head's part of an int8 block ends with a float32 scale for each position (see blocks_int8.py).
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from headrace_kernels.int8_rows import SCALE_BYTES
 from headrace_kernels.numeric import FAST, widen
 from headrace_kernels.registers import HAS_512, MAX_TILE_ROWS, padded_rows
 from headrace_kernels.tiles import LANES, block_tile
@@ -41,9 +45,21 @@ class Past(NamedTuple):
 
 
 @njit(inline="always")
+def positions_of(cache: Any, dim: int) -> int:
+    """Return the block size of a cache [blocks, kv_heads, numbers of a block]."""
+    size: int = cache.shape[2] // (dim + SCALE_BYTES if cache.itemsize == 1 else dim)
+    return size
+
+
+@njit(inline="always")
 def per_word(cache: Any, dim: int) -> int:
-    """Return how many numbers a word holds in a cache [blocks, kv_heads, size * dim]."""
-    size = cache.shape[2] // dim
+    """Return how many numbers a word holds in a cache [blocks, kv_heads, numbers of a block].
+
+    Without words, bytes are stored like words of one number each.
+    """
+    size = positions_of(cache, dim)
+    if cache.itemsize == 1:
+        return 4 if fits_vectors(size, dim) else 1
     return 2 if cache.itemsize == 2 and size % 2 == 0 and dim % 2 == 0 else 1
 
 
@@ -51,7 +67,7 @@ def per_word(cache: Any, dim: int) -> int:
 def key_at(offset: int, i: int, size: int, per: int) -> int:
     """Return the index at which a block stores number i of the key at position `offset`.
 
-    per: how many numbers a word holds, 1 or 2.
+    per: how many numbers a word holds, 1 or 2. For words of four, see blocks_int8.py.
     """
     return ((i >> (per - 1)) * size + offset) * per + (i & (per - 1))
 
@@ -182,7 +198,7 @@ def score(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
     """
     keys, values, table, kv = past
     dim = q.shape[1]
-    size = keys.shape[2] // dim
+    size = positions_of(keys, dim)
     if not fits_vectors(size, dim):
         _score_one_by_one(q, past, blocks, scores)
         return
@@ -207,11 +223,12 @@ def score(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
 def mix(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -> None:
     """Add weights [rows, positions] times the first `count` values to acc [rows, dim].
 
-    The blocks contain the values. If `count` is odd, one more weight is read, which must be 0.
+    The blocks contain the values. If a word holds more positions, the next weights up to the end of
+    the last word are read too and must be 0.
     """
     keys, values, table, kv = past
     dim = acc.shape[1]
-    size = values.shape[2] // dim
+    size = positions_of(values, dim)
     if not fits_vectors(size, dim):
         _mix_one_by_one(weights, past, blocks, count, acc)
         return
@@ -239,7 +256,7 @@ def mix(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -
 def _score_one_by_one(q: Any, past: Any, blocks: Any, scores: Any) -> None:
     keys, _, table, kv = past
     dim = q.shape[1]
-    size, per = keys.shape[2] // dim, per_word(keys, dim)
+    size, per = positions_of(keys, dim), per_word(keys, dim)
     for number in blocks:
         block, first = keys[table[number], kv], (number - blocks.start) * size
         for g in range(q.shape[0]):
@@ -254,7 +271,7 @@ def _score_one_by_one(q: Any, past: Any, blocks: Any, scores: Any) -> None:
 def _mix_one_by_one(weights: Any, past: Any, blocks: Any, count: int, acc: Any) -> None:
     _, values, table, kv = past
     dim = acc.shape[1]
-    size, per = values.shape[2] // dim, per_word(values, dim)
+    size, per = positions_of(values, dim), per_word(values, dim)
     for j in range(count):
         block = values[table[blocks.start + j // size], kv]
         for g in range(acc.shape[0]):

@@ -16,6 +16,7 @@ from headrace_kernels.experts import ExpertProduct, can_route
 from headrace_kernels.fp4 import TWICE
 from headrace_kernels.groups import INT4, GroupedWeights, Scheme
 from headrace_kernels.instruction_sets import NAMES, InstructionSet, instruction_sets_here
+from headrace_kernels.int8_rows import SCALE_BYTES, dequantize_rows, quantize_rows
 from headrace_kernels.launch import compile_all, listed
 from headrace_kernels.layers import kernels_of
 from headrace_kernels.linear import (
@@ -57,6 +58,7 @@ def choose_instructions(
     groups: frozenset[PlainScheme] = frozenset(),
     kinds: frozenset[str] = frozenset(),
     checks: bool = True,
+    has_int8_cache: bool = False,
 ) -> KernelChoice:
     """Choose the instruction set for a model on a CPU.
 
@@ -85,7 +87,8 @@ def choose_instructions(
         reason = "the processor has neither AVX2 nor NEON"
     instructions = sets[0]
     is_quantized = quantize in ("int8", "int4")
-    while checks and (fault := _fault(instructions, dtype, is_quantized, kept, kinds)):
+    asked = is_quantized, has_int8_cache
+    while checks and (fault := _fault(instructions, dtype, kept, kinds, asked)):
         logger.warning("The kernels for %s are not used, because %s.", instructions, fault)
         reason = f"{instructions} failed its check"
         sets = sets[1:]
@@ -102,23 +105,25 @@ def choose_instructions(
 def _fault(
     instructions: InstructionSet,
     dtype: torch.dtype,
-    to_int8: bool,
     groups: frozenset[PlainScheme],
     kinds: frozenset[str],
+    asked: tuple[bool, bool],
 ) -> str | None:
     """Return why an instruction set cannot be used; None if the set can be used.
 
-    Compares a few rows with torch's results.
+    asked: whether weights are rounded to 8 bits, and whether keys and values are. Compares a few
+    rows with torch's results.
     """
     if instructions == "plain":
         return None
+    to_int8, has_int8_cache = asked
     # Bytes are no more precise than bfloat16.
     has_byte_rows = any(Scheme(*kept).form.has_byte_rows for kept in groups)
     tolerance = _TOLERANCE[torch.bfloat16 if has_byte_rows else dtype]
 
     def samples() -> Iterator[tuple[str, Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
-        yield from _samples_of_attention(instructions, dtype, generator)
+        yield from _samples_of_attention(instructions, dtype, generator, has_int8_cache)
         has_routers = "routed-mlp" in kinds
         makers = _layer_makers(instructions, dtype, (to_int8, has_routers), groups)
         for make in makers:
@@ -227,17 +232,22 @@ def _samples_of_experts(
 
 
 def _samples_of_attention(
-    instructions: InstructionSet, dtype: torch.dtype, generator: torch.Generator
+    instructions: InstructionSet,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    has_int8_cache: bool,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield checks of attention for two chunks of one sequence."""
     past = torch.empty(0, _HEADS + 2 * _KV_HEADS, _DIM, dtype=dtype)
-    for (start, length), step in _steps(instructions, dtype):
+    for (start, length), step in _steps(instructions, dtype, has_int8_cache):
         past = torch.cat(
             (past, torch.randn(length, *past.shape[1:], generator=generator).to(dtype))
         )
         q, k, v = past[start:].split((_HEADS, _KV_HEADS, _KV_HEADS), dim=1)
         found = step.attend(0, q, k, v)
         q, k, v = past.float().transpose(0, 1).split((_HEADS, _KV_HEADS, _KV_HEADS))
+        if has_int8_cache:
+            k, v = (dequantize_rows(quantize_rows(x)) for x in (k, v))
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         yield f"attention of {length} tokens", found, expected.transpose(0, 1)[start:]
 
@@ -285,16 +295,19 @@ def delta_rule_by_formula(
 
 
 def _steps(
-    instructions: InstructionSet, dtype: torch.dtype
+    instructions: InstructionSet, dtype: torch.dtype, has_int8_cache: bool = False
 ) -> Iterator[tuple[tuple[int, int], CpuStep]]:
     """Yield the start, length and attention of each step of one sequence.
 
     The sequence's keys, values and states are kept from one step to the next.
     """
-    keys, values = torch.zeros(2, 3, _KV_HEADS, _BLOCK, _DIM, dtype=dtype)
+    stored, width = (torch.int8, _DIM + SCALE_BYTES) if has_int8_cache else (dtype, _DIM)
+    keys, values = torch.zeros(2, 3, _KV_HEADS, _BLOCK, width, dtype=stored)
     state = torch.zeros(1, _VALUE_HEADS, _KEY_DIM, _VALUE_DIM)
     inputs = torch.zeros(1, _WIDTH - 1, _CHANNELS, dtype=dtype)
-    memory: Any = SimpleNamespace(keys=[keys], values=[values], states=[state], inputs=[inputs])
+    memory: Any = SimpleNamespace(
+        dtype=dtype, keys=[keys], values=[values], states=[state], inputs=[inputs]
+    )
     attention = CpuAttention(memory, (None,), instructions=instructions)
     for start, length in _CHUNKS:
         step: Any = SimpleNamespace(

@@ -21,6 +21,7 @@ KERNELS = {
     "4 bits in groups": groups.BF16_BY_4,
     "8 bits in groups": groups.BF16_BY_8,
     "attention": paged_attention._attend_bf16,
+    "attention, int8 cache": paged_attention._attend_bf16_int8,
     "delta rule": delta_net._delta,
 }
 _PRODUCT = re.compile(r"\bv(?:fn?madd|pmadd|pdp|dpbf)\w*\s.*%[yz]mm|\bfmla\b")

@@ -32,6 +32,7 @@ from headrace_kernels.arguments import (
     chunks_of,
     first_visible,
     memory_bf16,
+    memory_bytes,
     memory_float,
     memory_words,
     new_bf16,
@@ -44,6 +45,7 @@ from headrace_kernels.blocks import (
     mix,
     padded,
     per_word,
+    positions_of,
     score,
     write_numbers,
     write_pairs,
@@ -54,6 +56,7 @@ from headrace_kernels.blocks_amx import (
     padded_amx,
     score_amx,
 )
+from headrace_kernels.blocks_int8 import mix_bytes, score_bytes, write_bytes
 from headrace_kernels.instruction_sets import InstructionSet
 from headrace_kernels.launch import Kernel, kernel_named
 from headrace_kernels.numeric import (
@@ -192,7 +195,7 @@ def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any)
     def take(q: Any, past: Any, span: Any, sums: Any, sight: Any) -> None:
         """Add the positions of a span: compute all scores first, then add all values."""
         (first, stop), dim = span, q.shape[1]
-        size = past.keys.shape[2] // dim
+        size = positions_of(past.keys, dim)
         blocks = range(first // size, (stop + size - 1) // size)
         base = blocks.start * size
         score(q, past, blocks, sums.room, sums.scores)
@@ -207,7 +210,7 @@ def _attention(name: str, score: Any, mix: Any, new_rows: Any, new_weights: Any)
         head's sink, or an empty array.
         """
         dim, num_rows = sight.dim, where.num_tokens * sight.group
-        rows, size = new_rows(q, where, sight.group, dim), past.keys.shape[2] // dim
+        rows, size = new_rows(q, where, sight.group, dim), positions_of(past.keys, dim)
         width = _SPAN + 2 * size + DEEP
         scores = empty_rows(rows.shape[0], width, np.float32)
         values = empty_rows(rows.shape[0], dim + LANES, np.float32)
@@ -278,6 +281,7 @@ def _weights_bf16(scores: Any, num_rows: int) -> Any:
 
 _attend = _attention("numbers", score, mix, _wide_rows, _same)
 _attend_dot = _attention("dot", score, mix, _rows_bf16, _weights_bf16)
+_attend_bytes = _attention("bytes", score_bytes, mix_bytes, _wide_rows, _same)
 _attend_amx = _attention("amx", score_amx, mix_amx, _rows_amx, _weights_bf16)
 
 
@@ -325,6 +329,7 @@ def _writer(name: str, write: Any) -> Any:
 
 
 _write_pairs, _write_numbers = _writer("pairs", write_pairs), _writer("numbers", write_numbers)
+_write_bytes = _writer("bytes", write_bytes)
 
 
 @njit
@@ -377,6 +382,8 @@ _attend_bf16 = _attend_kernel("bf16", _attend, new_bf16, memory_bf16)
 _attend_bf16_dot = _attend_kernel("bf16_dot", _attend_dot, new_bf16, memory_bf16)
 _attend_bf16_amx = _attend_kernel("bf16_amx", _attend_amx, new_bf16, memory_bf16, release)
 _attend_float = _attend_kernel("float", _attend, new_float, memory_float)
+_attend_bf16_int8 = _attend_kernel("bf16_int8", _attend_bytes, new_bf16, memory_bytes)
+_attend_float_int8 = _attend_kernel("float_int8", _attend_bytes, new_float, memory_bytes)
 
 
 @Kernel
@@ -394,19 +401,35 @@ def _write_float(a: Any) -> None:
     _write_numbers(g, a, new_float(g), memory_float(g))
 
 
+@Kernel
+def _write_bf16_int8(a: Any) -> None:
+    g = carray(a, SIZE)
+    _write_bytes(g, a, new_bf16(g), memory_bytes(g))
+
+
+@Kernel
+def _write_float_int8(a: Any) -> None:
+    g = carray(a, SIZE)
+    _write_bytes(g, a, new_float(g), memory_bytes(g))
+
+
 def kernels_for(
-    keys: Tensor, values: Tensor, instructions: InstructionSet
+    keys: Tensor, values: Tensor, dtype: torch.dtype, instructions: InstructionSet
 ) -> tuple[Kernel, Kernel]:
     """Return two kernels for a cache [blocks, kv_heads, block_size, dim].
 
-    The first kernel writes new keys and values, and the second kernel computes attention. Raises
-    ValueError if keys and values differ in shape.
+    The first kernel writes new keys and values, and the second kernel computes attention. dtype:
+    that of the new rows. Raises ValueError if keys and values differ in shape.
     """
     if keys.shape != values.shape:
         raise ValueError(
             f"A key has {keys.shape[3]} numbers and a value has {values.shape[3]}, but the kernels "
             "need keys and values of the same size. Pad the shorter of the two with zeros."
         )
+    if keys.dtype == torch.int8:
+        if dtype == torch.float32:
+            return _write_float_int8, _attend_float_int8
+        return _write_bf16_int8, _attend_bf16_int8
     if keys.dtype == torch.float32:
         return _write_float, _attend_float
     size, dim = keys.shape[2:]

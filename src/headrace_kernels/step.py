@@ -5,6 +5,7 @@ from dataclasses import Field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,9 +37,12 @@ class CacheMemory(Protocol):
     """The cache tensors of each layer; a tensor is empty if its layer stores nothing of the kind.
 
     Kernels choose the order of the numbers inside a head. `inputs` are the last inputs of
-    convolutions.
+    convolutions. In an int8 cache, the last dimension of keys and values has 4 more bytes, for the
+    float32 scale of a position.
     """
 
+    @property
+    def dtype(self) -> torch.dtype: ...  # of the rows that are written and read
     @property
     def keys(self) -> Sequence[Tensor]: ...  # [blocks, kv_heads, block_size, dim]
     @property

@@ -232,9 +232,10 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
             times number k of word n at byte lines[i] + columns[column + v] of the memory
 
     A word is two bfloat16 numbers. In a float32 memory a word is one number, multiplied with
-    x[row + m, i]. If `adds` is true, the sum is added to out. The words that are `more_lines` and
-    `more_columns` further on (at least 0) are prefetched. x is float32, or bfloat16 bits like the
-    memory. out is float32. The rows of x and out are contiguous.
+    x[row + m, i]. In an int8 memory a word is four numbers (see `_add_bytes`). If `adds` is true,
+    the sum is added to out. The words that are `more_lines` and `more_columns` further on (at least
+    0) are prefetched. x is float32, or bfloat16 bits like the memory. out is float32. The rows of x
+    and out are contiguous.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -254,6 +255,8 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
             line, later = lines.item(at), lines.item(b.add(at, more_lines))
             for begin in there:
                 fetch(b, b.add(begin, later))
+            if memory.kind == "int8":
+                return _add_bytes(b, totals, [b.add(begin, line) for begin in here], rows, at)
             words = [_widened(b, b.add(begin, line), memory.kind, x.kind) for begin in here]
             terms = list(zip(*words, strict=True))
             first = b.mul(at, _I64(4 * len(terms)))
@@ -276,6 +279,26 @@ def block_tile(num_rows: int, num_vectors: int) -> Any:
         return types.void(memory, where, x, out, at), emit
 
     return intrinsic(typed)
+
+
+def _add_bytes(
+    builder: Any, totals: list[Any], starts: list[Any], rows: list[Any], at: Any
+) -> list[Any]:
+    """Add the products of four floats of each row with words of four bytes, as in `block_tile`.
+
+    The 64 bytes of 16 words hold all numbers 0 first, then all numbers 1, and so on. starts: the
+    address of each vector of words. at: the number of the line. All numbers k are used up before
+    the next are loaded, because 16 registers do not hold more.
+    """
+    kind = ir.VectorType(ir.IntType(8), LANES)
+    first = builder.mul(at, _I64(16))
+    for k in range(4):
+        stored = [load(builder, builder.add(start, _I64(LANES * k)), kind, 1) for start in starts]
+        term = [builder.sitofp(builder.sext(each, INTS), FLOATS) for each in stored]
+        place = builder.add(first, _I64(4 * k))
+        places = [builder.add(row, place) for row in rows]
+        totals = add_products(builder, totals, [term], places, _F32)
+    return totals
 
 
 def panel_tile(num_rows: int, num_vectors: int) -> Any:

@@ -49,6 +49,7 @@ class Memory:
     keys: list[Tensor]
     values: list[Tensor]
     states: None = None
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass
@@ -75,7 +76,7 @@ def make_case(
     torch.manual_seed(0)
     needed = [-(-(start + length) // size) for start, length in chunks]
     shape = sum(needed) + 3, heads[1], size, dim
-    memory = Memory(*([torch.zeros(shape, dtype=dtype).normal_()] for _ in range(2)))
+    memory = Memory(*([torch.zeros(shape, dtype=dtype).normal_()] for _ in range(2)), dtype=dtype)
     free = iter(torch.randperm(sum(needed) + 3).tolist())
     step = make_step(chunks, [[next(free) for _ in range(count)] for count in needed])
     qkv = torch.randn(len(step.positions), heads[0] + 2 * heads[1], dim).to(dtype)

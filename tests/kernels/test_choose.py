@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_kernels import attention, choose, instruction_sets, registers
+from headrace_kernels import attention, choose, instruction_sets, quantize_rows, registers
 from headrace_kernels.choose import choose_instructions
 from headrace_kernels.instruction_sets import INSTRUCTION_SETS, instruction_sets_here
 from headrace_kernels.linear import Quantize
@@ -53,10 +53,25 @@ def test_numbas_own_variable_limits_the_instruction_sets(monkeypatch: pytest.Mon
 def test_every_instruction_set_of_this_machine_proves_right(
     instructions: str, quantize: Quantize
 ) -> None:
-    assert choose_instructions(instructions, torch.bfloat16, quantize, kinds=STATES) == (
-        instructions,
-        "as asked",
-    )
+    for has_int8_cache in (False, True):
+        assert choose_instructions(
+            instructions,
+            torch.bfloat16,
+            quantize,
+            kinds=STATES,
+            has_int8_cache=has_int8_cache,
+        ) == (instructions, "as asked")
+
+
+@needs_own_kernels
+def test_the_kernels_of_an_int8_cache_are_checked_for_models_that_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choose, "quantize_rows", lambda x: quantize_rows(1.1 * x))
+    best = instruction_sets_here()[0]
+    assert choose_instructions("auto", torch.bfloat16).instructions == best
+    found = choose_instructions("auto", torch.bfloat16, has_int8_cache=True)
+    assert found.instructions == "plain"
 
 
 @needs_own_kernels

@@ -5,20 +5,21 @@ from array import array
 import pytest
 import torch
 
-from headrace_common.cache import LayerCache
+from headrace_common.cache import KvCacheDtype, LayerCache
 from headrace_common.ids import SequenceId
 from headrace_common.layout import MemoryLayout
 from headrace_common.plan import Chunk
 from headrace_engine.runner.attention import NaiveAttention
 from headrace_engine.runner.inputs import pack
 from headrace_engine.runner.storage import CacheStorage
+from headrace_kernels import dequantize_rows, quantize_rows
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 CPU = torch.device("cpu")
 
 
-def storage_of(*cache: LayerCache) -> CacheStorage:
-    return CacheStorage(cache, MemoryLayout(BLOCK, num_blocks=8), torch.float32, CPU)
+def storage_of(*cache: LayerCache, kind: KvCacheDtype = "auto") -> CacheStorage:
+    return CacheStorage(cache, MemoryLayout(BLOCK, num_blocks=8), torch.float32, CPU, kind)
 
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
@@ -34,9 +35,12 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("cut", [1, 4, 5, 11])
-def test_any_cut_over_scattered_blocks_gives_the_definition(window: int | None, cut: int) -> None:
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_any_cut_over_scattered_blocks_gives_the_definition(
+    window: int | None, cut: int, kind: KvCacheDtype
+) -> None:
     torch.manual_seed(0)
-    storage = storage_of(LayerCache(KV_HEADS, DIM, DIM, window))
+    storage = storage_of(LayerCache(KV_HEADS, DIM, DIM, window), kind=kind)
     attention = NaiveAttention(storage)
     q, k, v = (torch.randn(11, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     out = torch.empty_like(q)
@@ -46,6 +50,8 @@ def test_any_cut_over_scattered_blocks_gives_the_definition(window: int | None, 
         step = attention.step(pack([chunk], [array("i", [0] * length)], BLOCK, CPU))
         piece = slice(start, start + length)
         out[piece] = step.attend(0, q[piece], k[piece], v[piece])
+    if kind == "int8":
+        k, v = (dequantize_rows(quantize_rows(x)) for x in (k, v))
     torch.testing.assert_close(out, expected(q, k, v, window or 1000))
 
 

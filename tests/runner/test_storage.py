@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from headrace_common.cache import LayerCache, bytes_per_position, bytes_per_slot
+from headrace_common.cache import KvCacheDtype, LayerCache, bytes_per_position, bytes_per_slot
 from headrace_common.layout import MemoryLayout
 from headrace_engine.runner.storage import CacheStorage
 
@@ -13,8 +14,10 @@ CACHE = (
 LAYOUT = MemoryLayout(block_size=5, num_blocks=4, num_slots=2, num_snapshots=1)
 
 
-def storage(dtype: torch.dtype = torch.float32) -> CacheStorage:
-    return CacheStorage(CACHE, LAYOUT, dtype, torch.device("cpu"))
+def storage(
+    dtype: torch.dtype = torch.float32, kv_cache_dtype: KvCacheDtype = "auto"
+) -> CacheStorage:
+    return CacheStorage(CACHE, LAYOUT, dtype, torch.device("cpu"), kv_cache_dtype)
 
 
 def test_a_copied_block_is_equal_in_every_layer_and_leaves_the_others_alone() -> None:
@@ -37,9 +40,10 @@ def test_a_copied_slot_is_equal_in_states_and_inputs() -> None:
     assert torch.equal(held.inputs[2][2], held.inputs[2][0])
 
 
-def test_the_cache_says_how_many_bytes_the_tensors_take() -> None:
-    held = storage(torch.bfloat16)
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_the_cache_says_how_many_bytes_the_tensors_take(kind: KvCacheDtype) -> None:
+    held = storage(torch.bfloat16, kind)
     of_blocks = sum(tensor.nbytes for tensor in (*held.keys, *held.values))
     of_slots = sum(tensor.nbytes for tensor in (*held.states, *held.inputs))
-    assert of_blocks == 4 * 5 * bytes_per_position(CACHE, 2) > 0
+    assert of_blocks == 4 * 5 * bytes_per_position(CACHE, 2, kind) > 0
     assert of_slots == 3 * bytes_per_slot(CACHE, 2) > 0

@@ -11,6 +11,7 @@ from headrace_engine.models.delta_rule import convolve, delta_rule
 from headrace_engine.models.step import Step
 from headrace_engine.runner.inputs import Batch
 from headrace_engine.runner.storage import CacheStorage
+from headrace_kernels import dequantize_rows, quantize_rows
 
 
 class Attention(Protocol):
@@ -53,9 +54,11 @@ class NaiveStep:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None
     ) -> Tensor:
         keys, values = self._storage.keys[layer], self._storage.values[layer]
+        if self._storage.is_int8:
+            k, v = quantize_rows(k), quantize_rows(v)
         self._write(keys, k)
         self._write(values, v)
-        out = q.new_empty(*q.shape[:2], v.shape[2])
+        out = q.new_empty(*q.shape[:2], self._storage.cache[layer].value_dim)
         for chunk, first in enumerate(self._batch.first_rows.tolist()):
             end = first + int(self._batch.lengths[chunk])
             past = self._gather(keys, chunk), self._gather(values, chunk)
@@ -99,7 +102,8 @@ class NaiveStep:
         """Return all positions of a chunk's sequence, float32 [kv_heads, positions, dim]."""
         num_positions = int(self._batch.starts[chunk] + self._batch.lengths[chunk])
         blocks = memory[self._tables[chunk]]  # [blocks, kv_heads, block_size, dim]
-        return blocks.transpose(0, 1).flatten(1, 2)[:, :num_positions].float()
+        rows = blocks.transpose(0, 1).flatten(1, 2)[:, :num_positions]
+        return dequantize_rows(rows) if self._storage.is_int8 else rows.float()
 
     def _attend_chunk(
         self, layer: int, chunk: int, q: Tensor, past: tuple[Tensor, Tensor], cap: float | None
@@ -120,7 +124,7 @@ class NaiveStep:
             )
         else:
             out = _weigh(q, keys, values, visible, cap, sinks)
-        return out.transpose(0, 1).to(self._storage.keys[layer].dtype)
+        return out.transpose(0, 1).to(self._storage.dtype)
 
 
 def _weigh(

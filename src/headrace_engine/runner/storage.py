@@ -5,7 +5,7 @@ import mmap
 
 import torch
 
-from headrace_common.cache import ModelCache
+from headrace_common.cache import SCALE_BYTES, KvCacheDtype, ModelCache
 from headrace_common.layout import MemoryLayout
 
 
@@ -16,18 +16,29 @@ class CacheStorage:
     key_dim, value_dim]. Convolution inputs are [slots, inputs, channels]. Kernels may use a
     different order within a head's part. A sequence that starts in a slot ignores the slot's old
     content.
+
+    dtype: the format in which the model computes, and of everything in the cache except states. If
+    `kv_cache_dtype` is int8, keys and values are [blocks, kv_heads, block_size, dim + 4] bytes,
+    because each key and each value has a float32 scale.
     """
 
     def __init__(
-        self, cache: ModelCache, layout: MemoryLayout, dtype: torch.dtype, device: torch.device
+        self,
+        cache: ModelCache,
+        layout: MemoryLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_cache_dtype: KvCacheDtype = "auto",
     ) -> None:
         self.cache, self.block_size, self.device = cache, layout.block_size, device
+        self.dtype, self.is_int8 = dtype, kv_cache_dtype == "int8"
+        stored, more = (torch.int8, SCALE_BYTES) if self.is_int8 else (dtype, 0)
         self.keys, self.values, self.states, self.inputs = [], [], [], []
         num_slots = layout.num_slots + layout.num_snapshots
         for layer in cache:
             block = layout.num_blocks, layer.num_kv_heads, layout.block_size
-            self.keys.append(_zeros((*block, layer.key_dim), dtype, device))
-            self.values.append(_zeros((*block, layer.value_dim), dtype, device))
+            self.keys.append(_zeros((*block, layer.key_dim + more), stored, device))
+            self.values.append(_zeros((*block, layer.value_dim + more), stored, device))
             self.states.append(_zeros((num_slots, *layer.state), torch.float32, device))
             self.inputs.append(_zeros((num_slots, *layer.inputs), dtype, device))
 
