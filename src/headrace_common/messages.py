@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from headrace_common.adapter import Adapter
+from headrace_common.cache import KvCacheDtype
 from headrace_common.ids import SequenceId, StreamId
 from headrace_common.layout import MemoryLayout
 from headrace_common.plan import PromptInputs, SourceSpec
@@ -176,6 +177,7 @@ class Ready(Message, frozen=True):
     # Bytes of experts in a mapped file. An expert is read from disk when a token needs the expert.
     mapped_bytes: int = 0
     draft: DraftFacts | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
 
 
 class LoadFailed(Message, frozen=True):

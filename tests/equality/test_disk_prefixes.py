@@ -37,6 +37,7 @@ CASES = {
     "bfloat16": ("Qwen3ForCausalLM", {"dtype": "bfloat16"}),
     "float32": ("LlamaForCausalLM", {}),
     "int8": ("Qwen3ForCausalLM", {"dtype": "bfloat16", "quantize": "int8"}),
+    "int8 cache": ("Qwen3ForCausalLM", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
     "hybrid": ("Qwen3_5ForCausalLM", {"dtype": "bfloat16"}),
     "layers that share keys": ("Gemma4ForCausalLM", {"dtype": "bfloat16"}),
     "generic": ("Olmo2ForCausalLM", {}),
@@ -127,6 +128,19 @@ def test_what_is_restored_is_what_was_computed(tmp_path: Path, case: str) -> Non
         assert life.answer(PROMPT, salt="another")[1] == 0
     with alive(folder, None, **config) as life:
         assert life.answer(PROMPT) == (computed, 0)
+
+
+@needs_own_kernels
+def test_a_cache_of_another_format_reads_no_prefix(tmp_path: Path) -> None:
+    folder, disk = model(tmp_path / "model", *CASES["bfloat16"]), tmp_path / "disk"
+    found = []
+    for kind in ("auto", "int8", "auto"):
+        with alive(folder, disk, dtype="bfloat16", kv_cache_dtype=kind) as life:
+            found.append(life.answer(PROMPT))
+            eventually(lambda: len(list(disk.glob("*/*-*-*"))) >= 6)
+    assert [cached for _, cached in found] == [0, 0, 1472]
+    assert found[0][0] == found[2][0]
+    assert len(list(disk.glob("*"))) == 2, "a folder for each format"
 
 
 @needs_own_kernels

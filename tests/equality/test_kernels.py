@@ -20,12 +20,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(folder, head_dim=32, initializer_range=0.1)  # as AMX needs it
 
 
-@pytest.fixture(scope="module", params=[*ALL_SETS, "int4"])
+@pytest.fixture(scope="module", params=[*ALL_SETS, "int4", "int8 cache"])
 def runner(request: pytest.FixtureRequest, folder: Path) -> Runner:
     if request.param == "int4":
         if not HAS_OWN:
             pytest.skip("this processor runs no kernels but torch's")
         return tiny_runner(folder, quantize="int4", dtype="bfloat16", block_size=32)
+    if request.param == "int8 cache":
+        return tiny_runner(folder, kv_cache_dtype="int8", dtype="bfloat16", block_size=32)
     return tiny_runner(folder, kernels=request.param, dtype="bfloat16", block_size=32)
 
 
@@ -58,3 +60,17 @@ def test_every_instruction_set_is_close_to_plain(
         for kernels in ("plain", instructions)
     )
     assert_close(own, plain, tolerance=0.05)
+
+
+@needs_own_kernels
+@pytest.mark.parametrize("instructions", OWN_SETS)
+def test_an_int8_cache_is_close_to_that_of_plain(
+    folder: Path, instructions: InstructionSet
+) -> None:
+    plain, own = (
+        row_logits(
+            tiny_runner(folder, kernels=kernels, dtype="float32", kv_cache_dtype="int8"), PROMPTS[0]
+        )
+        for kernels in ("plain", "auto" if instructions in ("amx", "bf16dot") else instructions)
+    )
+    assert_close(own, plain, tolerance=5e-3)

@@ -34,11 +34,19 @@ class Case(NamedTuple):
     block_size: int
     few: int
     """Blocks in which so many streams get in each other's way."""
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def position_bytes(self) -> int:
+        is_int8 = self.kv_cache_dtype == "int8"
+        each = self.head_dim + 4 if is_int8 else self.head_dim * self.dtype.itemsize
+        return 3 * 2 * 2 * each  # layers, kv heads, keys and values
 
 
 CASES = [
     Case(torch.float32, 16, 16, 11),
     pytest.param(Case(torch.bfloat16, 32, 32, 6), marks=needs_own_kernels),
+    pytest.param(Case(torch.bfloat16, 32, 32, 6, "int8"), marks=needs_own_kernels),
 ]
 NO_TARGET = {"max_stall_ms": "off", "max_step_ms": "off"}
 
@@ -71,14 +79,14 @@ def served(
     sampling: Sampling = GREEDY,
     **scheduler: object,
 ) -> RealEngine:
-    position = 3 * 2 * case.head_dim * 2 * case.dtype.itemsize  # layers, kv heads, keys and values
     config = ModelConfig(
         model=str(folder),
         device=DEVICE,
         threads=1,
         max_model_len=160,
         block_size=case.block_size,
-        kv_cache_memory_bytes=num_blocks * case.block_size * position,
+        kv_cache_dtype=case.kv_cache_dtype,
+        kv_cache_memory_bytes=num_blocks * case.block_size * case.position_bytes,
         scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS, **scheduler),  # type: ignore[arg-type]
     )
     runner, real, *_ = load(config)
@@ -91,7 +99,7 @@ def served(
     return engine
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.dtype))
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_greedy_output_is_the_same_with_the_budget_on_off_and_after_ten_preemptions(
     case: Case, tmp_path: Path
 ) -> None:

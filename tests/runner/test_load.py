@@ -274,3 +274,20 @@ def test_a_native_model_is_loaded_without_what_takes_a_second_to_import(folder: 
 @needs_own_kernels
 def test_a_process_that_loads_compiles_nothing_itself(folder: Path) -> None:
     assert printed(_COMPILED, folder) == "[] True"
+
+
+def test_a_lane_without_an_int8_cache_says_what_would_do(folder: Path) -> None:
+    error = refusal(folder, lane="generic-text", kv_cache_dtype="int8")
+    remedy = "needs a native lane on a CPU, not generic-text on cpu. Use --kv-cache-dtype auto."
+    assert remedy in str(error)
+
+
+def test_an_int8_cache_holds_more_tokens_and_has_a_fingerprint_of_its_own(folder: Path) -> None:
+    room = 64 * POSITION
+    exact = ready(folder, max_model_len=64, kv_cache_memory_bytes=room)
+    rounded = ready(folder, max_model_len=64, kv_cache_memory_bytes=room, kv_cache_dtype="int8")
+    # In float32, 16 numbers take 64 bytes; in int8 they take 16 bytes, and their scale takes 4.
+    assert exact.layout.num_blocks * 32 == 64
+    assert rounded.layout.num_blocks == 64 * 64 // 20 // 32
+    assert (exact.kv_cache_dtype, rounded.kv_cache_dtype) == ("auto", "int8")
+    assert exact.fingerprint != rounded.fingerprint

@@ -52,3 +52,15 @@ def test_a_folder_has_transformers_perplexity(
     found = of_runner(tiny_runner(smollm2, lane, dtype=dtype, quantize=quantize), text_ids)
     print(f"{case}: {found:.4f} ({100 * (found / exact - 1):+.3f} %)")
     assert abs(found / exact - 1) < bound
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_in_8_bits_changes_the_perplexity_by_at_most_a_fifth_of_a_percent(
+    smollm2: Path, text_ids: list[int], dtype: str
+) -> None:
+    exact, rounded = (
+        of_runner(tiny_runner(smollm2, dtype=dtype, kv_cache_dtype=kind), text_ids)
+        for kind in ("auto", "int8")
+    )
+    print(f"{dtype}: {exact:.4f}, with an int8 cache {rounded:.4f}")
+    assert 0 < abs(rounded / exact - 1) < 2e-3

@@ -368,7 +368,11 @@ def _loaded(folder: Path, config: ModelConfig) -> Iterator[Finding]:
         )
         return
     per_token, per_sequence = cache_bytes(runner.lane, ready.layout.block_size)
-    yield Finding("cache", "ok", f"{per_token} bytes per token, and {per_sequence} per sequence")
+    stored = (
+        "" if ready.kv_cache_dtype == "auto" else f", keys and values in {ready.kv_cache_dtype}"
+    )
+    size = f"{per_token} bytes per token, and {per_sequence} per sequence{stored}"
+    yield Finding("cache", "ok", size)
     yield _ingestion(folder, ready)
     yield Finding("streams", "ok", fit(ready) + slots(ready.layout, per_sequence))
 

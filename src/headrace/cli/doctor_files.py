@@ -129,7 +129,8 @@ def streams_that_fit(
     from headrace_engine.runner.load import CACHE_SHARE
 
     longest = min(n for n in (spec.max_positions, config.max_model_len, 1 << 20) if n)
-    each = (bytes_per_position(lane.cache_of(spec), item_bytes) + draft_bytes) * longest
+    own_bytes = bytes_per_position(lane.cache_of(spec), item_bytes, config.kv_cache_dtype)
+    each = (own_bytes + draft_bytes) * longest
     room = config.kv_cache_memory_bytes or int(CACHE_SHARE["cpu"] * max(0, free))
     return room // max(1, each), longest
 

@@ -139,7 +139,14 @@ class ServedModel(TextModel):
             return ServedSetup()
         return ServedSetup(
             __version__,
-            ready.dtype if ready.quantize == "none" else f"{ready.dtype} {ready.quantize}",
+            _stored_as(ready),
             f"{ready.device} with kernels {ready.kernels}",
             ready.max_model_len,
         )
+
+
+def _stored_as(ready: Ready) -> str:
+    """Describe the number formats of a model's weights and cache."""
+    weights = ready.dtype if ready.quantize == "none" else f"{ready.dtype} {ready.quantize}"
+    kv = ready.kv_cache_dtype
+    return weights if kv == "auto" else f"{weights} with a cache in {kv}"

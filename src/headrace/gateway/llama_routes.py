@@ -105,6 +105,7 @@ def _props(model: ServedModel, is_sleeping: bool) -> dict[str, Any]:
         "lane": ready.lane if ready else None,
         "device": ready.device if ready else None,
         "dtype": ready.dtype if ready else None,
+        "kv_cache_dtype": ready.kv_cache_dtype if ready else None,
     }
 
 

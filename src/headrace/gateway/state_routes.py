@@ -287,6 +287,7 @@ def _engine(host: ModelHost) -> Snapshot:
         "lane": ready.lane,
         "device": ready.device,
         "dtype": ready.dtype,
+        "kv_cache_dtype": ready.kv_cache_dtype,
         "kernels": ready.kernels,
         "fingerprint": ready.fingerprint,
         "max_model_len": ready.max_model_len,

@@ -171,13 +171,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     lane: Annotated[
         Literal[
-            "auto",
-            "native-text",
-            "native-multimodal",
-            "generic-text",
-            "generic-multimodal",
-            "generic-seq2seq-source",
-            "llama-cpp",
+            "auto", "native-text", "native-multimodal", "generic-text", "generic-multimodal",
+            "generic-seq2seq-source", "llama-cpp",
         ],
         Meta(description="How the model is run; auto: chosen by the model's architecture"),
     ] = "auto"  # fmt: skip
@@ -200,6 +195,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: Annotated[
         Count | None, Meta(description="Memory for the KV cache, in bytes")
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8"],
+        Meta(description="Number format of keys and values; int8 needs a native lane on a CPU"),
+    ] = "auto"
     block_size: Annotated[
         int, Meta(ge=1, le=1024, description="Token positions per block of the KV cache")
     ] = 32

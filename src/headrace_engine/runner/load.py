@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from headrace_common.cache import bytes_per_position, bytes_per_slot
+from headrace_common.cache import KvCacheDtype, bytes_per_position, bytes_per_slot
 from headrace_common.checkpoints.find import find_here
 from headrace_common.checkpoints.same_tokenizer import check_same_tokenizer
 from headrace_common.checkpoints.spec import ModelSpec, read_spec
@@ -65,12 +65,13 @@ class LoadPlan(NamedTuple):
     choice: ComputeChoice
     weights: Footprint
     draft: "LoadPlan | None" = None
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     @property
     def position_bytes(self) -> int:
         """Return the bytes that a lane with kernels caches for each token."""
         cache = self.lane_class.cache_of(self.spec)
-        return bytes_per_position(cache, self.torch_dtype.itemsize)
+        return bytes_per_position(cache, self.torch_dtype.itemsize, self.kv_cache_dtype)
 
     @property
     def dtype(self) -> str:
@@ -118,7 +119,7 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
     tell(READING)
     torch.set_num_threads(num_threads(config.threads))
     plan = plan_load(config, folder)
-    spec, lane_class, device, dtype, choice, _, draft = plan
+    spec, lane_class, device, dtype, choice, _, draft, kv_cache_dtype = plan
     if device.type == "cuda":
         # By default, cuDNN may round the inputs of float32 convolutions to 10 bits (TF32).
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
@@ -130,7 +131,10 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
             "tokens use them; `headrace doctor` shows how much is read per token.",
             mapped >> 20,
         )
-    options = LaneOptions(quantize, instructions, config.kernels, config.device != "cpu", mapped)
+    may_offload = config.device != "cpu"
+    options = LaneOptions(
+        quantize, instructions, config.kernels, may_offload, mapped, kv_cache_dtype
+    )
     tell_weights(0.0)
     with watch_memory(device):
         lane: Lane = lane_class(spec, dtype, device, options)
@@ -143,7 +147,7 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
     lane.open(layout)
     if drafter is not None:
         drafter.open(layout, spec.vocab_size)
-    name, traits = _name(lane.dtype), lane.traits
+    name, traits, kind = _name(lane.dtype), lane.traits, f"{device.type} {instructions}"
     ready = Ready(
         lane=traits.id,
         device=device.type,
@@ -155,7 +159,7 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
         weight_bytes=lane.weight_bytes,
         mapped_bytes=mapped,
         layout=layout,
-        fingerprint=fingerprint(spec, stored_as(quantize, name), f"{device.type} {instructions}"),
+        fingerprint=fingerprint(spec, stored_as(quantize, name, kv_cache_dtype), kind),
         kernels=instructions,
         kernels_reason=reason,
         tasks=traits.tasks,
@@ -166,6 +170,7 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
         source=traits.source,
         quantize=quantize,
         draft=drafter.facts if drafter else None,
+        kv_cache_dtype=kv_cache_dtype,
     )
     return LoadedLane(lane, head, ready, drafter)
 
@@ -206,7 +211,8 @@ def plan_load(config: ModelConfig, folder: Path, checks_kernels: bool = True) ->
             )
         draft = _plan_draft(config, config.draft, folder, checks_kernels)
     weights = _check_fits(config, spec, lane_class, dtype, choice[:2], draft)
-    return LoadPlan(spec, lane_class, device, dtype, choice, weights, draft)
+    kv_cache_dtype = config.kv_cache_dtype
+    return LoadPlan(spec, lane_class, device, dtype, choice, weights, draft, kv_cache_dtype)
 
 
 def _plan_draft(config: ModelConfig, name: str, folder: Path, checks_kernels: bool) -> LoadPlan:
@@ -220,7 +226,12 @@ def _plan_draft(config: ModelConfig, name: str, folder: Path, checks_kernels: bo
         )
     check_same_tokenizer(folder, draft)
     config = msgspec.structs.replace(
-        config, model=str(draft), draft=None, lane="native-text", kv_cache_memory_bytes=None
+        config,
+        model=str(draft),
+        draft=None,
+        lane="native-text",
+        kv_cache_memory_bytes=None,
+        kv_cache_dtype="auto",
     )
     plan = plan_load(config, draft, checks_kernels)
     if bytes_per_slot(plan.lane_class.cache_of(plan.spec), plan.torch_dtype.itemsize):
@@ -252,11 +263,24 @@ def choose_kernels(
         groups = kept_groups(spec) if keeps else frozenset()
         kinds = lane.layer_kinds(spec)
         try:
-            choice = choose_instructions(config.kernels, dtype, quantize, groups, kinds, checks)
+            choice = choose_instructions(
+                config.kernels,
+                dtype,
+                quantize,
+                groups,
+                kinds,
+                checks,
+                has_int8_cache=config.kv_cache_dtype == "int8",
+            )
         except ValueError as error:
             raise ModelError(str(error)) from error
         is_own = groups and choice.instructions != "plain"
         return ComputeChoice("own" if is_own else quantize, *choice)
+    if config.kv_cache_dtype != "auto":
+        raise ModelError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} needs a native lane on a CPU, not "
+            f"{traits.id} on {device.type}. Use --kv-cache-dtype auto."
+        )
     plain = ("auto",) if traits.own_kernels else ("none", "auto", "plain")
     for flag, value in (("quantize", config.quantize), ("kernels", config.kernels)):
         if value not in plain:
@@ -318,7 +342,8 @@ def _check_fits(
         # For a lane without kernels, the cache's size per token is known only after loading.
         return weights
     num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
-    each = bytes_per_position(lane_class.cache_of(spec), dtype.itemsize)
+    cache = lane_class.cache_of(spec)
+    each = bytes_per_position(cache, dtype.itemsize, config.kv_cache_dtype)
     each += draft.position_bytes if draft is not None else 0
     least = each * min(_MIN_POSITIONS, _max_positions(config, spec))
     check_cache_fits(spec, weights, wanted, (least, step_bytes(spec, num_seqs)), free)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from headrace_common.cache import KvCacheDtype
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.errors import ModelError
 from headrace_common.loading import ON_LOADING
@@ -27,10 +28,10 @@ _CHECK_S = 0.05
 _TOO_LARGE = "model_too_large"
 
 
-def stored_as(quantize: str, name: str) -> str:
-    """Describe how weights are stored, for messages and fingerprints."""
+def stored_as(quantize: str, name: str, kv_cache_dtype: KvCacheDtype = "auto") -> str:
+    """Describe how weights and the cache are stored, for messages and fingerprints."""
     how = {"none": "", "int4": " int4 with its head in int8"}.get(quantize, f" {quantize}")
-    return name + how
+    return name + how + (f" with a cache in {kv_cache_dtype}" if kv_cache_dtype != "auto" else "")
 
 
 def weights_that_fit(

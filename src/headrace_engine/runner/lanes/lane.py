@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from headrace_common.cache import KvCacheDtype
 from headrace_common.ids import SequenceId
 from headrace_common.layout import MemoryLayout
 from headrace_common.messages import InstructionSet, LaneFacts, Quantize
@@ -61,6 +62,7 @@ class LaneOptions(msgspec.Struct, frozen=True):
     may_offload: bool = False
     # The bytes of experts in a mapped file; 0 without a mapped file.
     mapped_bytes: int = 0
+    kv_cache_dtype: KvCacheDtype = "auto"
 
 
 class Lane(Protocol):

@@ -76,7 +76,7 @@ class NativeText:
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self._hidden: Callable[[Batch], Tensor]
         self.spec, self.device, self.dtype = spec, device, dtype
-        self._instructions = options.instructions
+        self._instructions, self._kv_cache_dtype = options.instructions, options.kv_cache_dtype
         on_disk = MappedFile(options.mapped_bytes) if options.mapped_bytes else None
         if self._instructions != "plain":
             schemes = (
@@ -115,7 +115,8 @@ class NativeText:
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
     ) -> MemoryLayout:
         cache: ModelCache = self._model.cache
-        block_bytes = block_size * bytes_per_position(cache, self.dtype.itemsize)
+        size = bytes_per_position(cache, self.dtype.itemsize, self._kv_cache_dtype)
+        block_bytes = block_size * size
         num_slots = num_snapshots = 0
         if slot_bytes := bytes_per_slot(cache, self.dtype.itemsize):
             num_slots, num_snapshots = _share_slots(free_bytes // 2 // slot_bytes, max_num_seqs)
@@ -137,7 +138,9 @@ class NativeText:
         return self._storage if self.device.type == "cpu" else None
 
     def open(self, layout: MemoryLayout) -> None:
-        self._storage = CacheStorage(self._model.cache, layout, self.dtype, self.device)
+        self._storage = CacheStorage(
+            self._model.cache, layout, self.dtype, self.device, self._kv_cache_dtype
+        )
         self._attention: Attention
         self._table_width = -(-layout.max_positions // layout.block_size)
         sinks = self._model.sinks
