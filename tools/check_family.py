@@ -246,8 +246,8 @@ def write_tiny(folder: Path, architecture: str, config: dict[str, Any]) -> tuple
         model = make_tiny_model(folder / "model", architecture, **config)
         fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END}
         return model, gpt_oss_to_gguf(model, folder / "tiny.gguf", **fields)
-    # llama.cpp's files of Mistral models have the architecture llama.
-    if architecture in (*GGUF_FAMILIES.values(), "MistralForCausalLM"):
+    # llama.cpp's files of Mistral models have the architecture llama, those of OLMo 3 have olmo2.
+    if architecture in (*GGUF_FAMILIES.values(), "MistralForCausalLM", "Olmo3ForCausalLM"):
         return make_tiny_file(folder, architecture, config=config)
     return make_tiny_model(folder / "model", architecture, pad_token_id=0, **config), None
 

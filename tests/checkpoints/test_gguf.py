@@ -52,7 +52,10 @@ from tools.harness.tiny_models import CHAT_TEMPLATE, END, GEMMA4_EXPERTS
 KINDS = [entry[0] for entry in TYPES.values()]
 FAMILIES = [
     f"{name}ForCausalLM"
-    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3")
+    for name in (
+        *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3"),
+        *("SmolLM3", "Olmo2", "Olmo3", "Phi3", "Granite"),
+    )
 ]
 CASES = [
     *((family, "Q8_0") for family in FAMILIES),
@@ -408,7 +411,10 @@ OTHERS = ("full_attention_interval", "nextn_predict_layers", "rope.dimension_cou
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     architecture=st.sampled_from(
-        [*("llama", "gemma2", "gemma4", "gpt-oss", "qwen3next", "qwen35moe", "other")]
+        [
+            *("llama", "gemma2", "gemma4", "gpt-oss", "qwen3next", "qwen35moe", "other"),
+            *("granite", "olmo2", "phi3"),
+        ]
     ),
     fields=st.dictionaries(
         st.sampled_from([*_SIZES, *_EXPERTS, *_STATES, *OTHERS, "rope.scaling.type"]),

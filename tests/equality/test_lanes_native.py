@@ -18,13 +18,14 @@ from tools.harness.drive import (
 from tools.harness.tiny_models import GEMMA4_EXPERTS, make_tiny_model
 
 PROMPT = random_prompt(150)
-LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GEMMA4, GPT_OSS, SMOLLM3 = NAMES = [
+LLAMA, MISTRAL, QWEN2, QWEN3, MOE, GEMMA2, GEMMA3, GEMMA4, GPT_OSS, *LATER = NAMES = [
     f"{name}ForCausalLM"
     for name in (
         *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2", "Gemma3", "Gemma4", "GptOss"),
-        "SmolLM3",
+        *("SmolLM3", "Olmo2", "Olmo3", "Phi3", "Granite", "GraniteMoeHybrid"),
     )
 ]
+SMOLLM3, OLMO2, OLMO3, PHI3, GRANITE, GRANITE4 = LATER
 SEEING_GEMMA4 = "Gemma4ForConditionalGeneration"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -119,6 +120,34 @@ OPTIONS = {
         SMOLLM3,
         {"use_sliding_window": True, "sliding_window": 24, "tie_word_embeddings": False},
     ),
+    "olmo 2": (OLMO2, {}),
+    "olmo 2 with biases and a kv head per head": (
+        OLMO2,
+        {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "olmo 3": (OLMO3, {}),
+    "olmo 3 with its own layers and biases": (
+        OLMO3,
+        {"layer_types": KINDS, "num_hidden_layers": 3, "attention_bias": True},
+    ),
+    "olmo 3 with a stretched rope": (
+        OLMO3,
+        {
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            }
+        },
+    ),
+    "phi-3 with a window": (PHI3, {"sliding_window": 24}),
+    "phi-4": (PHI3, {"rope_parameters": {"rope_theta": 250_000.0}, "tie_word_embeddings": True}),
+    "phi-4 with partly rotated heads": (
+        PHI3,
+        {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.75}},
+    ),
+    "granite": (GRANITE, {}),
+    "granite with biases": (GRANITE, {"attention_bias": True, "mlp_bias": True}),
+    "granite 4 dense": (GRANITE4, {"tie_word_embeddings": True}),
     "experts": (MOE, {}),
     "experts whose weights sum to one": (MOE, {"norm_topk_prob": True, "num_experts": 9}),
     "experts on some layers": (MOE, {"decoder_sparse_step": 2, "tie_word_embeddings": True}),

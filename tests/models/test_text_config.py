@@ -20,6 +20,15 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+OWN: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {
+        "layer_types": ["attention"] * 4,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 96,
+    }
+}
+"""What the config of an architecture must have besides CONFIG and EXPERTS."""
 
 
 def read(**config: Any):
@@ -69,14 +78,15 @@ def test_a_size_that_is_missing_or_none_is_corrupt(key: str, value: Any) -> None
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_reads_a_plain_config(architecture: str) -> None:
-    config = CONFIG | EXPERTS | {"num_hidden_layers": 4}
+    config = CONFIG | EXPERTS | {"num_hidden_layers": 4} | OWN.get(architecture, {})
     assert family(architecture).read(config).num_layers == 4
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_misses_the_number_of_layers(architecture: str) -> None:
     with pytest.raises(ModelError, match="num_hidden_layers"):
-        family(architecture).read(CONFIG | EXPERTS | {"num_hidden_layers": None})
+        own = OWN.get(architecture, {})
+        family(architecture).read(CONFIG | EXPERTS | own | {"num_hidden_layers": None})
 
 
 def test_windows_follow_the_layer_types_before_the_first_layer_rule() -> None:

@@ -36,6 +36,10 @@ EXAMPLES: list[tuple[str, str, list[tuple[str, str, str]]]] = [
      '{"name": "b", "arguments": {}}]', [("tool", "a", '{"q": 1}'), ("tool", "b", "{}")]),
     ("mistral", 'hi[TOOL_CALLS]get[ARGS]{"a": 1}[TOOL_CALLS]two[ARGS]{}', [
         ("content", "", "hi"), ("tool", "get", '{"a": 1}'), ("tool", "two", "{}")]),
+    ("phi4", 'Ok.<|tool_call|>[{"name": "a", "arguments": {"q": 1}}, '
+     '{"name": "b", "arguments": {}}]<|/tool_call|> z', [
+        ("content", "", "Ok."), ("tool", "a", '{"q": 1}'), ("tool", "b", "{}"),
+        ("content", "", "z")]),
     ("llama3", '{"name": "f", "parameters": {"x": "y"}}', [("tool", "f", '{"x": "y"}')]),
     ("llama3", '{"answer": 42} <|python_tag|>', [("content", "", '{"answer": 42} <|python_tag|>')]),
     ("llama3", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [

@@ -31,6 +31,7 @@ from headrace_common.checkpoints.gguf_names import (
 )
 from headrace_common.checkpoints.spec import read_spec
 from headrace_engine.weights.weights import Checkpoint
+from tools.harness.gguf_families import add_own
 from tools.harness.gguf_gemma4 import add_gemma4
 from tools.harness.gguf_hybrids import IN_FULL, add_hybrid, file_columns, file_rows
 from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
@@ -95,8 +96,10 @@ def make_tiny_file(
     elif architecture.startswith("Gemma"):
         shape |= {"sliding_window": 16, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
         shape |= {"num_hidden_layers": 7, "pad_token_id": 0}
-    elif architecture == "SmolLM3ForCausalLM":
+    elif architecture in ("Olmo3ForCausalLM", "SmolLM3ForCausalLM"):
         shape |= {"num_hidden_layers": 5}
+    elif architecture == "Phi3ForCausalLM":
+        shape |= {"rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
     shape |= {"initializer_range": 0.05, **config}
     model = make_tiny_model(folder / "model", architecture, **shape)
     fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END} | fields
@@ -114,6 +117,7 @@ def to_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     name = config["model_type"].replace("mistral", "llama").replace("_text", "").replace("_", "")
+    name = name.replace("olmo3", "olmo2")
     (architecture,) = config["architectures"]
     writer = gguf.GGUFWriter(target, name)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -130,6 +134,7 @@ def to_gguf(
         _add_gemma(writer, config)
     if architecture in HYBRIDS:
         add_hybrid(writer, config)
+    add_own(writer, config)
     add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), fields)
     weights = load_file(folder / "model.safetensors")
     if count := config.get("num_experts") or config.get("num_local_experts"):

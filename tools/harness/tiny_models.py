@@ -82,6 +82,19 @@ GEMMA4_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
 }
 """Changes a tiny Gemma 4 to the form with experts, as in the 26B model."""
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
+_DENSE_GRANITE = {
+    "shared_intermediate_size": 96,
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "layer_types": ["full_attention"] * 3,
+    "mamba_n_heads": 8,
+}
 _UNIFIED = {key: value for key, value in _GEMMA4.items() if "per_layer_input" not in key}
 _MORE = {
     "Gemma4ForCausalLM": _GEMMA4,
@@ -95,6 +108,12 @@ _MORE = {
     "Qwen3_5MoeForCausalLM": _HYBRID | _EXPERTS | _SHARED,
     "Qwen3_5MoeForConditionalGeneration": _HYBRID | _EXPERTS | _SHARED,
     "Qwen3NextForCausalLM": _HYBRID | _EXPERTS | _SHARED,
+    "GraniteForCausalLM": _GRANITE,
+    "GraniteMoeHybridForCausalLM": _GRANITE | _DENSE_GRANITE,
+    "Olmo2ForCausalLM": {"pad_token_id": 0},
+    # The fourth layer attends without a window.
+    "Olmo3ForCausalLM": {"num_hidden_layers": 5, "sliding_window": 24, "pad_token_id": 0},
+    "Phi3ForCausalLM": {"pad_token_id": 0},
     # The fourth layer does not rotate.
     "SmolLM3ForCausalLM": {"num_hidden_layers": 5, "pad_token_id": 0},
 }

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from headrace_common.checkpoints.gguf_families import own_settings
 from headrace_common.checkpoints.gguf_gemma4 import gemma4_config
 from headrace_common.checkpoints.gguf_header import (
     OTHER_TYPES,
@@ -49,6 +50,10 @@ FAMILIES = {
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    # llama.cpp also uses the name olmo2 for OLMo 3.
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
@@ -74,6 +79,10 @@ _SIZES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 _NEEDED = tuple(_SIZES)[:3]
 _EXPERTS = {
@@ -132,7 +141,9 @@ _LLAMA3: dict[str, Any] = {
 }
 """The parameters of all models with Llama 3's RoPE scaling. GGUF files have only the divisors."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_MODULES = ("gguf_folder.py", "gguf_gemma4.py", "gguf_tokenizer.py", "gguf_vision.py")
+_MODULES = tuple(
+    f"gguf_{name}.py" for name in ("folder", "families", "gemma4", "tokenizer", "vision")
+)
 # The number of file names in a message, and the number of characters of each name.
 _SHOWN, _SHOWN_CHARS = 8, 80
 _QUANTIZATION = re.compile(r"(?:^|[-_.])((?:IQ|TQ|Q)\d\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
@@ -376,6 +387,7 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = size if is_27b else config.get("head_dim", 256)
     if name in _HYBRIDS:
         config |= _hybrid(header)
+    config |= own_settings(header, config)
     tensor = header.tensors.get("rope_freqs.weight")
     if name == "gemma4":
         divisors = _values(folder / tensor.file, tensor) if tensor else ()

@@ -56,10 +56,15 @@ OF_GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
 }
-INTERLEAVED = ("LlamaForCausalLM", "SmolLM3ForCausalLM")
+INTERLEAVED = ("LlamaForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM")
 """In GGUF files of these models, the two halves of each rotated head are interleaved."""
 GPT_OSS = "GptOssForCausalLM"
 GEMMA4 = "Gemma4ForCausalLM"
+OF_OLMO = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OF_PHI3 = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 OF_GEMMA4 = {
     "ffn_gate_inp": "router.proj",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -128,14 +133,19 @@ _SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 _VISION = re.compile(r"(v\.blk\.(\d+)\.(\w+)|(?:v|mm)\.\w+)(\.(?:weight|bias)(?:\.1)?)")
 
 
+_OWN = {
+    **dict.fromkeys(HYBRIDS, OF_HYBRIDS),
+    **dict.fromkeys(NORMED_TWICE, OTHERS),
+    **dict.fromkeys(("Olmo2ForCausalLM", "Olmo3ForCausalLM"), OF_OLMO),
+    GEMMA4: OTHERS | OF_GEMMA4,
+    GPT_OSS: OF_GPT_OSS,
+    "Phi3ForCausalLM": OF_PHI3,
+}
+"""Names that a family adds to NAMES or replaces in NAMES."""
+
+
 def names_of(architecture: str) -> dict[str, str]:
-    if architecture in HYBRIDS:
-        return NAMES | OF_HYBRIDS
-    if architecture == GPT_OSS:
-        return NAMES | OF_GPT_OSS
-    if architecture == GEMMA4:
-        return NAMES | OTHERS | OF_GEMMA4
-    return NAMES | OTHERS if architecture in NORMED_TWICE else NAMES
+    return NAMES | _OWN.get(architecture, {})
 
 
 def original_name(name: str, architecture: str) -> str:

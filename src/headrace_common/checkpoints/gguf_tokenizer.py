@@ -42,6 +42,8 @@ _SAME = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "smaug-bpe": "llama-bpe",
+    "dbrx": "llama-bpe",
+    "refact": "smollm",
     "deepseek-r1-qwen": "qwen2",
     "megrez": "qwen2",
 }

@@ -18,15 +18,13 @@ ToolFormatName = Literal[
     "gemma4",
     "hermes",
     "mistral",
+    "phi4",
     "deepseek",
     "pythonic",
     "llama3",
     "generic",
 ]
-"""Names of modules in text/tool_formats.
-
-For `auto`, the first format whose marker is in the chat template is used.
-"""
+"""Modules in text/tool_formats. `auto` uses the first one whose marker is in the template."""
 Milliseconds = Annotated[float, Meta(gt=0, le=INTERNAL_LIMITS[1])] | Literal["off"]
 
 

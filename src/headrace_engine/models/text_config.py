@@ -61,6 +61,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_mlp_bias: bool
     # For each layer, whether it rotates queries and keys; None means that all layers do.
     rotated: tuple[bool, ...] | None = None
+    # Rotary settings of the layers with a window; None if all layers use `rope`.
+    local_rope: Rope | None = None
 
     @property
     def num_layers(self) -> int:

@@ -149,6 +149,18 @@ MISTRAL: list[Case] = [
     ("text after the array", f"[TOOL_CALLS][{F_JSON}] Done", [F, "Done"]),
 ]  # fmt: skip
 
+PHI4: list[Case] = [
+    *of_objects("<|tool_call|>", "<|/tool_call|>"),
+    *of_objects("<|tool_call|>[", "]"),
+    *broken("<|tool_call|>", "<|/tool_call|>"),
+    ("two calls", f"<|tool_call|>{F_JSON}<|/tool_call|><|tool_call|>{G_JSON}<|/tool_call|>", [F, G]),
+    ("two in an array", f"<|tool_call|>[{F_JSON}, {G_JSON}]<|/tool_call|>", [F, G]),
+    ("an array without an end, as of Granite 3", f"<|tool_call|>[{F_JSON}, {G_JSON}]", [F, G]),
+    ("words before and after", f"Ok.<|tool_call|>[{F_JSON}]<|/tool_call|> Done", ["Ok.", F, "Done"]),
+    ("cut within the arguments", '<|tool_call|>[{"name": "f", "arguments": {"x": "a',
+     [Call("f", '{"x": "a')]),
+]  # fmt: skip
+
 LLAMA3: list[Case] = [
     *of_objects("", "", "parameters"),
     *(case for case in of_objects("<|python_tag|>", "", "parameters")),
@@ -311,6 +323,7 @@ PYTHONIC: list[Case] = [
 CORPUS: dict[str, list[Case]] = {
     "hermes": HERMES,
     "mistral": MISTRAL,
+    "phi4": PHI4,
     "llama3": LLAMA3,
     "generic": GENERIC,
     "deepseek": DEEPSEEK,
