@@ -317,6 +317,16 @@ async def test_a_stream_goes_on_at_another_engine_with_the_tokens_it_has(folder:
             assert sum(isinstance(it, Heartbeat) for it in events) == 1
 
 
+async def test_no_engine_is_started_after_a_close() -> None:
+    async with asyncio.timeout(LIMIT_S):
+        made = Scene(1, 1)
+        await made.up(0)
+        closing = asyncio.create_task(made.replicas.close())
+        replacing = asyncio.create_task(made.replicas.replace(0, 0.0))
+        await asyncio.gather(closing, replacing)
+        assert len(made.engines) == 1
+
+
 async def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_gap(
     folder: Path,
 ) -> None:

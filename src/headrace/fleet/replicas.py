@@ -143,7 +143,8 @@ class Replicas:
         pause and move to another engine. If no other engine is up, the new engine is started
         first.
         """
-        if (old := self._replicas.get(number)) is None:
+        # Nothing would close an engine that is started after `close`.
+        if (old := self._replicas.get(number)) is None or self._is_closing:
             return
         others = [it for it in self._replicas.values() if it is not old]
         if not any(it.up for it in others):
