@@ -208,6 +208,16 @@ async def test_a_stream_that_waits_for_its_model_as_the_server_drains_is_refused
         draining.cancel()
 
 
+async def test_a_request_for_a_model_that_was_just_replaced_reads_the_new_one(folder: Path) -> None:
+    async with models_of(folder, "ab") as (generation, engines):
+        old, other = generation.fleet.hosts.all()
+        config = msgspec.structs.replace(old.config, max_model_len=128)
+        generation.fleet.become((ModelHost(config, old._start, old.metrics), other))
+        assert generation.fleet.hosts.get("a").known is None
+        stream = await ask(generation, "a")
+        assert stream.state == "loading" and len(engines["a"]) == 1
+
+
 async def submit_to(engine: FakeEngine) -> None:
     """Waits until the stream has."""
     while not engine.submits:

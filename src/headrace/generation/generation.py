@@ -184,7 +184,9 @@ class Generation:
         `checked` contains the prompts if `request` contains only stubs of the prompts. If another
         request has just taken the idempotency key, the other request's stream is returned.
         """
-        host = self.fleet.hosts.exact(request.model)
+        # A host that was read may have been replaced by a host that was not read yet.
+        while (host := self.fleet.hosts.exact(request.model)).known is None:
+            await self.fleet.read(host)
         model = host.model
         adapter = model.adapters.get(request.model)
         is_opted_in, is_background = names.is_opted_in, request.is_background
