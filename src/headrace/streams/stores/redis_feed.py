@@ -33,6 +33,8 @@ class Feed:
         self._channels = {channel: asyncio.Event()}
         self._to_leave: set[str] = set()
         self._pubsub: PubSub | None = None
+        # The connection on which a channel could not be joined.
+        self._incomplete: PubSub | None = None
 
     async def join(self, channel: str) -> None:
         """Join a channel; return once the subscription is active."""
@@ -40,15 +42,21 @@ class Feed:
         if joined is None:
             joined = self._channels[channel] = asyncio.Event()
             self._to_leave.discard(channel)
-            if self._pubsub is not None:
-                # `run` notices the error too, and joins all channels again.
-                with contextlib.suppress(*LOST), broken_as_lost():
-                    await self._pubsub.subscribe(channel)
+            if (pubsub := self._pubsub) is not None:
+                try:
+                    with broken_as_lost():
+                        await pubsub.subscribe(channel)
+                except LOST:
+                    # The redis client may have connected again by itself, without this channel.
+                    # So `run` has to join all channels again.
+                    self._incomplete = pubsub
         await joined.wait()
 
     def leave(self, channel: str) -> None:
         """Leave the channel after the next message of any channel or the next ping."""
-        if self._channels.pop(channel, None) is not None:
+        if (joined := self._channels.pop(channel, None)) is not None:
+            # A reader may still wait in `join`, for example while its gateway takes over the stream.
+            joined.set()
             self._to_leave.add(channel)
 
     async def run(self) -> None:
@@ -82,6 +90,8 @@ class Feed:
                 await pubsub.ping()
             else:
                 self._take(message["type"], message["channel"], message["data"])
+            if self._incomplete is pubsub:
+                raise ConnectionResetError("a channel could not be joined")
             is_pinged = message is None
             if self._to_leave:
                 leaving, self._to_leave = self._to_leave, set()
