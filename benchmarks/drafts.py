@@ -5,9 +5,10 @@
 MODEL and DRAFT are folders; `tools/make_random_model.py` writes them in the shapes `qwen3-0.6b` and
 `draft`. The draft model really computes its tokens. Afterwards each token is replaced: with
 probability --right by the token that MODEL will draw, otherwise by another token. So random
-weights show what a draft model with this share of right tokens would gain. Both runs of a pair
-follow each other in alternating order in one process, and the texts must be equal. The ratios
-compare the decoding alone, by time and by processor time; the latter counts if other programs run.
+weights show what a draft model with this share of right tokens would gain. Each pair consists of a
+run with guesses and a run without guesses in one process, in alternating order; the texts must be
+equal. The ratios compare only the decoding, by time and by processor time. If other programs run,
+only the ratio by processor time is useful.
 """
 
 import argparse

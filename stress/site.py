@@ -193,7 +193,7 @@ class Site:
 
 
 def _entry(lines: list[str], first: int) -> list[str]:
-    """Return the entry of the log that starts at a line: its start, and its last lines."""
+    """Return the first line and the last lines of the log entry that starts at line `first`."""
     later = range(first + 1, len(lines))
     end = next((i for i in later if _NEXT.match(lines[i])), len(lines))
     return [lines[first], *lines[max(first + 1, end - _SHOWN_LINES) : end]]

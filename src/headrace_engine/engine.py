@@ -277,7 +277,7 @@ class Engine:
         """Return the next message, or raise queue.Empty after `timeout` seconds."""
         if timeout == 0:
             return inbox.get(block=False)
-        # Waiting may take any time. An engine that takes minutes for anything else hangs.
+        # Waiting may take any time. If anything else takes minutes, the engine counts as hanging.
         self._step_record.wait()
         try:
             return inbox.get(timeout=timeout)

@@ -111,8 +111,8 @@ def _fault(
 ) -> str | None:
     """Return why an instruction set cannot be used; None if the set can be used.
 
-    asked: whether weights are rounded to 8 bits, and whether keys and values are. Compares a few
-    rows with torch's results.
+    asked: whether weights are rounded to 8 bits, and whether keys and values are rounded to 8 bits.
+    Compares a few rows with torch's results.
     """
     if instructions == "plain":
         return None

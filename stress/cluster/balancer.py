@@ -14,9 +14,9 @@ CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
 
 
 def configuration(address: str, gateways: Sequence[str], key: str | None = None) -> str:
-    """Return the configuration of the docs, with these addresses in place of the examples.
+    """Return `deploy/haproxy.cfg`, with these addresses in place of the example addresses.
 
-    Requests without a key get `key`, if there is one.
+    If `key` is given, the balancer adds this API key to requests that have none.
     """
     lines = CONFIG.read_text().replace("127.0.0.1:8080", address).splitlines()
     head = [line for line in lines if not line.startswith("    server ")]

@@ -1,4 +1,4 @@
-/* Moves a process's clock of the day by the seconds in the file that CLOCK_OFFSET names.
+/* Moves a process's wall clock by the number of seconds in the file that CLOCK_OFFSET names.
 
    Libfaketime cannot do this for Python: with a real monotonic clock, its clock_nanosleep fails.
    The file has 8 bytes, a signed number of seconds, and is mapped so that a change applies at once. */

@@ -1,4 +1,4 @@
-"""Checks what clients saw of each log against its final state: prefixes, which only grow.
+"""Checks that clients saw parts of each final log, and that later reads never contain less.
 
 Each observation states when it began and ended, and which events it returned. All of the following
 must hold, whichever gateways answered:

@@ -18,8 +18,8 @@ from stress.cluster.relay import Weather
 from stress.site import START_S, Death
 from tools.harness.eventually import eventually
 
-# After a fault has ended, connections may still break for this long: HAProxy and the gateways
-# notice the end of connections that went over the broken link.
+# After a fault has ended, connections may still break for this long, until HAProxy and the gateways
+# have noticed which connections over the broken link have ended.
 _AFTERMATH_S = 12.0
 _DAY_S = 86_400
 
@@ -124,7 +124,7 @@ class MachineSite:
 
 
 class MachineFaults:
-    """The faults. `do` returns after the fault has ended, however long clients need to recover."""
+    """Causes faults. `do` returns when the fault has ended, even if clients have not recovered."""
 
     WEIGHTS = {
         "gateway-redis": 4,
@@ -150,7 +150,7 @@ class MachineFaults:
         self._network = site.cluster.network
 
     def second(self, fault: str) -> tuple[str, ...]:
-        """Return no faults: a fault ends before the next one begins."""
+        """Return an empty tuple, because no second fault begins before a fault has ended."""
         return ()
 
     async def do(self, fault: str, rng: random.Random) -> int:
@@ -162,7 +162,7 @@ class MachineFaults:
                 await self._break_redis(fault, rng)
             else:
                 await self._break_gateway(fault, gateway, rng)
-        # The run ends after a number of faults, of which few are kills.
+        # The run ends after a number of kills. Each fault counts as one, because few are kills.
         return 1
 
     async def _break_gateway(self, fault: str, gateway: GatewayNode, rng: random.Random) -> None:

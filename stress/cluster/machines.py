@@ -1,7 +1,7 @@
 """A cluster of machines: gateways behind HAProxy, Redis with a replica, and clients.
 
-Each part has a machine of its own. The gateways reach Redis at an address that moves to the
-replica in a failover, each through a relay on its own machine.
+Each part has a machine of its own. Each gateway reaches Redis through a relay on the gateway's
+machine. In a failover, the address of Redis moves to the replica.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class GatewayNode:
         self._redis_host = redis_host
         self._control = self._folder / "relay"
         self._relay: subprocess.Popen[bytes] | None = None
-        # The clock of the day can jump; time that only measures durations does not.
+        # Only the wall clock can jump; the monotonic clock, which measures durations, does not.
         library = folder / "clock.so"
         if not library.exists():
             build = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(_CLOCK)]
@@ -130,7 +130,7 @@ class GatewayNode:
         return False
 
     def start_relay(self) -> None:
-        """Start the relay, unless it runs."""
+        """Start the relay if it is not running."""
         if self._relay is None or self._relay.poll() is not None:
             self._control.unlink(missing_ok=True)
             words = (str(_RELAY_PORT), self._redis_host, str(_REDIS_PORT), str(self._control))
@@ -138,8 +138,8 @@ class GatewayNode:
             eventually(self._control.exists)
 
     def set_clock(self, seconds: int) -> None:
-        """Let the clock of the gateway's processes differ from the real time."""
-        # The processes have mapped the file, so it may not be truncated.
+        """Let the wall clock of the gateway's processes differ from the real time by `seconds`."""
+        # The processes have mapped the file, so it must not be truncated.
         with self._clock.open("r+b" if self._clock.exists() else "wb") as file:
             file.write(struct.pack("<q", seconds))
 
@@ -153,7 +153,7 @@ class GatewayNode:
 
 
 class Machines:
-    """The cluster. Use it as a context manager inside of a network."""
+    """The cluster. The network that contains the cluster ends its processes."""
 
     def __init__(
         self,
@@ -165,8 +165,9 @@ class Machines:
         redis_flags: Iterable[str] = (),
         keys: Sequence[str] = (),
     ) -> None:
-        """Create the machines. The balancer sends the first of the `keys` with each request that
-        has none.
+        """Create the machines.
+
+        If there are `keys`, the balancer adds the first key to each request without an API key.
         """
         if keys:
             key_file = folder / "keys"
@@ -220,7 +221,7 @@ class Machines:
         return next(it for it in self.gateways if it.site.port == port)
 
     def fail_over(self) -> None:
-        """Make the replica the primary, as an operator does who cannot reach the old one."""
+        """Make the replica the primary, as an operator does if the old primary is unreachable."""
         self.primary, self.replica = self.replica, self.primary
         self.primary.follow(None)
         self.network.give(self.redis_address, self.primary.machine)

@@ -1,11 +1,11 @@
-"""Several machines on one: network namespaces on a virtual switch, with links that can be cut.
+"""Network namespaces that act as several machines on a virtual switch; links can be cut.
 
 `python -m stress.cluster.network` removes what a crashed run has left. All of this needs root.
 
 The switch is a bridge in a namespace of its own, so nothing is added to the real network. Each
-machine has one network card with its own address. A packet to an address that has been dropped is
-sent to a hardware address that no machine has, so it vanishes as on a broken route: the sender
-notices nothing, and the other direction still works.
+machine has one network card with its own address. `Network.drop` makes a machine send packets for
+an address to a hardware address that no machine has. Such packets vanish as on a broken route: the
+sender notices nothing, and the other direction still works.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class Machine:
         return num
 
     def pause(self) -> None:
-        """Stop all processes, as a machine that is suspended or migrated."""
+        """Stop all processes, as when a machine is suspended or migrated."""
         self.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -85,7 +85,7 @@ class Machine:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Move this thread to the machine: sockets, threads and processes that it opens.
+        """Move this thread to the machine, with the sockets, threads and processes that it opens.
 
         Existing sockets and threads stay where they are.
         """
@@ -170,7 +170,7 @@ class Network:
     def give(self, address: str, to: Machine) -> None:
         """Give a further address to one machine, and take it from the others.
 
-        All machines learn of the move, as from the announcement that a real machine broadcasts.
+        All machines learn of the move, as they would if a real machine announced the address.
         """
         for machine in self.machines.values():
             if machine is not to and address in _ip("-n", machine.space, "address"):
@@ -182,7 +182,7 @@ class Network:
                 _ip("-n", machine.space, "neigh", "flush", "to", address)
 
     def spare_address(self) -> str:
-        """Return an address of the network that no machine has by itself."""
+        """Return an address of the network that `add` gives to no machine."""
         return f"{_NETWORK}100"
 
 

@@ -14,15 +14,16 @@ from tools.harness.sse import frames_of
 OWN_KEY, FOREIGN_KEY = "sk-own-0123456789abcdef", "sk-foreign-0123456789abcdef"
 _PAUSE_S = 0.4
 _ANSWER_S = 20.0
-# One read in this many is made by a client with another key, and one follows the log to its end.
+# One read in _FOLLOWS follows the log to its end. Of the others, one in _FOREIGN is made by a
+# client with another key.
 _FOREIGN, _FOLLOWS = 10, 4
-# Streams are read while they are among this many newest ones.
+# Only this many of the newest streams are read.
 _NEWEST = 12
 _NUM_TRIES = 40
 
 
 class Observers:
-    """Readers of recent streams. `roads` are the gateways and the balancer, with their ports.
+    """Readers of recent streams. `roads` has the addresses of the gateways and the balancer.
 
     `live` returns the ids of the streams that have not ended.
     """
@@ -96,7 +97,7 @@ class Observers:
         self.observations.append(seen)
 
     async def _events(self, stream_id: str, name: str, key: str) -> list[bytes] | None:
-        """Return the events of a stream, none if it is not found, or None if nobody can tell."""
+        """Return hashes of a stream's events, [] if it is not found, None if the read failed."""
         hashes: list[bytes] = []
         while True:
             after = f"&after={len(hashes) - 1}" if hashes else ""

@@ -36,7 +36,7 @@ def main() -> int:
     kinds = tuple(options.kinds.split(","))
     if unknown := set(kinds) - set(MachineFaults.WEIGHTS):
         parser.error(f"--kinds: {unknown} are unknown; choose from {[*MachineFaults.WEIGHTS]}")
-    # If the program exits normally, it also removes the network.
+    # Only a program that exits normally removes the network, so SIGTERM must not kill the program.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="headrace-machines-") as name, Network() as network:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""A TCP relay that delays, stalls and loses bytes, since kernels without netem cannot.
+"""A TCP relay that delays, stalls and loses bytes. A kernel without netem cannot do this.
 
     python -m stress.cluster.relay LISTEN_PORT HOST PORT CONTROL_SOCKET
 
@@ -27,7 +27,7 @@ class Weather(msgspec.Struct, frozen=True):
     `delay_s` and `spread_s`: each piece takes this long, and a random time up to `spread_s` more.
     `stall`: the probability that a piece takes `stall_s` longer, as a repeated packet does.
     `up` and `down`: whether bytes to and from the server arrive; else they wait.
-    `loses`: whether bytes that would wait are discarded instead, as those of a peer that gave up.
+    `loses`: whether bytes that would wait are discarded instead, as if their sender had given up.
     """
 
     delay_s: float = 0.0

@@ -167,7 +167,7 @@ class SimChild:
         if self._faults.hits("engine: stops between two steps"):
             self._is_mute = self.is_stuck = True
             sleep(1e6)
-        # Only after minutes does such an engine count as hanging, so each run has at most one.
+        # Such an engine counts as hanging only after minutes, so each run has at most one.
         if self._faults.hits("engine: hangs between two steps"):
             self._faults.rates.pop("engine: hangs between two steps")
             self.is_stuck = True

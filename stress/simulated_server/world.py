@@ -162,7 +162,7 @@ class World:
                 "disk: model cannot be read",
             ),
             "internal_error": ("engine: step error", "worker: death in a job"),
-            # A stream that could not be stored ends for all requests with its key.
+            # If a stream could not be stored, all requests with its idempotency key get its error.
             "storage_unavailable": ("disk: single error",),
             "template_failed": ("worker: job exceeds its limits",),
             "request_too_large": ("worker: job exceeds its limits",),

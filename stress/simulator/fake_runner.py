@@ -106,7 +106,7 @@ class FakeRunner:
         return FakeNumbers(blocks, state)
 
     def _draft(self, chunk: Chunk) -> Chunk:
-        """Read as the draft model, and choose the guess; some chosen tokens are wrong."""
+        """Act as the draft model: read tokens, and choose a guess with some wrong tokens."""
         remembered = self._sequences[chunk.sequence_id]
         if remembered.num_draft_read < 0:
             remembered.num_draft_read = chunk.start

@@ -65,7 +65,7 @@ def to_gguf_pair(folder: Path, target: Path, kind: str = "F32", **fields: Any) -
     )
     vision = {name: it for name, it in weights.items() if name.startswith(_VISION)}
     path = to_mmproj(folder, vision, target / f"mmproj-tiny-{kind}.gguf", kind, fields)
-    # The folder's weights are rounded to those of the files.
+    # The folder gets the rounded weights of the files, so that both have the same weights.
     rounded = load_file(text / "model.safetensors")
     renamed = {name.replace("model.", prefix, 1): it for name, it in rounded.items()}
     if "lm_head.weight" in rounded:

@@ -72,7 +72,8 @@ def draft_model(facts: DraftFacts) -> str:
     """Describe the draft model and its memory."""
     return (
         f"{facts.name}: {facts.weight_bytes >> 20} MiB of weights, and {facts.position_bytes} "
-        "bytes of cache per token; GET /props of the running server counts its right tokens"
+        "bytes of cache per token; GET /props of the running server shows how many of its tokens "
+        "were right"
     )
 
 

@@ -184,7 +184,7 @@ class Generation:
         `checked` contains the prompts if `request` contains only stubs of the prompts. If another
         request has just taken the idempotency key, the other request's stream is returned.
         """
-        # A host that was read may have been replaced by a host that was not read yet.
+        # While a host is read, another host may replace it, which must be read too.
         while (host := self.fleet.hosts.exact(request.model)).known is None:
             await self.fleet.read(host)
         model = host.model

@@ -159,7 +159,7 @@ def _own_folder(model: str, mmproj: str) -> Path | None:
     path = Path(os.path.expanduser(model))
     if os.path.isfile(path):
         if path.suffix == ".gguf":
-            # The vision part stands next to a link, not next to the link's target.
+            # If the path is a link, the vision part is beside the link, not beside its target.
             return gguf_folder(Path(os.path.abspath(path)), mmproj)
         raise ModelError(
             f"{model!r} is a file, but only GGUF files can be served without a folder; "

@@ -18,7 +18,7 @@ def own_settings(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
 def _granite(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
     if not header.own("rope.scaling.finetuned", True):
         raise ModelError("Granite without rotary positions is not supported natively.")
-    # The files of Granite 4 list the number for each layer.
+    # The files of Granite 4 have a list with the number of each layer.
     heads = config.get("num_key_value_heads")
     if not isinstance(heads, list):
         return {}

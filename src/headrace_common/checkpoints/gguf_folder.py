@@ -237,7 +237,8 @@ def gguf_folder(path: Path, mmproj: str = "none") -> Path:
     vision = find_mmproj(path, mmproj)
     is_named = mmproj not in ("auto", "none")
     digest = hashlib.sha256(conversion())
-    # A file that the user names is an error or is used where the same file would only get a note.
+    # If the user names the vision part, it is used or refused. If it was only found, the folder may
+    # contain just a note why it is not used. So the two cases have separate folders.
     digest.update(b"named" * is_named)
     for file in (*files, vision) if vision else files:
         facts = file.stat()

@@ -96,9 +96,8 @@ def refuse_mmproj(header: GgufHeader, path: Path) -> None:
 def add_vision(config: dict[str, Any], text: GgufHeader, path: Path, is_named: bool) -> VisionParts:
     """Add the vision part at `path` to the config of a text model.
 
-    If the vision part cannot be used, raises ModelError, or returns a config that contains the
-    reason. `is_named` decides: a file that the user did not name must not prevent that the model
-    is served.
+    If the vision part cannot be used and the user named it (`is_named`), raises ModelError. If the
+    user did not name it, returns a config that contains the reason; the model then serves text.
     """
     try:
         with fields_checked():
@@ -115,8 +114,7 @@ def _read_vision(
 ) -> VisionParts:
     if reason := config.get("only_llama_cpp"):
         raise ModelError(
-            "Headrace reads images only with models of its own code, and llama.cpp runs this "
-            f"model. {reason}"
+            f"This model runs in llama.cpp, with which Headrace does not read images. {reason}"
         )
     vision = read_gguf(path, _MAX_HEADER)
     if vision.architecture != "clip":
@@ -143,7 +141,7 @@ def _read_vision(
         )
     if projector.must_be_named and not is_named:
         raise ModelError(
-            f"To read images, {projector.label} runs by transformers, and all its weights are "
+            f"To read images, {projector.label} runs in transformers, and all its weights are "
             f"unpacked to 2 bytes each. Add --mmproj {path.name} if this is wanted."
         )
     return projector.read(config, text, vision, path)
@@ -299,7 +297,7 @@ class _Projector(NamedTuple):
     # The tensor that makes the embeddings, and its axis that is as long as an embedding.
     output: str
     axis: int
-    # Whether a file that was found by itself stays unused, because reading images costs too much.
+    # Whether the user must name the file, because reading images takes much more memory.
     must_be_named: bool
     read: Callable[[dict[str, Any], GgufHeader, GgufHeader, Path], VisionParts]
 

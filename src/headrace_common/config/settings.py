@@ -75,8 +75,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=64)] | Literal["auto", "off"],
         Meta(
             description="Largest number of tokens that are guessed per stream and step "
-            "(speculative decoding). Tokens are guessed where the stream's text repeats, where a "
-            "grammar leaves no choice, or by the model of --draft. The text does "
+            "(speculative decoding). Guesses come from repetitions in the stream's text, from a "
+            "grammar that leaves no choice, or from the model of --draft. The text does "
             "not change. auto: up to 8, on CPU kernels only"
         ),
     ] = "auto"
@@ -238,8 +238,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             title="MODEL",
             description="Small model with the same tokenizer that guesses the next tokens "
-            "(speculative decoding): a folder, a GGUF file, or the name of a model that is here. "
-            "The text does not change. CPU kernels only",
+            "(speculative decoding): a folder, a GGUF file, or the name of a model on this "
+            "machine. The text does not change. Works on CPU kernels only",
         ),
     ] = None
     pooling: Annotated[

@@ -29,7 +29,7 @@ class GraniteConfig(msgspec.Struct, frozen=True):
 class GraniteAttention(LlamaAttention):
     def __init__(self, config: GraniteConfig, layer: int) -> None:
         super().__init__(config.text, layer)
-        # `attend` multiplies scores by dim ** -0.5. The factor leaves the model's own multiplier.
+        # `attend` multiplies scores by dim ** -0.5. The factor replaces that by the multiplier.
         self.factor = config.attention_multiplier * self.dim**0.5
 
     def forward(self, x: Tensor, rotate: Rotation, step: Step) -> Tensor:

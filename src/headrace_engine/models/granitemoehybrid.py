@@ -1,4 +1,4 @@
-"""Granite 4, dense: Granite whose files join gates and ups. Its hybrids and experts are refused."""
+"""Dense Granite 4: Granite with one weight for gate and up. Refuses Mamba layers and experts."""
 
 from typing import Any
 

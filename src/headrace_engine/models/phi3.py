@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama whose files join queries, keys and values, and join gates and ups."""
+"""Phi-3 and Phi-4: Llama whose files join the weights of q, k and v, and those of gate and up."""
 
 from typing import Any
 

@@ -142,7 +142,7 @@ class Runner:
         return PendingStep(self, plan, rows, started, tuple(encode_s), load_s, draft_s)
 
     def _draft(self, plan: StepPlan) -> tuple[StepPlan, float]:
-        """Return the plan with the guesses that the draft model chose, and the seconds."""
+        """Return the plan with the guesses that the draft model chose, and how long this took."""
         if self.drafter is None:
             return plan, 0.0
         started = time.perf_counter()

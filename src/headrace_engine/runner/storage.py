@@ -17,9 +17,9 @@ class CacheStorage:
     different order within a head's part. A sequence that starts in a slot ignores the slot's old
     content.
 
-    dtype: the format in which the model computes, and of everything in the cache except states. If
-    `kv_cache_dtype` is int8, keys and values are [blocks, kv_heads, block_size, dim + 4] bytes,
-    because each key and each value has a float32 scale.
+    dtype: the format in which the model computes; everything in the cache except states has it too.
+    But if `kv_cache_dtype` is int8, keys and values are [blocks, kv_heads, block_size, dim + 4]
+    bytes, because each key and each value has a float32 scale.
     """
 
     def __init__(

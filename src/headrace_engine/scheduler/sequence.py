@@ -108,7 +108,7 @@ class Sequence:
     is_drafted: bool = False
     # How many tokens to compute again, because a wrong guess reset the recurrent state.
     num_to_recompute: int = 0
-    # Tokens [0, num_draft_read) are in the draft model's cache, or will be after launched plans.
+    # The draft model's cache will have tokens [0, num_draft_read) after all launched plans.
     num_draft_read: int = 0
     draft_chance: DraftChance | None = None
     num_planned: int = 0

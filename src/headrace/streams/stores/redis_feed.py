@@ -55,7 +55,7 @@ class Feed:
     def leave(self, channel: str) -> None:
         """Leave the channel after the next message of any channel or the next ping."""
         if (joined := self._channels.pop(channel, None)) is not None:
-            # A reader may still wait in `join`, for example while its gateway takes over the stream.
+            # A reader may still wait in `join`, for example if its gateway takes over the stream.
             joined.set()
             self._to_leave.add(channel)
 
