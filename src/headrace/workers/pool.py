@@ -48,6 +48,8 @@ IMAGE_MEMORY_BYTES = 2 << 30
 
 # The number of workers without the image worker. One of the workers takes only small jobs.
 _NUM_WORKERS = 2
+# The spare process starts this number of seconds after the server.
+_FIRST_SPARE_S = 10.0
 # After a client leaves, its job has this number of seconds to end before the worker is killed.
 _GRACE_S = 0.1
 # This time is longer for images, because restarting the image worker takes longer than most jobs.
@@ -236,6 +238,8 @@ class _ProcessSource:
     async def keep_spare(self) -> None:
         """After the first call of `take`, keep a spare process ready."""
         try:
+            # During the server's start, the engine and the first requests need the cores more.
+            await asyncio.sleep(_FIRST_SPARE_S)
             while True:
                 await self._wants_spare.wait()
                 self._wants_spare.clear()
