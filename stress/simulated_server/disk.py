@@ -8,6 +8,7 @@ settings decide what a commit has synced.
 import asyncio
 import contextlib
 import errno
+import gc
 import json
 import os
 import shutil
@@ -103,6 +104,8 @@ class Disk:
     def after_kill(self, folder: Path) -> None:
         """Move on to a copy of all files: the dead server has the old files open."""
         cut_log = self._end_commit()
+        # If a connection of the dead server was collected now, SQLite would remove a file.
+        gc.disable()
         shutil.copytree(self.folder, folder)
         if cut_log is not None:
             (folder / f"{NAME}-wal").write_bytes(cut_log)
@@ -110,6 +113,7 @@ class Disk:
         for path in self.folder.rglob("*"):
             if (file := self._files.get(path.stat().st_ino)) is not None:
                 files[(folder / path.relative_to(self.folder)).stat().st_ino] = file
+        gc.enable()
         self.folder, self._files = folder, files
 
     def after_power_cut(self, folder: Path) -> None:

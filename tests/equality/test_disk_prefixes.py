@@ -40,7 +40,7 @@ CASES = {
     "int8 cache": ("Qwen3ForCausalLM", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
     "hybrid": ("Qwen3_5ForCausalLM", {"dtype": "bfloat16"}),
     "layers that share keys": ("Gemma4ForCausalLM", {"dtype": "bfloat16"}),
-    "generic": ("Olmo2ForCausalLM", {}),
+    "generic": ("GPTNeoXForCausalLM", {}),
 }
 
 

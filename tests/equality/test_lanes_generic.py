@@ -52,7 +52,6 @@ ON_BLOCKS = {
     "GPT2LMHeadModel": GPT2,
     "GPTNeoXForCausalLM": {"head_dim": None},
     "PhiForCausalLM": {"head_dim": None},
-    "Olmo2ForCausalLM": {"head_dim": None, "pad_token_id": 0},
     "Gemma2ForCausalLM": WINDOW,
     "Gemma3ForCausalLM": WINDOW,
     "GptOssForCausalLM": WINDOW | EXPERTS,

@@ -77,10 +77,12 @@ def served(
     num_blocks: int = 100,
     num_streams: int = NUM_STREAMS,
     sampling: Sampling = GREEDY,
+    lane: str = "auto",
     **scheduler: object,
 ) -> RealEngine:
     config = ModelConfig(
         model=str(folder),
+        lane=lane,  # type: ignore[arg-type]
         device=DEVICE,
         threads=1,
         max_model_len=160,
@@ -150,8 +152,8 @@ def test_other_models_on_blocks_say_the_same_in_small_steps_and_after_ten_preemp
 ) -> None:
     folder = make_tiny_model(tmp_path / "tiny", architecture, pad_token_id=0)
     case = Case(torch.float32, 16, 16, 11)
-    whole = served(folder, case, num_streams=16, **NO_TARGET)
+    whole = served(folder, case, num_streams=16, lane=lane, **NO_TARGET)
     assert whole.lane_id == lane and set(map(len, whole.tokens.values())) == {60}
-    pressed = served(folder, case, case.few, 16, max_step_tokens=40, **NO_TARGET)
+    pressed = served(folder, case, case.few, 16, lane=lane, max_step_tokens=40, **NO_TARGET)
     assert sum(pressed.num_begun.values()) - 16 >= 10
     assert pressed.tokens == whole.tokens

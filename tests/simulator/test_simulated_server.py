@@ -9,7 +9,7 @@ import pytest
 from stress.simulated_server.__main__ import Totals
 from stress.simulated_server.campaign import outcomes
 
-NUM_SEEDS = 100
+NUM_SEEDS = 60
 
 
 @pytest.mark.timeout(900)
