@@ -12,7 +12,14 @@ from headrace_common.checkpoints.find import find_model
 from headrace_common.checkpoints.spec import read_spec
 from headrace_engine.scheduler.guess import Guess
 from headrace_engine.scheduler.sequence import Sequence
-from tests.equality.test_guess import KINDS, position_bytes, run, submits
+from tests.equality.test_guess import (
+    KINDS,
+    assert_rest,
+    position_bytes,
+    run,
+    submits,
+    submits_after_a_kill,
+)
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.drive import random_prompt
 from tools.harness.engine_runs import Run
@@ -125,18 +132,9 @@ def test_preempted_streams_draft_and_say_the_same(
 
 
 def test_after_a_kill_a_stream_with_drafts_says_the_same(plain: Run) -> None:
-    asked = []
-    for submit in submits(20):
-        (new,) = submit.sequences
-        told = [token_id for token_id, _ in plain.answers[new.sequence_id][0]]
-        half = array("i", told[: len(told) // 2])
-        state = plain.states[new.sequence_id][len(half) - 1] if half else b""
-        again = (msgspec.structs.replace(new, generated=half.tobytes(), state=state),)
-        asked.append(msgspec.structs.replace(submit, sequences=again))
-    rest = run(asked, "auto", draft="headrace-mini")
+    rest = run(submits_after_a_kill(plain), "auto", draft="headrace-mini")
     assert rest.status.num_drafted_right > 20
-    for name, (tokens, finish) in plain.answers.items():
-        assert rest.answers[name] == (tokens[len(tokens) // 2 :], finish)
+    assert_rest(rest, plain)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3_5ForCausalLM"])

@@ -185,7 +185,8 @@ def test_preempted_streams_guess_and_say_the_same() -> None:
     assert told.answers == plain.answers
 
 
-def test_who_goes_on_after_a_kill_says_the_same(plain: Run) -> None:
+def submits_after_a_kill(plain: Run) -> list[Submit]:
+    """Return 20 requests whose first half of the answer is known, as after an engine's death."""
     asked = []
     for submit in submits(20):
         (new,) = submit.sequences
@@ -194,9 +195,19 @@ def test_who_goes_on_after_a_kill_says_the_same(plain: Run) -> None:
         state = plain.states[new.sequence_id][len(half) - 1] if half else b""
         again = (msgspec.structs.replace(new, generated=half.tobytes(), state=state),)
         asked.append(msgspec.structs.replace(submit, sequences=again))
-    rest = run(asked, "auto", lambda sequence: Prophet(sequence, plain.answers, 0.8))
+    return asked
+
+
+def assert_rest(rest: Run, plain: Run) -> None:
+    """Check that each answer is the second half of the undisturbed answer."""
     for name, (tokens, finish) in plain.answers.items():
         assert rest.answers[name] == (tokens[len(tokens) // 2 :], finish)
+
+
+def test_who_goes_on_after_a_kill_says_the_same(plain: Run) -> None:
+    asked = submits_after_a_kill(plain)
+    rest = run(asked, "auto", lambda sequence: Prophet(sequence, plain.answers, 0.8))
+    assert_rest(rest, plain)
 
 
 def position_bytes() -> int:

@@ -155,7 +155,7 @@ class Fleet:
             raise self._refusal.result().with_traceback(None)
         # Raises RequestError if the model was removed meanwhile. Only a resumed stream may load a
         # model that will be removed.
-        current = (self.hosts.exact if is_used else self.roster.get)(host.name)
+        current = self.hosts.exact(host.name) if is_used else self.roster.get(host.name)
         if self.enter_now(current):
             return current
         name = current.name

@@ -230,8 +230,8 @@ def conversion() -> bytes:
 def gguf_folder(path: Path, mmproj: str = "none") -> Path:
     """Return the model folder of a GGUF file, and make the folder if needed.
 
-    `mmproj` is the setting of this name, which says where the vision part is. Raises ModelError for
-    an unusable file.
+    `mmproj` is "none", "auto", or the path of the file with the vision part (see the setting of
+    this name). Raises ModelError if a file cannot be used.
     """
     files = parts(path)
     vision = find_mmproj(path, mmproj)
