@@ -15,13 +15,21 @@ from headrace.streams.events import Served, Tokens
 from headrace.streams.record import Record
 from headrace_common.config.settings import ModelConfig
 from headrace_common.ids import SequenceId, StreamId
-from headrace_common.messages import Finished, FinishReason, NewToken, PromptAdvance, Started
+from headrace_common.messages import (
+    Finished,
+    FinishReason,
+    NewToken,
+    PromptAdvance,
+    PromptLogprobs,
+    Started,
+)
 from headrace_common.pieces import ChannelPiece
 from headrace_common.request import Request, Text
-from headrace_common.sampling import Sampling
+from headrace_common.sampling import Logprobs, Sampling
 from tests.fleet.fakes import READY
 
 ID = SequenceId(0)
+ECHOED = list(b"hello")
 
 
 def make_builder(
@@ -87,6 +95,31 @@ def test_what_follows_a_log_whose_text_has_changed_continues_its_numbers(folder:
     mismatch = second.replay([changed])
     assert mismatch is not None and mismatch.code == "resume_mismatch"
     assert second.terminal(0, mismatch).seq == tokens.seq + 1
+
+
+def rows(start: int, end: int) -> PromptLogprobs:
+    """Log probabilities of the prompt tokens [start, end) of `make_echo`."""
+    ids, values = array("i", ECHOED[start:end]), array("f", [-1.0] * (end - start))
+    return PromptLogprobs(ID, start, Logprobs(1, ids.tobytes(), values.tobytes()))
+
+
+def make_echo(folder: Path) -> EventBuilder:
+    sampling = Sampling(temperature=0, num_prompt_logprobs=0)
+    request = Request("/v1/completions", "tiny", (Text("hello"),), sampling, echo=True)
+    packed = (array("i", ECHOED).tobytes(),)
+    record = Record(StreamId("cmpl-1"), 0, request, packed, "fp_0")
+    return EventBuilder(record, ServedModel(ModelConfig(model=str(folder))))
+
+
+def test_an_echo_after_a_crash_has_each_token_of_the_prompt_once(folder: Path) -> None:
+    """The second engine cuts the prompt elsewhere than the engine that died."""
+    builder = make_echo(folder)
+    for start, end in ((1, 3), (3, 5), (1, 4), (4, 5)):
+        builder.take(0, rows(start, end), 0)
+    builder.take(0, NewToken(ID, 104), 0)
+    (tokens,) = builder.new_events(0, is_cut=False)
+    assert isinstance(tokens, Tokens)
+    assert [entry.token_id for entry in tokens.logprobs] == ECHOED
 
 
 def loaded(folder: Path) -> ServedModel:

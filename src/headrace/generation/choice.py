@@ -206,12 +206,14 @@ class Echo:
     def __init__(self, record: Record, tokenizer: Tokenizer) -> None:
         self._record = record
         self._tokenizer = tokenizer
-        self._entries: dict[int, dict[int, list[TokenLogprob]]] = {}
+        # By prompt and by position in the prompt. After a crash, another engine computes the prompt
+        # again in other chunks, so its entries replace some of the earlier entries.
+        self._entries: dict[int, dict[int, TokenLogprob]] = {}
 
     def add(self, prompt: int, item: PromptLogprobs) -> None:
         """Keep log probabilities of a prompt until a choice echoes the prompt."""
-        rows = self._entries.setdefault(prompt, {})
-        rows[item.start] = token_logprobs(item.logprobs, self._tokenizer)
+        entries = token_logprobs(item.logprobs, self._tokenizer)
+        self._entries.setdefault(prompt, {}).update(enumerate(entries, item.start))
 
     def begin(self, choice: ChoiceWriter) -> None:
         """Put the prompt's text at the start of the choice."""
@@ -222,8 +224,8 @@ class Echo:
     def _logprobs(self, choice: ChoiceWriter, first_id: int) -> tuple[TokenLogprob, ...]:
         if self._record.request.sampling.num_prompt_logprobs is None:
             return ()
-        rows = self._entries.get(choice.prompt, {})
-        rest = [entry for start in sorted(rows) for entry in rows[start]]
+        entries = self._entries.get(choice.prompt, {})
+        rest = [entries[position] for position in sorted(entries)]
         # The prompt's first token has no log probability, because no token precedes the first
         # token.
         return (_entry(first_id, None, self._tokenizer), *rest)
