@@ -30,11 +30,12 @@ def wanted(num_inputs: int, task: str = "embed") -> VectorRequest:
 
 
 async def asked(
-    generation: Generation, engine: FakeEngine, num_inputs: int
+    generation: Generation, engine: FakeEngine, num_inputs: int, owner: str = ""
 ) -> "asyncio.Task[Vectors]":
     """A batch whose first window the engine has."""
     await engine.say(EngineUp(EMBEDS))
-    task = asyncio.create_task(generation.vectors.make(wanted(num_inputs)))
+    request = msgspec.structs.replace(wanted(num_inputs), owner=owner)
+    task = asyncio.create_task(generation.vectors.make(request))
     for _ in range(1000):  # a thread reads the inputs
         await asyncio.sleep(0.01)
         if engine.submits or task.done():
@@ -80,6 +81,15 @@ async def test_a_batch_fills_no_queue_and_keeps_its_order(
         logged = vars(line)["fields"]
         assert (logged["outcome"], logged["prompt_tokens"]) == ("finished", made.num_tokens)
         assert not engine.cancels and not generation.vectors.batches
+
+
+async def test_the_engine_gets_the_key_that_asks_for_vectors(folder: Path) -> None:
+    """Keys take turns in the engine. Without its key, a batch would share the turns of others."""
+    async with running(folder) as (generation, engine):
+        task = await asked(generation, engine, 1, owner="a key")
+        assert [submit.client for submit in engine.submits] == ["a key"]
+        await answer(engine, *given(engine))
+        await task
 
 
 async def test_after_a_death_only_what_is_missing_is_asked_for(folder: Path) -> None:

@@ -44,6 +44,8 @@ class VectorWork(NamedTuple):
     on_vector: Callable[[], None] = lambda: None
     # For each pair of texts, the number of tokens of its first text.
     nums_first: Sequence[int] = ()
+    # The client in whose turns the engine computes the inputs.
+    client: str = ""
 
 
 class VectorBatch:
@@ -53,14 +55,14 @@ class VectorBatch:
     """
 
     def __init__(self, work: VectorWork) -> None:
-        inputs, pooling, salt, self._ticket, self._priority, self._on_vector, firsts = work
+        inputs, pooling, salt, self._ticket, self._priority, self._on_vector, firsts, client = work
         self.id = StreamId("embd-" + secrets.token_hex(16))
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inputs = inputs
         self._pooling = pooling
         self._nums_first = firsts or (0,) * len(inputs)
         self._use_prefix = not pooling.needs_whole
-        self._salt = salt
+        self._salt, self._client = salt, client
         self._inbox: asyncio.Queue[UserNews | RequestError] = asyncio.Queue()
         self._vectors: dict[int, bytes] = {}
         # Indexes of the inputs that must still be submitted to an engine.
@@ -155,6 +157,7 @@ class VectorBatch:
                 salt=self._salt,
                 use_prefix=self._use_prefix,
                 suspect=are_suspects,
+                client=self._client,
             )
         )
 

@@ -87,7 +87,8 @@ class VectorMaker:
         try:
             salt = salt_of(request.owner, "")
             work = VectorWork(
-                inputs, pooling, salt, ticket, request.priority, on_vector, encoded.nums_first
+                *(inputs, pooling, salt, ticket, request.priority, on_vector),
+                *(encoded.nums_first, request.owner),
             )
             vectors = await self._run(VectorBatch(work), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
