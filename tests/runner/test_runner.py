@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,8 @@ from headrace_common.plan import (
     BlockCopy,
     Chunk,
     ChunkResult,
+    EncoderInput,
+    PromptInputs,
     SlotCopy,
     StepPlan,
 )
@@ -139,6 +142,30 @@ def test_an_ended_sequence_may_begin_again_in_the_same_plan() -> None:
 
 def test_ending_an_unknown_sequence_does_nothing() -> None:
     assert Runner(CountingLane()).launch(StepPlan(ended=(C,))).result().chunks == ()
+
+
+class BlindLane(CountingLane):
+    """Cannot read its images."""
+
+    def begin(self, sequence_id: SequenceId, inputs: PromptInputs) -> None:
+        raise FileNotFoundError
+
+    def end(self, sequence_id: SequenceId) -> None:
+        raise AssertionError("the sequence has not begun")
+
+
+def test_a_sequence_that_could_not_begin_does_not_end_in_the_lane() -> None:
+    """The step that ends it may be a step of another sequence, which would be blamed."""
+    runner = Runner(BlindLane())
+    inputs = PromptInputs((EncoderInput(0, 1, 1),))
+    with pytest.raises(FileNotFoundError):
+        run(runner, begun=(msgspec.structs.replace(begin(A, [1]), inputs=inputs),))
+    (result,) = (
+        runner.launch(StepPlan((begin(B, [2]),), (chunk(B, 0, 1, 1, B),), ended=(A,)))
+        .result()
+        .chunks
+    )
+    assert tokens(result) == [3]
 
 
 def test_copies_are_made_once_each_after_the_forward() -> None:

@@ -119,8 +119,9 @@ class Runner:
                 begin, self._constrain(begin.sampling), self.head
             )
             if begin.inputs.works:
-                self._inputs[begin.sequence_id] = begin.inputs
+                # If this call raises an error, `end` must not be called for the sequence.
                 self._encoding.begin(begin.sequence_id, begin.inputs)
+                self._inputs[begin.sequence_id] = begin.inputs
         encode_s, load_s, draft_s = [], 0.0, 0.0
         rows = torch.empty(0)
         try:
