@@ -198,9 +198,15 @@ class Adapters:
             raise ModelError(
                 f"{MAX_ADAPTERS} adapters are loaded, and this is the limit; unload an adapter."
             )
-        slot = self._slots[read.adapter.fingerprint] = min(free)
-        for path, parts in read.parts.items():
-            self._layers[path].put(slot, parts, self._lane.dtype)
+        slot = min(free)
+        try:
+            for path, parts in read.parts.items():
+                self._layers[path].put(slot, parts, self._lane.dtype)
+        # If memory is short, no part of the adapter may stay in the slot.
+        except BaseException:
+            self._clear(slot)
+            raise
+        self._slots[read.adapter.fingerprint] = slot
         width = max(self._width, read.widest, _COMMON_RANK * max(map(len, read.parts.values())))
         if width > self._width or not self._changed.issuperset(read.parts):
             self._width = width
@@ -210,8 +216,10 @@ class Adapters:
 
     def drop(self, fingerprint: str) -> None:
         """Forget an adapter that no sequence uses any more."""
-        if (slot := self._slots.pop(fingerprint, None)) is None:
-            return
+        if (slot := self._slots.pop(fingerprint, None)) is not None:
+            self._clear(slot)
+
+    def _clear(self, slot: int) -> None:
         for layer in self._layers.values():
             layer.clear(slot)
 
