@@ -71,6 +71,18 @@ def test_it_attends_as_the_naive_attention(
         torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=0)
 
 
+def test_what_a_block_held_before_does_not_matter() -> None:
+    """For example, the numbers of a request that ended because they were not finite."""
+    torch.manual_seed(0)
+    naive, batched = both(LayerCache(2, 8, 8), torch.float32)
+    for memory in (*batched.storage.keys, *batched.storage.values):
+        memory.fill_(float("nan"))
+    for batch in batches():
+        q, k, v = (torch.randn(len(batch.token_ids), n, 8) for n in (HEADS, 2, 2))
+        expected, found = (it.step(batch).attend(0, q, k, v) for it in (naive, batched))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 def test_long_sequences_are_not_padded_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = np.array([7, 100, 0, 8, 99, 15, 40], np.int32)
     chunks = np.array([0, 1, 3, 4, 5, 6])

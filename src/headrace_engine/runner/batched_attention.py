@@ -42,7 +42,7 @@ class _Group(NamedTuple):
     """Decode chunks whose sequences have similar lengths."""
 
     rows: Tensor  # int64 [chunks]: the index of each chunk's token in the batch
-    table: Tensor  # int64 [chunks, blocks], padded with 0
+    table: Tensor  # int64 [chunks, blocks], padded with the chunk's last block
     positions: Tensor  # int64 [chunks, 1]: the position of each chunk's token
 
 
@@ -55,6 +55,7 @@ class _BatchedStep(NaiveStep):
         self._one_by_one = np.flatnonzero(~is_decode).tolist()
         self._rows = self._on_device(batch.first_rows[decoding])
         self._slots = self._on_device(batch.slots[decoding])
+        self._begun = self._on_device(_begun_blocks(batch, self._storage.block_size))
         self._groups = [self._group(part) for part in _similar(batch.starts, decoding)]
         # The masks of each group, by the window of the layer and the dtype.
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
@@ -64,12 +65,24 @@ class _BatchedStep(NaiveStep):
 
     def _group(self, chunks: NDArray[np.integer]) -> _Group:
         batch = self._batch
-        num_blocks = int(batch.starts[chunks].max()) // self._storage.block_size + 1
+        lasts = batch.starts[chunks, None] // self._storage.block_size
+        numbers = np.arange(int(lasts.max()) + 1)
+        # Padding with blocks of other sequences could bring their NaN along.
+        table = batch.block_table[chunks[:, None], np.minimum(numbers, lasts)]
         return _Group(
             self._on_device(batch.first_rows[chunks]),
-            self._on_device(batch.block_table[chunks, :num_blocks]),
+            self._on_device(table),
             self._on_device(batch.starts[chunks, None]),
         )
+
+    def _write(self, memory: Tensor, new: Tensor) -> None:
+        """Write the new rows, after clearing the blocks that begin with one of them.
+
+        Decode chunks read whole blocks. An old NaN would survive an attention weight of 0.
+        """
+        if len(self._begun):
+            memory.index_fill_(0, self._begun, 0)
+        super()._write(memory, new)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None
@@ -143,6 +156,14 @@ class _BatchedStep(NaiveStep):
             out[rows] = delta_rule_of_many((q, k, v), decay[rows], beta[rows], states)
             self._storage.states[layer][self._slots] = states
         return out
+
+
+def _begun_blocks(batch: Batch, block_size: int) -> Ints:
+    """Return the blocks whose first position is written in this step."""
+    firsts = -(-batch.starts // block_size)
+    ends = (batch.starts + batch.lengths - 1) // block_size + 1
+    begun = [batch.block_table[n, firsts[n] : ends[n]] for n in np.flatnonzero(firsts < ends)]
+    return np.concatenate(begun) if begun else np.empty(0, np.int32)
 
 
 def _similar(starts: Ints, chunks: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
