@@ -2,12 +2,16 @@
 
 from array import array
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 
+from headrace_common.ids import SequenceId
 from headrace_common.layout import MemoryLayout
+from headrace_common.plan import Chunk
 from headrace_engine.memory.memory import Memory
+from headrace_engine.runner.lanes.llama_cpp import LlamaCpp
 from headrace_engine.runner.lanes.sequence_map import Ints, SequenceMap
 
 SIZE, NUM_BLOCKS = 2, 10
@@ -147,6 +151,24 @@ def test_the_next_turn_goes_on_in_the_same_sequence() -> None:
     held.next_step()
     first = held.assign(array("i", [0, 1, 2]), 5, array("i", [4]))
     assert cells.tokens(first) == [5, 6, 7, 8, 9] and len(cells.sequences) == 1
+
+
+class FailingCells(FakeCells):
+    """Has no room for a prefix that is computed again."""
+
+    def compute(self, sequence: int, token_ids: Ints) -> None:
+        raise MemoryError
+
+
+def test_a_prefix_that_cannot_be_computed_again_leaves_no_sequence() -> None:
+    """Such a sequence would count as holding the prefix, although its cells are empty."""
+    cells = FailingCells(SIZE * NUM_BLOCKS)
+    lane = LlamaCpp.__new__(LlamaCpp)
+    lane._context, lane._sequence_map = cells, SequenceMap(cells, NUM_BLOCKS, SIZE, 3)
+    chunk = Chunk(SequenceId(0), 2, 1, 1, (SequenceId(0),), array("i", [0, 1]))
+    with pytest.raises(MemoryError):
+        lane.forward([chunk], [array("i", [7])])
+    assert not lane._sequence_map._sequences
 
 
 def test_what_had_to_make_way_is_computed_again_from_its_tokens() -> None:

@@ -147,16 +147,17 @@ class LlamaCpp:
         if self._sequence_map is not None:
             self._sequence_map.next_step()
         pieces = []
-        for chunk, ids in zip(chunks, token_ids, strict=True):
-            if self._sequence_map is None:
-                sequence = int(chunk.slot_id)
-                if chunk.start == 0:
-                    self._context.remove(sequence, 0)
-            else:
-                sequence = self._sequence_map.assign(chunk.block_ids, chunk.start, ids)
-            tokens = np.asarray(ids, np.int32)
-            pieces.append(ChunkTokens(sequence, chunk.start, tokens, chunk.num_rows))
+        # `assign` may also compute tokens.
         try:
+            for chunk, ids in zip(chunks, token_ids, strict=True):
+                if self._sequence_map is None:
+                    sequence = int(chunk.slot_id)
+                    if chunk.start == 0:
+                        self._context.remove(sequence, 0)
+                else:
+                    sequence = self._sequence_map.assign(chunk.block_ids, chunk.start, ids)
+                tokens = np.asarray(ids, np.int32)
+                pieces.append(ChunkTokens(sequence, chunk.start, tokens, chunk.num_rows))
             return self._context.decode(pieces)
         except (MemoryError, RuntimeError):
             if self._sequence_map is not None:
