@@ -54,3 +54,28 @@ def test_a_short_prefix_waits_until_it_is_worth_a_file(has_states: bool) -> None
         is_due = bool(expected) and not has_states
         assert assembly.is_growing == is_due
         assert [(one.segment.first, one.segment.end) for one in assembly.take(9.0)] == expected
+
+
+class Forgotten(dict[bytes, int]):
+    """Segments that another thread forgets as soon as one is found."""
+
+    def get(self, *asked):
+        found = super().get(*asked)
+        self.clear()
+        return found
+
+
+def test_a_segment_may_be_forgotten_while_it_is_found() -> None:
+    offers = Offers()
+    memory = Memory(MemoryLayout(BLOCK, num_blocks=8), offers)
+    ids, chain = array("i", range(2 * BLOCK)), memory.chain("")
+    disk = DiskPrefixes(BLOCK, 2, 8)
+    disk.add(chain.name(ids, 1), 0, 2)
+    disk._firsts = Forgotten(disk._firsts)
+    touched: list[int] = []
+    assembly = Assembly(disk, False, lambda segment: touched.append(segment.end))
+    lease, _ = memory.reserve(memory.match(ids, chain), len(ids))
+    memory.publish(lease, ids, chain, len(ids))
+    for offer in offers.take():
+        assembly.add(offer, 0.0)
+    assert touched == [2]

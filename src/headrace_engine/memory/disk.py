@@ -56,16 +56,21 @@ class DiskPrefixes:
         end_of_segment = (block // self.blocks_per_segment + 1) * self.blocks_per_segment
         limit = min(end_of_segment, (len(token_ids) - 1) // self.block_size)
         for end in range(limit, block, -1):
-            name = chain.name(token_ids, end - 1)
-            if self.reaches(name, block):
-                return self.segment_of(token_ids, chain, name, end)
+            if (segment := self.known_segment(token_ids, chain, block, end)) is not None:
+                return segment
         return None
 
-    def segment_of(
-        self, token_ids: "array[int]", chain: NameChain, name: bytes, end: int
-    ) -> PrefixSegment:
-        """Return the segment with this name, which ends with the sequence's block `end` - 1."""
-        return self.segment(token_ids, chain, self._firsts[name], end)
+    def known_segment(
+        self, token_ids: "array[int]", chain: NameChain, block: int, end: int
+    ) -> PrefixSegment | None:
+        """Return the known segment that contains block number `block` and ends before block `end`.
+
+        Another thread may call `forget` at any time.
+        """
+        first = self._firsts.get(chain.name(token_ids, end - 1))
+        if first is None or first > block:
+            return None
+        return self.segment(token_ids, chain, first, end)
 
     def segment(
         self, token_ids: "array[int]", chain: NameChain, first: int, end: int

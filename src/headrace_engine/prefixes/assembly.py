@@ -96,9 +96,9 @@ class Assembly:
         Mark the segment with this part as used. Return `start` if no such part is on disk.
         """
         for known in range(end, start, -1):
-            name = offer.chain.name(offer.token_ids, known - 1)
-            if self._disk.reaches(name, start):
-                self._touch(self._disk.segment_of(offer.token_ids, offer.chain, name, known))
+            segment = self._disk.known_segment(offer.token_ids, offer.chain, start, known)
+            if segment is not None:
+                self._touch(segment)
                 return known
         return start
 
