@@ -34,24 +34,39 @@ class NoFleet:
         return Models(())
 
 
+REPO = "unsloth/Qwen3-0.6B-GGUF"
+"""The repository of the catalog's qwen3-0.6b."""
+
+
 @pytest.mark.parametrize(
-    ("flag", "removed"),
-    [("owner/other", ["owner/name:Q4_0"]), ("owner/name:Q8_0", []), ("owner/name", [])],
+    ("config", "deleted", "is_removed"),
+    [
+        (ModelConfig(model="owner/other"), "owner/name:Q4_0", True),
+        (ModelConfig(model="owner/name:Q8_0"), "owner/name:Q4_0", False),
+        (ModelConfig(model="owner/name"), "owner/name:Q4_0", False),
+        (ModelConfig(model=f"{REPO}:Q4_0"), "qwen3-0.6b", False),
+        (ModelConfig(model="qwen3-0.6b"), f"{REPO}:Q4_0", False),
+        (ModelConfig(model="owner/other", draft=f"{REPO}:Q8_0"), "qwen3-0.6b", False),
+    ],
 )
 async def test_a_deleted_models_files_stay_if_a_model_of_the_flags_lies_among_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, removed: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: ModelConfig,
+    deleted: str,
+    is_removed: bool,
 ) -> None:
     discarded: list[str] = []
     monkeypatch.setattr(model_list, "discard", discarded.append)
     kept = tmp_path / "pulled.json"
-    kept.write_bytes(msgspec.json.encode([StoredPull("owner/name:Q4_0", "stopped")]))
-    configs = (ModelConfig(model=flag),)
+    kept.write_bytes(msgspec.json.encode([StoredPull(deleted, "stopped")]))
+    configs = (config,)
     sources = ModelSources(configs, Pulls(kept), lambda: configs, None, False)
     fleet = NoFleet()
     desired = ModelList(ModelChanges(sources, NoFleet, len), fleet)  # type: ignore[arg-type]
-    await desired.delete("owner/name:Q4_0")
+    await desired.delete(deleted)
     await fleet.then
-    assert discarded == removed
+    assert discarded == [deleted] * is_removed
 
 
 async def test_files_that_were_to_be_deleted_when_a_server_ended_are_deleted_by_the_next_one(

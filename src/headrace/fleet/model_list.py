@@ -14,6 +14,7 @@ from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.pulls import Pull, Pulls
 from headrace.text.model_names import with_unique_names
+from headrace_common.checkpoints.catalog import hub_id_of
 from headrace_common.checkpoints.downloads import discard
 from headrace_common.config.document import read_document, to_document
 from headrace_common.config.settings import ModelConfig
@@ -78,8 +79,8 @@ def _like_all(configs: Configs, model: str) -> ModelConfig:
 
 
 def _repo_of(model: str) -> str:
-    """Return a hub id without the suffix that selects a file."""
-    return model.partition(":")[0]
+    """Return the hub id of a model, without the suffix that selects a file."""
+    return hub_id_of(model).partition(":")[0]
 
 
 class ModelChanges(NamedTuple):
@@ -196,8 +197,9 @@ class ModelList:
 
     async def _delete_files(self, model: str) -> None:
         async with self._deleting:
-            wanted = [it.model for it in self._sources.configs]
-            wanted += [it.model for it in self.pulls.all()]
+            configs = self._sources.configs
+            wanted = [it.model for it in configs] + [it.model for it in self.pulls.all()]
+            wanted += [it.draft for it in configs if it.draft is not None]
             if _repo_of(model) not in map(_repo_of, wanted):
                 await asyncio.to_thread(discard, model)
             await self.pulls.note_deletion(model)
