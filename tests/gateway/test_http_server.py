@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http import httptools_impl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from headrace.gateway import http_server
 from headrace.gateway.delivery import while_connected
-from headrace.gateway.http_server import OTHER_DESCRIPTORS, Bounds, HttpServer
+from headrace.gateway.http_server import MAX_AHEAD, OTHER_DESCRIPTORS, Bounds, HttpServer
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from tests.gateway.builders import FakeGeneration, FakeStream, app_of, tokens
 
@@ -129,6 +131,21 @@ async def test_a_client_that_sends_too_far_ahead_is_answered_and_cut(too_much: b
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
     assert app.begun.empty()
+
+
+async def test_few_requests_of_one_read_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Prepared(RequestResponseCycle):
+        def __init__(self, **parts: Any) -> None:
+            super().__init__(**parts)
+            prepared.append(self)
+
+    prepared: list[Prepared] = []
+    monkeypatch.setattr(httptools_impl, "RequestResponseCycle", Prepared)
+    async with served(Paths()) as (app, reader, writer):
+        writer.write(POST + 1000 * GET)
+        app.released.set()
+        assert b"connection: close" in await reader.readuntil(b"0\r\n\r\n")
+    assert len(prepared) < 2 * MAX_AHEAD
 
 
 async def test_a_client_whose_upload_is_too_large_reads_why() -> None:

@@ -17,19 +17,16 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
 from headrace.gateway.http_responses import new_request_id, refuse
-from headrace.gateway.realtime import GOING_AWAY
+from headrace.gateway.web_socket import PING_S, PONG_S, SocketProtocol, UnreadMessages
 from headrace_common.errors import RequestError
 from headrace_common.system.awake import Countdown
 
 # Maximum number of pipelined requests that wait for an earlier answer, and maximum number of
 # bytes of these requests.
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10
-# Seconds between pings on a WebSocket, and seconds to wait for a pong.
-PING_S, PONG_S = 15.0, 45.0
 # Descriptors that are reserved for the engine, the store, worker processes and files.
 _RESERVED_DESCRIPTORS = 64
 # Number of descriptors that the server needs for other purposes than connections.
@@ -66,7 +63,7 @@ class HttpServer(uvicorn.Server):
             # uvicorn would guess ASGI 2 for an application that is not an `async def` function.
             interface="asgi3",
             http=_Connection,
-            ws=_Socket,
+            ws=SocketProtocol,
             ws_max_size=max_message_bytes,
             ws_ping_interval=PING_S,
             ws_ping_timeout=PONG_S,
@@ -84,7 +81,7 @@ class HttpServer(uvicorn.Server):
         config.load()
         config.ssl = tls
         super().__init__(config)
-        self.server_state = _Clients(bounds)
+        self.server_state = _Clients(bounds, max_message_bytes)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -94,9 +91,10 @@ class HttpServer(uvicorn.Server):
 class _Clients(ServerState):
     """Tracks all connections, and the idle connections in order: the longest idle one is first."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, max_message_bytes: int) -> None:
         super().__init__()
         self.bounds = bounds
+        self.unread_messages = UnreadMessages(max_message_bytes)
         self.idle: dict[HttpToolsProtocol, None] = {}
 
     def make_room(self, newest: HttpToolsProtocol) -> None:
@@ -223,6 +221,10 @@ class _Connection(HttpToolsProtocol):
         if len(self.url) + sum([len(k) + len(v) + 4 for k, v in self.headers]) > MAX_HEAD:
             self._refusal = _TOO_LONG
             raise _TOO_LONG.with_traceback(None)
+        if len(self.pipeline) > MAX_AHEAD:
+            # Stop the parser, because one read can contain thousands of requests. `_refuse_head`
+            # then makes the running request the last one.
+            raise _NO_HTTP.with_traceback(None)
         self.server_state.idle.pop(self, None)
         super().on_headers_complete()
         if not self.pipeline:
@@ -434,28 +436,6 @@ _TOO_LONG = RequestError(
 def _too_slow(head_s: float) -> RequestError:
     message = f"The headers were incomplete after {head_s:g} s; send the request again."
     return RequestError("headers_timeout", message)
-
-
-class _Socket(WebSocketsSansIOProtocol):
-    """Lets the application close the socket at shutdown; drops a client that answers no pings."""
-
-    def shutdown(self) -> None:
-        if self.handshake_complete and not (self.close_sent or self.disconnected):
-            # The streams on this socket still send their last events. Then the application closes
-            # the socket.
-            self.queue.put_nowait({"type": "websocket.disconnect", "code": GOING_AWAY})
-        else:
-            super().shutdown()
-
-    def send_keepalive_ping(self) -> None:
-        super().send_keepalive_ping()
-        if self.pong_timer is not None:
-            self.pong_timer.cancel()
-            self.pong_timer = Countdown(PONG_S, self.keepalive_timeout)  # type: ignore[assignment]
-
-    def keepalive_timeout(self) -> None:
-        super().keepalive_timeout()
-        self.transport.abort()
 
 
 def raise_descriptors(connections: int) -> None:

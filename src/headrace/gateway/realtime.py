@@ -25,6 +25,7 @@ from headrace.intake.intake import Intake, names_of
 from headrace.protocols.dialect import DIALECTS, encode
 from headrace.streams.events import AnyEvent, is_terminal
 from headrace.streams.store import ById, StoreStalled
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
@@ -193,6 +194,8 @@ class RealtimeSocket:
             try:
                 while True:
                     message = await self._socket.receive()
+                    # Thousands of small frames can already have arrived.
+                    await slice_of_loop()
                     if message.get("code") == GOING_AWAY:
                         await self._shut_down()
                     await self._handle_frame(message)

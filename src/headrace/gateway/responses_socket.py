@@ -44,6 +44,7 @@ from headrace.protocols.openai.responses import ROUTE, ResponseFrames
 from headrace.streams.events import AnyEvent
 from headrace.streams.record import Record
 from headrace.streams.store import ById, StoreStalled
+from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
@@ -134,6 +135,8 @@ class ResponseSocket:
                 # The socket is read at all times, because only a pending read reveals that the
                 # client has left.
                 while (message := await self._socket.receive())["type"] == "websocket.receive":
+                    # Thousands of small messages can already have arrived.
+                    await slice_of_loop()
                     await self._take(message, tasks)
                 if message.get("code") == GOING_AWAY:
                     if self._answering:
