@@ -3,6 +3,7 @@ import json
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from headrace.gateway.download_wait import DownloadWait, WaitingAnswer, download_wait
@@ -62,3 +63,20 @@ async def test_a_wait_ends_in_an_error_of_its_dialect_whatever_went_wrong(
     assert bodies[-1]["more_body"] is False
     told = bodies[-1]["body"].decode().removeprefix("data: ").split("\n")[0]
     assert json.loads(told)["error"]["code"] == code
+
+
+async def test_a_client_that_leaves_during_the_wait_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        bodies.append(message)
+
+    async def leave() -> ASGIApp:
+        await asyncio.sleep(0)
+        raise ClientDisconnect
+
+    coming = asyncio.create_task(leave())
+    await WaitingAnswer(coming, wait_for(), 1.0)({"type": "http"}, None, send)  # type: ignore[arg-type]
+    assert not caplog.records and all(b"error" not in it.get("body", b"") for it in bodies)

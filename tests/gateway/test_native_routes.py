@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from headrace.gateway import native_routes
 from headrace_common.config.settings import HttpConfig, ServerConfig
+from headrace_common.errors import RequestError
 from tests.gateway.builders import (
     FakeGeneration,
     OneStream,
@@ -99,6 +100,19 @@ def test_the_whole_answer_stands_in_the_state() -> None:
     assert state["response"]["choices"][0]["message"]["content"] == "Hi"
     params = {"conv_id": "c", "from": str(state["total_bytes"])}
     assert get("/v1/stream", **params).content == b""
+
+
+class BusyWork:
+    async def do(self, *job: Any) -> Any:
+        raise RequestError("server_overloaded", "All workers are busy.", retry_after_s=5)
+
+
+def test_a_lookup_that_is_put_off_says_when_to_come_again() -> None:
+    generation: Any = FakeGeneration()
+    generation.work = BusyWork()
+    client = TestClient(app_of(generation), base_url="http://localhost")
+    refused = client.post("/v1/streams/lookup", json={})
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
 
 
 ROUTES = [

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from headrace.gateway.auth import Auth
 from headrace.gateway.body_index import BodyIndex
 from headrace.gateway.delivery import LiveAnswer, pace_of, unless_left
+from headrace.gateway.http_responses import retry_headers
 from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
@@ -86,7 +87,9 @@ class ByteRoutes:
             async with self._bodies.read(request) as body:
                 names = await unless_left(request.receive, self._work.do(ReadNames(), body))
         except RequestError as error:
-            return _refuse(error.kind.status, error.message)
+            response = _refuse(error.kind.status, error.message)
+            response.headers.update(retry_headers(error))
+            return response
         return await self._listed(request, names)
 
     async def find(self, request: Request) -> ASGIApp:

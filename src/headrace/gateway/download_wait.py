@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.gateway.http_responses import live_start, notice_of
@@ -73,6 +74,8 @@ class WaitingAnswer:
                 await asyncio.wait((self._coming,), timeout=self._interval_s)
             try:
                 answer = self._coming.result()
+            except ClientDisconnect:
+                return
             # A client that has received headers must also receive an end after any error.
             except Exception as error:
                 await _body(send, self._wait.failure(notice_of(error)), False)

@@ -83,7 +83,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 def refuse(error: RequestError, path: str = "", request_id: str = "") -> Response:
     """Return the answer to a refused request, in the error format of the request's path."""
     kind, errors = error.kind, _errors_at(path)
-    headers = _headers(kind.status, kind.retry, error.retry_after_s)
+    headers = retry_headers(error)
     if kind.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if kind.status == 415:
@@ -157,6 +157,11 @@ def _routes_at(scope: Scope) -> list[Route]:
 def _errors_at(path: str) -> ErrorFormat:
     dialect = dialect_at(path)
     return dialect.ERRORS if dialect else openai.ERRORS
+
+
+def retry_headers(error: RequestError) -> dict[str, str]:
+    """Return the headers that say whether and when a client can send a refused request again."""
+    return _headers(error.kind.status, error.kind.retry, error.retry_after_s)
 
 
 def _headers(status: int, retry: bool, pause_s: float) -> dict[str, str]:
