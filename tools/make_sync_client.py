@@ -13,7 +13,11 @@ WORDS = {
     r"The asynchronous client: (.*)\.": (
         r"The blocking client: \1.\n\nWritten from async_client.py by tools/make_sync_client.py.\n"
     ),
-    r"    # The event loop closes.*\n    while .*\n.*\n": "",
+    r"    # The event loop closes.*\n    while .*\n.*\n": (
+        "    # A thread that is reading ends its loop itself.\n"
+        "    if updates.gi_running:\n        return\n"
+    ),
+    r"\bag_running\b": "gi_running",
     r"leaves its `async with` block": "leaves its loop or its `with` block",
     r"async for event in events:\n +yield event": "yield from events",
     r"\basync (def|with|for)\b": r"\1",

@@ -34,12 +34,16 @@ HEARTBEAT = b'event: heartbeat\ndata: {"kind":"heartbeat","state":"queued","form
 
 
 class Given(NamedTuple):
-    """An answer; `missing` bytes of it never come."""
+    """An answer; `missing` bytes of it never come.
+
+    If `is_held`, the connection stays open. An answer with status 0 has no byte.
+    """
 
     status: int = 200
     body: bytes = b"{}"
     headers: dict[str, str] = {}
     missing: int = 0
+    is_held: bool = False
 
 
 class ListedServer(ThreadingHTTPServer):
@@ -50,6 +54,7 @@ class ListedServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.answers = list(answers)
         self.asked: list[str] = []
+        self.released = threading.Event()
 
 
 class _Listed(BaseHTTPRequestHandler):
@@ -60,12 +65,15 @@ class _Listed(BaseHTTPRequestHandler):
         self.server.asked.append(f"{self.command} {self.path}")
         answers = self.server.answers
         given = answers.pop(0) if len(answers) > 1 else answers[0]
-        self.send_response(given.status)
-        for name, value in given.headers.items():
-            self.send_header(name, value)
-        self.send_header("content-length", str(len(given.body) + given.missing))
-        self.end_headers()
-        self.wfile.write(given.body)
+        if given.status:
+            self.send_response(given.status)
+            for name, value in given.headers.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(given.body) + given.missing))
+            self.end_headers()
+            self.wfile.write(given.body)
+        if given.is_held:
+            self.server.released.wait(60)
 
     do_POST = do_GET
 
@@ -78,6 +86,7 @@ def listed_server(*answers: Given) -> Iterator[ListedServer]:
     with ListedServer(*answers) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
+        server.released.set()
         server.shutdown()
 
 

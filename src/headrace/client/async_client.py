@@ -23,6 +23,7 @@ from headrace.client.http import (
     LOST,
     NOT_MADE,
     PATIENCE_S,
+    STOP_TIMEOUT,
     TIMEOUT,
     URL,
     OnTrouble,
@@ -242,6 +243,8 @@ class AsyncStream:
         self._following = following
         self._on_trouble = on_trouble
         self._updates: weakref.ref[AsyncGenerator[Update, None]] | None = None
+        # Set when the iteration ends for any reason.
+        self._is_ending = False
 
     @property
     def id(self) -> str:
@@ -286,6 +289,7 @@ class AsyncStream:
                     async for event in events:
                         yield event
         finally:
+            self._is_ending = True
             if following.is_ours:
                 await self.stop()
 
@@ -305,10 +309,12 @@ class AsyncStream:
             while (asked := following.stop_request()) is not None:
                 await asyncio.sleep(pacing.pause_s)
                 try:
-                    async with self._send(asked) as response:
+                    async with self._send(asked, STOP_TIMEOUT) as response:
                         following.stop_answered(response.status_code, response.headers)
                         if response.status_code != 200:
                             pacing.refused(response.status_code, response.headers, b"")
+                except httpx.TimeoutException:
+                    return
                 except LOST as error:
                     pacing.broke(True, reason_of(error))
 
@@ -321,8 +327,14 @@ class AsyncStream:
     async def leave(self) -> None:
         """Stop following. If this object started the stream, the server stops the stream too."""
         updates = self._updates() if self._updates else None
-        if updates is not None:
-            await _close(updates)
+        if updates is None:
+            return
+        if _is_read(updates) and not self._is_ending:
+            # The reading task or thread ends with the stream, or when the client is closed.
+            if self._following.is_ours:
+                await self.stop()
+            return
+        await _close(updates)
 
     async def _connect(self) -> AsyncGenerator[Update, None]:
         following = self._following
@@ -347,10 +359,19 @@ class AsyncStream:
             reason = reason_of(error)
         following.broke(was_connected, reason)
 
-    def _send(self, sent: HttpRequest) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
+    def _send(
+        self, sent: HttpRequest, timeout: httpx.Timeout = TIMEOUT
+    ) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
         if self._http.is_closed:
             raise closed()
-        return self._http.stream(sent.method, sent.path, headers=sent.headers, content=sent.body)
+        return self._http.stream(
+            sent.method, sent.path, headers=sent.headers, content=sent.body, timeout=timeout
+        )
+
+
+def _is_read(updates: Any) -> bool:
+    """Return whether another task or thread is waiting for the next event."""
+    return bool(updates.ag_running)
 
 
 async def _close(updates: Any) -> None:

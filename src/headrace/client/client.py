@@ -26,6 +26,7 @@ from headrace.client.http import (
     LOST,
     NOT_MADE,
     PATIENCE_S,
+    STOP_TIMEOUT,
     TIMEOUT,
     URL,
     OnTrouble,
@@ -245,6 +246,8 @@ class Stream:
         self._following = following
         self._on_trouble = on_trouble
         self._updates: weakref.ref[Generator[Update, None, None]] | None = None
+        # Set when the iteration ends for any reason.
+        self._is_ending = False
 
     @property
     def id(self) -> str:
@@ -288,6 +291,7 @@ class Stream:
                 with contextlib.closing(self._connect()) as events:
                     yield from events
         finally:
+            self._is_ending = True
             if following.is_ours:
                 self.stop()
 
@@ -307,10 +311,12 @@ class Stream:
             while (asked := following.stop_request()) is not None:
                 time.sleep(pacing.pause_s)
                 try:
-                    with self._send(asked) as response:
+                    with self._send(asked, STOP_TIMEOUT) as response:
                         following.stop_answered(response.status_code, response.headers)
                         if response.status_code != 200:
                             pacing.refused(response.status_code, response.headers, b"")
+                except httpx.TimeoutException:
+                    return
                 except LOST as error:
                     pacing.broke(True, reason_of(error))
 
@@ -323,8 +329,14 @@ class Stream:
     def leave(self) -> None:
         """Stop following. If this object started the stream, the server stops the stream too."""
         updates = self._updates() if self._updates else None
-        if updates is not None:
-            _close(updates)
+        if updates is None:
+            return
+        if _is_read(updates) and not self._is_ending:
+            # The reading task or thread ends with the stream, or when the client is closed.
+            if self._following.is_ours:
+                self.stop()
+            return
+        _close(updates)
 
     def _connect(self) -> Generator[Update, None, None]:
         following = self._following
@@ -349,14 +361,26 @@ class Stream:
             reason = reason_of(error)
         following.broke(was_connected, reason)
 
-    def _send(self, sent: HttpRequest) -> contextlib.AbstractContextManager[httpx.Response]:
+    def _send(
+        self, sent: HttpRequest, timeout: httpx.Timeout = TIMEOUT
+    ) -> contextlib.AbstractContextManager[httpx.Response]:
         if self._http.is_closed:
             raise closed()
-        return self._http.stream(sent.method, sent.path, headers=sent.headers, content=sent.body)
+        return self._http.stream(
+            sent.method, sent.path, headers=sent.headers, content=sent.body, timeout=timeout
+        )
+
+
+def _is_read(updates: Any) -> bool:
+    """Return whether another task or thread is waiting for the next event."""
+    return bool(updates.gi_running)
 
 
 def _close(updates: Any) -> None:
     """End the iteration. The iteration then stops the stream if this client started the stream."""
+    # A thread that is reading ends its loop itself.
+    if updates.gi_running:
+        return
     updates.close()
 
 

@@ -18,6 +18,8 @@ URL = "http://127.0.0.1:8000"
 PATIENCE_S = 300.0
 # The read timeout is as long as several heartbeats.
 TIMEOUT = httpx.Timeout(30.0, connect=10.0, pool=None)
+# A caller that leaves a stream does not wait long for a server that does not answer.
+STOP_TIMEOUT = httpx.Timeout(10.0)
 NOT_MADE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)
 """Exceptions if a connection could not be made."""
 LOST = (*NOT_MADE, httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
