@@ -1,6 +1,7 @@
 """The library's comforts: tokenizer, plan, progress, short descriptions, and the event loop."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +115,23 @@ async def test_a_failed_load_is_raised_by_the_first_wait() -> None:
         await llm.chat("hi")
     await llm.close()
     assert repr(llm) == "<AsyncLLM: the load failed>"
+
+
+async def test_a_cancelled_wait_for_the_load_frees_the_model(folder: Path) -> None:
+    llm = AsyncLLM(folder, **WHOLE)
+    entering = asyncio.create_task(llm.__aenter__())
+    await asyncio.sleep(0)
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    await asyncio.to_thread(eventually, lambda: not llm._host._thread.is_alive())
+
+
+def test_a_fork_is_told_to_load_its_own_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        for call in (lambda: llm.chat("hi"), lambda: list(llm.stream("hi"))):
+            with pytest.raises(RequestFailed, match="load the model in this process"):
+                call()
+        llm.close()
+    assert llm.chat("hi", options=GREEDY).text

@@ -156,7 +156,12 @@ class AsyncLLM(LoadedModel):
         await asyncio.to_thread(self._host.close)
 
     async def __aenter__(self) -> "AsyncLLM":
-        await self._loaded()
+        try:
+            await self._loaded()
+        except BaseException:
+            # `async with` does not call `__aexit__` then.
+            self._host.close_later()
+            raise
         return self
 
     async def __aexit__(self, *failure: object) -> None:

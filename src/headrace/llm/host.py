@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import queue
 import sys
 import threading
@@ -93,13 +94,19 @@ class Host:
         self._closing: asyncio.Event
         self.has_started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._is_closed = False
+        self._process_id = os.getpid()
         self._calling = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, args=(config, on_progress), name="llm", daemon=True
         )
         self._thread.start()
         if waits:
-            self.has_started.result()
+            try:
+                self.has_started.result()
+            except BaseException:
+                # An interrupted caller has no object that it could close.
+                self.close_later()
+                raise
 
     # Any thread may call the methods below.
 
@@ -224,6 +231,8 @@ class Host:
 
     def close(self) -> None:
         """End all requests and free the model. A load in progress is finished first."""
+        if self._is_forked:
+            return
         has_loaded = self.has_started.exception() is None
         with self._calling:
             if has_loaded and not self._is_closed:
@@ -231,12 +240,26 @@ class Host:
                 self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
+    def close_later(self) -> None:
+        """Close in a thread, for a caller that does not wait for the end of the load."""
+        threading.Thread(target=self.close, name="close llm", daemon=True).start()
+
     def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        if self._is_forked:
+            work.close()
+            message = "The model was loaded before this process was forked, and a fork copies no "
+            message += "threads; load the model in this process."
+            raise RequestError("unsupported_operation", message)
         with self._calling:
             if self._is_closed:
                 work.close()
                 raise _closed()
             return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process is a fork, in which the model's threads do not run."""
+        return os.getpid() != self._process_id
 
     # The methods below run on the event loop.
 
