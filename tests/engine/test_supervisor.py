@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from headrace.engines import supervisor as module
 from headrace.engines.child import Child
 from headrace.engines.client import EngineDown, EngineNews, EngineUp
 from headrace.engines.supervisor import MAX_FAILED_STARTS, MAX_SILENT_PINGS, PingMonitor, Supervisor
+from headrace_common import wire
 from headrace_common.config.settings import ModelConfig
 from headrace_common.ids import SequenceId, StreamId
 from headrace_common.loading import CHECKING, COMPILING, READING, WARMING
@@ -28,11 +30,13 @@ from headrace_common.messages import (
     Message,
     NewSequence,
     Outputs,
+    Shutdown,
     Submit,
 )
 from headrace_common.sampling import Sampling
 from headrace_common.system import awake
 from headrace_common.system.step_record import StepRecord
+from tests.fleet.fakes import READY
 from tools.harness.eventually import eventually
 
 LIMIT_S = 240
@@ -283,3 +287,39 @@ async def test_closing_while_the_engine_is_spawned_is_prompt(folder: Path) -> No
     async with started(folder) as (supervisor, _):
         await asyncio.sleep(0)  # its task has begun to spawn, and has no child yet
         assert supervisor._child is None
+
+
+class Lingering:
+    """A child that closes its socket at Shutdown, and whose process ends only when it is killed."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.step_record = StepRecord()
+        self.reader = asyncio.StreamReader()
+        self.reader.feed_data(wire.encode(READY))
+        self._killed = asyncio.Event()
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Shutdown):
+            self.reader.feed_eof()
+
+    def kill(self) -> None:
+        self._killed.set()
+
+    async def end(self) -> None:
+        await self._killed.wait()
+
+
+async def test_a_process_that_outlives_its_socket_is_killed_at_the_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_STOP_S", 0.01)
+
+    async def spawn(number: int, lock_fds: tuple[int, ...]) -> Any:
+        return Lingering()
+
+    supervisor = Supervisor(ModelConfig(), LIMIT_S, spawn=spawn)
+    await of_kind(aiter(supervisor.news), EngineUp)
+    await supervisor.close()
+    assert supervisor.pid is None

@@ -96,12 +96,13 @@ class Supervisor:
 
     async def close(self) -> None:
         self._closing.set()
-        if self._child is not None:
+        # `_live_once` forgets the child during the wait, although its process may still run.
+        if (child := self._child) is not None:
             if self._is_ready:
-                self._child.send(Shutdown())
+                child.send(Shutdown())
                 await asyncio.wait([self._task], timeout=_STOP_S)
             if not self._task.done():
-                self._child.kill()
+                child.kill()
         # If the task failed, the error is in the news.
         await asyncio.wait([self._task])
 
