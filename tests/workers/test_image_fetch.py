@@ -214,6 +214,36 @@ async def test_a_name_that_is_looked_up_for_long_holds_up_no_other_work(
         await fetching
 
 
+async def test_names_that_are_looked_up_for_long_delay_no_other_key(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_answer, real = threading.Event(), socket.getaddrinfo
+
+    def look_up(host: str, *rest: Any, **named: Any) -> Any:
+        if host == "slow.example":
+            may_answer.wait(60)
+        return real("127.0.0.1", *rest, **named)
+
+    fetcher, work = ImageFetcher(LOOPBACK.__eq__, 1000), ThreadJobRunner(Jobs.__new__(Jobs))
+
+    async def ask(owner: str, url: str) -> bytes:
+        OWNER.set(owner)
+        chat = Chat((), images=(b"",), image_params=("p",), addresses=(url,))
+        return await fetcher.put(work, (chat,), msgspec.msgpack.encode((chat,)))
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(image_fetch, "_TIMEOUT_S", 0.2)
+    try:
+        for _ in range(3):
+            slow = [ask("mallory", "http://slow.example/") for _ in range(4)]
+            for failure in await asyncio.gather(*slow, return_exceptions=True):
+                assert isinstance(failure, RequestError)
+        monkeypatch.setattr(image_fetch, "_TIMEOUT_S", 20.0)
+        assert b"image" in await asyncio.create_task(ask("alice", f"{site}/a"))
+    finally:
+        may_answer.set()
+
+
 def test_whoever_waits_too_long_for_others_images_may_come_again(
     site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -75,16 +75,33 @@ class _Network(httpcore.AsyncNetworkBackend):
         self._allows = allows
         self._threads = threads
         self._inner = httpcore.AnyIOBackend()
+        # The latest name lookup. Its thread continues after the request was given up.
+        self._lookup: Future[Any] | None = None
 
     async def connect_tcp(
         self, host: str, port: int, *arguments: Any, **options: Any
     ) -> httpcore.AsyncNetworkStream:
         ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        self._lookup = self._threads.submit(ask)
+        found = await asyncio.wrap_future(self._lookup)
         addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
         if not all(map(self._allows, addresses)):
             raise _Forbidden
         return await self._inner.connect_tcp(str(addresses[0]), port, *arguments, **options)
+
+    def after_lookup(self, call: Callable[[], None]) -> None:
+        """Call `call` when no thread looks up a name for this request any more."""
+        if self._lookup is None or self._lookup.done():
+            call()
+            return
+        loop = asyncio.get_running_loop()
+
+        def on_end(lookup: "Future[Any]") -> None:
+            # The event loop may already be closed when the thread ends.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(call)
+
+        self._lookup.add_done_callback(on_end)
 
 
 class _Forbidden(Exception):
@@ -130,7 +147,7 @@ class ImageFetcher:
         images: list[bytes] = []
         network = _Network(self._allows, self._threads)
         async with (
-            self._slot(),
+            self._slot(network),
             httpcore.AsyncConnectionPool(network_backend=network, retries=0) as pool,
         ):
             deadline = asyncio.get_running_loop().time() + _TIMEOUT_S
@@ -141,13 +158,18 @@ class ImageFetcher:
         return images
 
     @contextlib.asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        """Wait for a free slot. Raises RequestError if the wait is too long."""
+    async def _slot(self, network: _Network) -> AsyncIterator[None]:
+        """Wait for a free slot. Raises RequestError if the wait is too long.
+
+        The slot stays occupied until the last name lookup of `network` has ended. Otherwise, the
+        slow lookups of one key could occupy all threads.
+        """
         async with contextlib.AsyncExitStack() as slots:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    await slots.enter_async_context(self._free_of_key[OWNER.get()])
-                    await slots.enter_async_context(self._free)
+                    for slot in (self._free_of_key[OWNER.get()], self._free):
+                        await slot.acquire()
+                        slots.callback(network.after_lookup, slot.release)
             except TimeoutError:
                 message = f"This request waited {_TIMEOUT_S:.0f} s for the images of other "
                 message += "requests; try again later, or send the images as data URIs."
