@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from headrace.engines.client import EngineUp
+from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.vectors import Vectors
 from headrace_common.errors import RequestError
@@ -15,8 +16,9 @@ from headrace_common.ids import SequenceId
 from headrace_common.messages import Finished, FinishReason, Outputs
 from headrace_common.request import Ids
 from headrace_common.vector_request import VectorRequest
+from headrace_common.worker_jobs import Encoded
 from tests.fleet.fakes import DOWN, READY, FakeEngine
-from tests.generation.fakes import running
+from tests.generation.fakes import models_of, running
 from tools.harness.eventually import settle
 
 EMBEDS = msgspec.structs.replace(READY, tasks=("generate", "embed"), vector_size=1)
@@ -177,3 +179,25 @@ async def test_a_model_that_cannot_says_what_would(folder: Path) -> None:
                 await generation.vectors.make(wanted(1, task))
             assert refused.value.code == "unsupported_operation"
         assert not engine.submits
+
+
+async def test_a_batch_stays_with_its_model_if_another_model_becomes_the_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with models_of(folder, "ab") as (generation, engines):
+        fleet, tokenized = generation.fleet, generation.vectors._tokenized
+
+        async def reorder(request: VectorRequest, model: ServedModel) -> Encoded:
+            fleet.become(fleet.hosts.all()[::-1])
+            return await tokenized(request, model)
+
+        monkeypatch.setattr(generation.vectors, "_tokenized", reorder)
+        task = asyncio.create_task(generation.vectors.make(wanted(1)))
+        await settle()
+        engine = engines["a"][0]
+        await engine.say(EngineUp(EMBEDS))
+        while not engine.submits:
+            await asyncio.sleep(0.01)
+        await answer(engine, *given(engine))
+        assert (await task).model.names == ("a",)
+        assert fleet.hosts.first.name == "b" and not engines["b"]

@@ -311,14 +311,6 @@ class Queues:
         """Refuse new requests permanently."""
         self.is_draining = self.is_ending = True
 
-    def find(self, name: str | None, is_background: bool) -> tuple[ModelHost, Admission]:
-        """Return the host of the named model, and the host's queue.
-
-        Raises RequestError if the host takes no requests.
-        """
-        host = self._fleet.hosts.exact(name)
-        return host, self.of(host, is_background)
-
     def of(self, host: ModelHost, is_background: bool = False) -> Admission:
         """Return the queue of a host. Raises RequestError if the host takes no requests.
 

@@ -65,11 +65,12 @@ class VectorMaker:
         self._fleet.check_line()
         async with self._fleet.using(request.model) as host:
             check(host.model)
-            return await self._make(request, on_vector)
+            return await self._make(request, host, on_vector)
 
-    async def _make(self, request: VectorRequest, on_vector: Callable[[], None]) -> Vectors:
-        host, queue = self._queues.find(request.model, request.priority >= BACKGROUND)
-        model = host.model
+    async def _make(
+        self, request: VectorRequest, host: ModelHost, on_vector: Callable[[], None]
+    ) -> Vectors:
+        model, is_background = host.model, request.priority >= BACKGROUND
         if request.model in model.adapters:
             message = (
                 f"The adapter {request.model} makes no vectors; use its model {model.names[0]}."
@@ -77,11 +78,12 @@ class VectorMaker:
             raise RequestError("unsupported_operation", message, "model")
         digest = hashlib.sha256(request.packed).digest()
         demand = Demand(request.owner, digest, 1)
+        queue = self._queues.of(host, is_background)
         queue.check(demand, Capacity.of(model.ready), time.monotonic())
         pooling = pooling_for(model, request.task)
         encoded = await self._tokenized(request, model)
         inputs = encoded.prompts
-        host, queue = self._queues.find(request.model, request.priority >= BACKGROUND)
+        queue = self._queues.of(host, is_background)
         ticket = self._enter(queue, demand, model, inputs)
         began, outcome, num_tokens = time.monotonic(), "client_gone", 0
         try:
@@ -100,7 +102,7 @@ class VectorMaker:
             raise
         finally:
             seconds = time.monotonic() - began
-            figures = host.metrics.of(request.priority >= BACKGROUND)
+            figures = host.metrics.of(is_background)
             figures.embedded(request.route, outcome, num_tokens, seconds)
         return Vectors(model, vectors, num_tokens)
 
