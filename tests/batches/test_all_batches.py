@@ -131,6 +131,19 @@ async def test_a_file_that_a_batch_needs_is_not_deleted(server: Server) -> None:
     assert await server.batches.files.of("ann") == []
 
 
+async def test_of_batches_that_are_created_at_once_as_many_are_open_as_may(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN", 2)
+    async with await server.batches.files.begin("ann") as upload:
+        await upload.write(b"{}\n")
+        file = await upload.finish("a", "batch")
+    wish = NewBatch("ann", "openai", "/v1/completions", file.id, 3600)
+    creating = (server.batches.create(wish) for _ in range(4))
+    made = await asyncio.gather(*creating, return_exceptions=True)
+    assert [isinstance(it, RequestError) for it in made] == [False, False, True, True]
+
+
 async def test_uploads_under_way_count_for_the_quota(server: Server) -> None:
     files = server.batches.files
     async with await files.begin("ann") as first:

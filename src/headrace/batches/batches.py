@@ -72,6 +72,9 @@ class Batches:
         )
         self._runs: dict[str, BatchRun] = {}
         self._news = asyncio.Event()
+        # Held while a batch is created or a file is deleted. Otherwise, a key could exceed
+        # MAX_OPEN, and a new batch could lose its input file.
+        self._changing = asyncio.Lock()
 
     # The methods below serve requests of clients.
 
@@ -85,6 +88,10 @@ class Batches:
 
         Raises RequestError if the API key has too many unfinished batches, or lacks the input file.
         """
+        async with self._changing:
+            return await self._create(wish)
+
+    async def _create(self, wish: NewBatch) -> BatchRecord:
         await self.files.get(wish.owner, wish.input_id)
         batches = await self.of(wish.owner)
         num_open = sum(not batch.has_ended for batch in batches)
@@ -146,11 +153,12 @@ class Batches:
         Raises RequestError if the API key has no such file, or if an unfinished batch needs the
         file.
         """
-        file = await self.files.get(owner, id)
-        if file.id in await self._in_use():
-            message = "An unfinished batch needs this file; cancel the batch first."
-            raise RequestError("file_in_use", message, "id")
-        await self.files.remove(file.id)
+        async with self._changing:
+            file = await self.files.get(owner, id)
+            if file.id in await self._in_use():
+                message = "An unfinished batch needs this file; cancel the batch first."
+                raise RequestError("file_in_use", message, "id")
+            await self.files.remove(file.id)
 
     # The methods below run the batches.
 

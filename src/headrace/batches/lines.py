@@ -9,9 +9,7 @@ from headrace.batches.records import ERRORED, SUCCEEDED, BatchRecord
 from headrace.batches.store import Blobs
 
 PIECE = 256 << 10
-_RESULT = re.compile(
-    rb'^\{"id":"batch_req_[0-9a-f]+_(\d+)"(?:,"result":\{"type":"(\w+)")?', re.MULTILINE
-)
+_RESULT = re.compile(rb'\{"id":"batch_req_[0-9a-f]+_(\d+)"(?:,"result":\{"type":"(\w+)")?')
 
 
 class LineChunk(NamedTuple):
@@ -79,16 +77,20 @@ async def answered(blobs: Blobs, batch: BatchRecord) -> Answered:
     for id, kind in ((batch.output_id, SUCCEEDED), (batch.error_id, ERRORED)):
         at = 0
         while id is not None and (piece := await blobs.read(id, at, PIECE)):
-            end = piece.rfind(b"\n") + 1
-            while not end and len(more := await blobs.read(id, at + len(piece), PIECE)):
-                piece += more
-                end = piece.rfind(b"\n") + 1
+            whole, end = bytearray(piece), piece.rfind(b"\n") + 1
+            while not end and (more := await blobs.read(id, at + len(whole), PIECE)):
+                if b"\n" in more:
+                    end = len(whole) + more.rfind(b"\n") + 1
+                whole += more
             if not end:
                 # The rest is an incomplete line that a killed server left.
                 break
             at += end
             sizes[id] = at
-            for found in _RESULT.finditer(piece, 0, end):
-                numbers.add(int(found[1]))
-                counts[found[2].decode() if found[2] else kind] += 1
+            start = 0
+            while start < end:
+                if found := _RESULT.match(whole, start):
+                    numbers.add(int(found[1]))
+                    counts[found[2].decode() if found[2] else kind] += 1
+                start = whole.index(b"\n", start) + 1
     return Answered(numbers, counts, sizes)
