@@ -230,6 +230,21 @@ async def test_of_failed_downloads_the_newest_are_remembered(
     assert len(made.all()) <= 65
 
 
+async def test_of_stopped_downloads_the_newest_are_remembered_and_the_oldest_may_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pulls, "_fetch", never)
+    monkeypatch.setattr(pulls, "_MAX_ENDED", 2)
+    made = Pulls(None)
+    async with running(made):
+        for number in range(5):
+            made.begin(f"owner/name-{number}")
+            await made.stop(f"owner/name-{number}")
+        oldest = made.all()[0]
+        assert [it.model[-1] for it in made.all()] == ["2", "3", "4"]
+        assert made.begin(oldest.model) is oldest is made.find(oldest.model)
+
+
 async def test_of_many_downloads_that_were_begun_before_a_restart_some_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

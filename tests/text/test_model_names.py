@@ -133,6 +133,12 @@ def test_an_alias_is_not_a_name_that_is_taken() -> None:
         models.exact("claude-x")
 
 
+def test_one_suffix_may_follow_a_name_and_no_more() -> None:
+    models = models_named("small", aliases=())
+    for number in (2, 5000):
+        assert models.find("small" + number * ":latest") is None
+
+
 def test_a_pattern_with_many_stars_takes_no_long_time() -> None:
     aliases = Aliases(["*a" * 30 + "=small"])
     assert aliases.model("a" * 200_000 + "b") is None

@@ -41,7 +41,7 @@ _END_S = 2.0
 _RETRY_S = 30.0
 _MAX_FILE_BYTES = 64 << 20
 
-_MAX_FAILED = 64
+_MAX_ENDED = 64
 
 # A client has deleted a model in the state "deleted"; its files are deleted after its last stream.
 PullState = Literal["downloading", "stopped", "failed", "here", "deleted"]
@@ -189,19 +189,20 @@ class Pulls:
                 message += "stop one download, or try again later."
                 raise RequestError("server_overloaded", message, retry_after_s=_RETRY_S)
             self._pulls[model] = pull
-            self._forget_failed()
             pull.settle("downloading")
+            self._forget_oldest()
             self._start(pull)
         return pull
 
-    def _forget_failed(self) -> None:
-        """Forget all failed downloads but the newest.
+    def _forget_oldest(self) -> None:
+        """Forget all failed and stopped downloads but the newest of each kind.
 
         Clients can ask for any number of models.
         """
-        failed = [it.model for it in self._pulls.values() if it.state == "failed"]
-        for model in failed[:-_MAX_FAILED]:
-            del self._pulls[model]
+        for state in ("failed", "stopped"):
+            ended = [it.model for it in self._pulls.values() if it.state == state]
+            for model in ended[:-_MAX_ENDED]:
+                del self._pulls[model]
 
     async def stop(self, model: str) -> None:
         """Stop a download; the received part is kept."""

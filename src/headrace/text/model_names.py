@@ -104,13 +104,14 @@ class Models(Generic[ByName]):
 
         Clients of Ollama can append `:latest` to any name.
         """
-        for model in self._models:
-            if name in model.names:
-                return model
-        for model in self._models:
-            if name in model.paths:
-                return model
-        return self.find(name.removesuffix(LATEST)) if name.endswith(LATEST) else None
+        for spelling in dict.fromkeys((name, name.removesuffix(LATEST))):
+            for model in self._models:
+                if spelling in model.names:
+                    return model
+            for model in self._models:
+                if spelling in model.paths:
+                    return model
+        return None
 
     def resolve(self, name: str) -> str:
         """Return the name of the model or adapter that a client means by `name`.
