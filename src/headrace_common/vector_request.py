@@ -18,3 +18,4 @@ class VectorRequest(msgspec.Struct, frozen=True):
     owner: str = ""
     ahead: EncodedAhead | None = None
     priority: int = 0
+    digest: bytes = b""  # equal for requests with the same inputs

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from headrace.fleet.served_model import ServedModel
+from headrace.protocols.vectors import embeddings, rerank, score
 from headrace.protocols.worker import Jobs
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
@@ -165,3 +166,21 @@ def test_the_tokens_of_a_long_chat_are_remembered_for_its_key_and_cache_salt(
     monkeypatch.setattr(model.tokenizer, "encode", counted)
     assert asked(owner, fields) == first
     assert (not texts) is is_known
+
+
+def test_a_worker_identifies_equal_requests_for_vectors() -> None:
+    pair, score_pair = ReadPairs(rerank.ROUTES[0]), ReadPairs(score.ROUTES[0])
+    asked: list[tuple[ReadJob, dict[str, Any]]] = [
+        (ReadInputs(), {"input": ["one"]}),
+        (pair, {"query": "q", "documents": ["d"]}),
+        (score_pair, {"text_1": "q", "text_2": ["d", "e"]}),
+    ]
+    digests = [read(job, body).digest for job, body in asked]
+    assert digests == [read(job, body).digest for job, body in asked]
+    assert b"" not in digests and len(set(digests)) == 3
+    checked = read(*asked[0])
+    assert embeddings.to_request(checked, "").digest == checked.digest
+    checked = read(*asked[1])
+    assert rerank.to_request(checked, rerank.ROUTES[0], "").digest == checked.digest
+    checked = read(*asked[2])
+    assert score.to_request(checked, score.ROUTES[0], "").digest == checked.digest

@@ -1,7 +1,6 @@
 """Serves requests for vectors: checks and tokenizes the inputs, and computes the vectors."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -76,8 +75,7 @@ class VectorMaker:
                 f"The adapter {request.model} makes no vectors; use its model {model.names[0]}."
             )
             raise RequestError("unsupported_operation", message, "model")
-        digest = hashlib.sha256(request.packed).digest()
-        demand = Demand(request.owner, digest, 1)
+        demand = Demand(request.owner, request.digest, 1)
         queue = self._queues.of(host, is_background)
         queue.check(demand, Capacity.of(model.ready), time.monotonic())
         pooling = pooling_for(model, request.task)

@@ -266,7 +266,9 @@ class Jobs:
         fields["is_list"] = fields["input"].is_list
         embeddings.add_prompt(fields, model.sentences)
         checked = pack(embeddings, fields)
-        return msgspec.structs.replace(checked, ignored=ignored(embeddings.TABLE, given))
+        digest = hashlib.sha256(checked.packed).digest()
+        names = ignored(embeddings.TABLE, given)
+        return msgspec.structs.replace(checked, digest=digest, ignored=names)
 
     def _no_inputs(self, given: dict[str, Any]) -> CheckedBody:
         """Check all fields of a decoded body except the input, which is empty."""
@@ -284,7 +286,8 @@ class Jobs:
             fields = form.read(given)
         packed = msgspec.msgpack.encode(fields.pop("pairs"))
         names = ignored(form.TABLE, given)
-        return CheckedBody(fields, (), packed, ignored=names)
+        digest = hashlib.sha256(packed).digest()
+        return CheckedBody(fields, (), packed, digest=digest, ignored=names)
 
     def _encode_pairs(self, job: worker_jobs.EncodePairs, packed: bytes) -> Encoded:
         model = self._texts.get(job.model).model

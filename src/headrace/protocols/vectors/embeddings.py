@@ -144,6 +144,7 @@ def to_request(checked: CheckedBody, owner: str, priority: int = 0) -> VectorReq
         owner=owner,
         ahead=checked.ahead,
         priority=priority,
+        digest=checked.digest,
     )
 
 

@@ -70,8 +70,9 @@ def to_request(checked: CheckedBody, route: Route, owner: str, priority: int = 0
     """Make the request to score; the query and the documents stay packed."""
     model = checked.fields.get("model")
     return VectorRequest(
-        route, "score", checked.packed, "documents", True, model, owner, checked.ahead, priority
-    )
+        route, "score", checked.packed, "documents", True, model, owner, checked.ahead, priority,
+        checked.digest,
+    )  # fmt: skip
 
 
 def ranking(

@@ -60,8 +60,9 @@ def to_request(checked: CheckedBody, route: Route, owner: str, priority: int = 0
     """Make the request to score; the texts stay packed."""
     model, is_list = checked.fields.get("model"), checked.fields["is_list"]
     return VectorRequest(
-        route, "score", checked.packed, _SECOND, is_list, model, owner, checked.ahead, priority
-    )
+        route, "score", checked.packed, _SECOND, is_list, model, owner, checked.ahead, priority,
+        checked.digest,
+    )  # fmt: skip
 
 
 def entries(scores: "array[float]") -> bytes:
