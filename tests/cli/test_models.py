@@ -7,7 +7,8 @@ from click.testing import CliRunner, Result
 
 from headrace.cli.models import entries_of, models
 from headrace_common.errors import HeadraceError
-from tools.harness.servers import running_server
+from tests.cli.conftest import KEY
+from tools.harness.servers import ServerProcess
 
 
 def list_of(*words: str, key: str | None = None) -> Result:
@@ -20,17 +21,16 @@ def fault_of(*words: str, key: str | None = None) -> str:
     return str(fault)
 
 
-def test_a_key_is_needed_and_an_address_may_be_short() -> None:
-    with running_server("headrace-mini", "--threads", "1", "--api-key", "sesame") as server:
-        short = server.url.removeprefix("http://")
-        for given in ((), ("--api-key", "wrong")):
-            assert "does not accept this API key" in fault_of("--url", short, *given)
-        for shown in (
-            list_of("--url", short, "--api-key", "sesame"),
-            list_of("--url", f"{server.url}/v1", key="sesame"),
-        ):
-            assert shown.exit_code == 0, shown.exception
-            assert shown.output.splitlines()[1].split()[:2] == ["headrace-mini", "loaded"]
+def test_a_key_is_needed_and_an_address_may_be_short(keyed: ServerProcess) -> None:
+    short = keyed.url.removeprefix("http://")
+    for given in ((), ("--api-key", "wrong")):
+        assert "does not accept this API key" in fault_of("--url", short, *given)
+    for shown in (
+        list_of("--url", short, "--api-key", KEY),
+        list_of("--url", f"{keyed.url}/v1", key=KEY),
+    ):
+        assert shown.exit_code == 0, shown.exception
+        assert shown.output.splitlines()[1].split()[:2] == ["tiny", "loaded"]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{}", "http://127.0.0.1:{}/"])

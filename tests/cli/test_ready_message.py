@@ -7,17 +7,18 @@ import pytest
 
 from headrace.cli.ready_message import models_on_demand, ready_lines
 from tools.harness.eventually import eventually
-from tools.harness.servers import running_server
+from tools.harness.servers import ServerProcess
 
 
-def test_a_server_shows_its_url_the_page_and_how_to_stop_in_three_lines() -> None:
-    with running_server("headrace-mini", "--threads", "1") as server:
-        eventually(lambda: "To stop" in server.lines[-1])
-        first, page, stop = server.lines[-3:]
-        assert first == f"Headrace is ready at {server.url}: headrace-mini"
-        assert page == f"Chat page: {server.url}/ (only from this machine; --host changes that)"
-        assert stop == f"To stop the server, press Ctrl-C or run: kill {server.process.pid}"
-        assert not [line for line in server.lines if "stall target" in line]
+def test_a_server_shows_its_url_the_page_and_how_to_stop_in_three_lines(
+    keyed: ServerProcess,
+) -> None:
+    eventually(lambda: any("To stop" in line for line in keyed.lines))
+    first = keyed.lines.index(f"Headrace is ready at {keyed.url}: tiny")
+    page, stop = keyed.lines[first + 1 : first + 3]
+    assert page == f"Chat page: {keyed.url}/ (only from this machine; --host changes that)"
+    assert stop == f"To stop the server, press Ctrl-C or run: kill {keyed.process.pid}"
+    assert not [line for line in keyed.lines if "stall target" in line]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,8 +18,7 @@ from headrace_common.checkpoints import downloads
 from headrace_common.errors import HeadraceError
 from headrace_common.version import __version__
 from tools.harness.eventually import eventually
-from tools.harness.servers import running_server
-from tools.harness.tiny_models import make_tiny_model
+from tools.harness.servers import ServerProcess, running_server
 
 COMPLETING = "import sys; sys.argv = ['headrace']; from headrace.cli.main import main; main()"
 
@@ -27,39 +27,42 @@ def headrace(*words: str, **variables: str) -> Result:
     return CliRunner().invoke(cli, words, "Hi", prog_name="headrace", env=variables)
 
 
-def test_ps_lists_what_is_in_memory_and_stop_unloads_it(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "tiny")
-    with running_server("--model", f"one={folder}", "--model", f"two={folder}") as server:
-        at = {"HEADRACE_URL": server.url}
-        assert headrace("ps", **at).output.startswith("No model is in memory")
-        body = {"model": "two", "prompt": "a", "max_tokens": 1}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).is_success
-        _, row = headrace("ps", **at).output.splitlines()
-        assert row.split()[:2] == ["two", "loaded"]
-        stopped = headrace("stop", "two", **at)
-        assert stopped.output == "two is unloaded as soon as its streams have ended.\n"
-        eventually(lambda: headrace("ps", **at).output.startswith("No model is in memory"))
-        with pytest.raises(HeadraceError, match="nosuch"):
-            raise headrace("stop", "nosuch", **at).exception or AssertionError
+@pytest.fixture(scope="module")
+def two_models(folder: Path) -> Iterator[ServerProcess]:
+    given = ("--model", f"one={folder}", "--model", f"two={folder}")
+    with running_server(*given, "--threads", "1") as running:
+        yield running
+
+
+def test_ps_lists_what_is_in_memory_and_stop_unloads_it(two_models: ServerProcess) -> None:
+    at = {"HEADRACE_URL": two_models.url}
+    assert headrace("ps", **at).output.startswith("No model is in memory")
+    body = {"model": "two", "prompt": "a", "max_tokens": 1}
+    assert httpx.post(f"{two_models.url}/v1/completions", json=body, timeout=120).is_success
+    _, row = headrace("ps", **at).output.splitlines()
+    assert row.split()[:2] == ["two", "loaded"]
+    stopped = headrace("stop", "two", **at)
+    assert stopped.output == "two is unloaded as soon as its streams have ended.\n"
+    eventually(lambda: headrace("ps", **at).output.startswith("No model is in memory"))
+    with pytest.raises(HeadraceError, match="nosuch"):
+        raise headrace("stop", "nosuch", **at).exception or AssertionError
 
 
 def test_run_uses_a_server_that_has_the_model_and_answers_a_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_models: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_tiny_model(tmp_path / "tiny")
-    with running_server(str(folder), "--threads", "1") as server:
-        monkeypatch.setattr("headrace.client.http.URL", server.url)
-        assert is_served("tiny", "")
-        assert not is_served("headrace-mini", "")
-        words = ["run", "tiny", "Hi", "-o", "max_tokens=24", "-o", "ignore_eos=true"]
-        shown = subprocess.run(
-            [sys.executable, "-m", "headrace", *words],
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "HEADRACE_URL": server.url},
-            timeout=120,
-        )
-        assert shown.returncode == 0 and shown.stdout.strip(), shown.stderr
+    monkeypatch.setattr("headrace.client.http.URL", two_models.url)
+    assert is_served("one", "")
+    assert not is_served("headrace-mini", "")
+    words = ["run", "one", "Hi", "-o", "max_tokens=24", "-o", "ignore_eos=true"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "headrace", *words],
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "HEADRACE_URL": two_models.url},
+        timeout=120,
+    )
+    assert shown.returncode == 0 and shown.stdout.strip(), shown.stderr
 
 
 def test_run_starts_a_server_of_its_own_for_a_model_that_no_server_has() -> None:
