@@ -1,8 +1,6 @@
 """Models that come, change and go while a real server runs."""
 
 import contextlib
-import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,16 @@ from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
 
 
-@pytest.fixture
-def flags(folder: Path, tmp_path: Path) -> list[str]:
-    given = [f"--model={name}={folder}" for name in "ab"]
-    return [*given, "--state-dir", str(tmp_path / "state"), *FLAGS]
+@pytest.fixture(scope="module")
+def flags(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    state = tmp_path_factory.mktemp("desired") / "state"
+    return [*(f"--model={name}={folder}" for name in "ab"), "--state-dir", str(state), *FLAGS]
+
+
+@pytest.fixture(scope="module")
+def shared(flags: list[str]) -> Iterator[ServerProcess]:
+    with running_server(*flags) as running:
+        yield running
 
 
 def desired(url: str) -> dict[str, Any]:
@@ -37,28 +41,6 @@ def models(url: str) -> dict[str, dict[str, Any]]:
 
 def with_settings(model: dict[str, Any], name: str, **settings: Any) -> dict[str, Any]:
     return {**model, "served_model_name": [name], **settings}
-
-
-def test_models_come_change_and_go_and_are_kept_over_a_restart(flags: list[str]) -> None:
-    with running_server(*flags) as server:
-        url = server.url
-        a, b = desired(url)["models"]
-        assert (a["served_model_name"], b["max_model_len"]) == (["a"], 512)
-        assert put(url, desired(url)).json() == {"models": [a, b]}
-        assert ask(url, "a").status_code == 200
-        smaller = with_settings(a, "a", max_model_len=256)
-        document = {"models": [smaller, with_settings(b, "c")]}
-        assert put(url, document).json() == document
-        eventually(lambda: models(url)["a"]["max_model_len"] == 256, LIMIT_S)
-        assert list(models(url)) == ["a", "c"]
-        assert ask(url, "b").status_code == 404
-        assert ask(url, "a").status_code == ask(url, "c").status_code == 200
-        body = {"content": "hello", "model": "c"}  # the workers know it too
-        assert httpx.post(f"{url}/tokenize", json=body, timeout=LIMIT_S).status_code == 200
-    with running_server(*flags) as again:
-        assert desired(again.url) == document
-        assert ask(again.url, "c").status_code == 200
-        assert ask(again.url, "b").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -87,13 +69,6 @@ def test_a_bad_document_is_refused_with_its_path_and_changes_nothing(
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
     assert desired(shared.url) == before
-
-
-@pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[ServerProcess]:
-    given = [f"--model={name}={folder}" for name in "ab"]
-    with running_server(*given, "--state-dir", "none", *FLAGS) as running:
-        yield running
 
 
 def test_a_model_that_was_dropped_ends_its_streams_first(shared: ServerProcess) -> None:
@@ -126,28 +101,26 @@ def test_a_model_that_is_changed_ends_its_streams_first_and_others_wait(
         assert models(url)["a"]["max_model_len"] == 128 and "pending" not in models(url)["a"]
 
 
-def test_a_folder_of_models_is_read_again(folder: Path, tmp_path: Path) -> None:
-    root = tmp_path / "models"
-    shutil.copytree(folder, root / "one")
-    given = ("--models-dir", str(root), "--state-dir", "none", *FLAGS)
-    with running_server(*given) as server:
-        url = server.url
-        assert list(models(url)) == ["one"]
-        shutil.copytree(folder, root / "two")
-        eventually(lambda: ask(url, "two").status_code == 200, LIMIT_S)
-        assert list(models(url)) == ["one", "two"]
-        shutil.rmtree(root / "one")
-        eventually(lambda: list(models(url)) == ["two"], LIMIT_S)
-        assert server.stop(signal.SIGTERM) == 0
-
-
-def test_a_server_of_one_model_keeps_it(folder: Path) -> None:
-    with running_server(str(folder), "--state-dir", "none", *FLAGS) as server:
-        for answer in (
-            put(server.url, {"models": [{"model": "x"}]}),
-            httpx.get(f"{server.url}/manage/desired"),
-        ):
-            assert (answer.status_code, answer.json()["error"]["code"]) == (
-                400,
-                "unsupported_operation",
-            )
+def test_models_come_change_and_go_and_are_kept_over_a_restart(
+    shared: ServerProcess, flags: list[str]
+) -> None:
+    """The last test of this server."""
+    url = shared.url
+    a, b = desired(url)["models"]
+    assert (a["served_model_name"], b["max_model_len"]) == (["a"], 512)
+    assert put(url, desired(url)).json() == {"models": [a, b]}
+    assert ask(url, "a").status_code == 200
+    smaller = with_settings(a, "a", max_model_len=256)
+    document = {"models": [smaller, with_settings(b, "c")]}
+    assert put(url, document).json() == document
+    eventually(lambda: models(url)["a"]["max_model_len"] == 256, LIMIT_S)
+    assert list(models(url)) == ["a", "c"]
+    assert ask(url, "b").status_code == 404
+    assert ask(url, "a").status_code == ask(url, "c").status_code == 200
+    body = {"content": "hello", "model": "c"}  # the workers know it too
+    assert httpx.post(f"{url}/tokenize", json=body, timeout=LIMIT_S).status_code == 200
+    shared.stop()
+    with running_server(*flags) as again:
+        assert desired(again.url) == document
+        assert ask(again.url, "c").status_code == 200
+        assert ask(again.url, "b").status_code == 404

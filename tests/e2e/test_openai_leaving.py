@@ -15,13 +15,16 @@ from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
 
 # one after another, minutes in all: nobody waits for these to end by themselves
-ENDLESS = {"prompt": ["Once"] * 64, "max_tokens": -1, "ignore_eos": True}
+ENDLESS = {"prompt": ["Once"] * 64, "max_tokens": -1, "ignore_eos": True, "attach": False}
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[ServerProcess]:
-    """One place and no queue, so that a request that is not over refuses the next one."""
-    flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "0", "--linger-s", "0")
+    """One place and no queue, so that a request that is not over refuses the next one.
+
+    Streams that an equal request could find would go on for ten minutes.
+    """
+    flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "0", "--linger-s", "600")
     with running_server(*flags) as server:
         yield server
 
@@ -31,7 +34,7 @@ def client_of(server: ServerProcess) -> openai.OpenAI:
 
 
 def complete(client: openai.OpenAI, **fields: Any) -> Any:
-    own = {"ignore_eos": fields.pop("ignore_eos")} if "ignore_eos" in fields else {}
+    own = {name: fields.pop(name) for name in ("ignore_eos", "attach") if name in fields}
     return client.completions.create(model="headrace-mini", extra_body=own, **fields)
 
 
@@ -53,19 +56,12 @@ def connect(server: ServerProcess) -> socket.socket:
     return socket.create_connection((address.hostname, address.port), timeout=30)
 
 
-@pytest.fixture(scope="module")
-def patient() -> Iterator[ServerProcess]:
-    """A narrow server whose unread streams go on until an equal request finds them."""
-    flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "0", "--linger-s", "600")
-    with running_server(*flags) as server:
-        yield server
-
-
-def test_work_that_no_request_could_find_ends_with_its_client(patient: ServerProcess) -> None:
-    with connect(patient) as connection:
-        connection.sendall(request_of(**ENDLESS, attach=False))
-        eventually(lambda: not is_free(patient), within_s=30)
-    eventually(lambda: is_free(patient), within_s=30)
+def test_work_that_no_request_could_find_ends_with_its_client(narrow: ServerProcess) -> None:
+    eventually(lambda: is_free(narrow), within_s=30)
+    with connect(narrow) as connection:
+        connection.sendall(request_of(**ENDLESS))
+        eventually(lambda: not is_free(narrow), within_s=30)
+    eventually(lambda: is_free(narrow), within_s=30)
 
 
 def test_a_full_server_says_when_to_come_back(narrow: ServerProcess) -> None:
