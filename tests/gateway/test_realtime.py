@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 from headrace.batches.folder import temporary_batch_store
 from headrace.gateway.auth import Auth
-from headrace.gateway.realtime import _FIELDS, _cursor, fields_of, text_of
+from headrace.gateway.realtime import _FIELDS, MAX_COMMAS, _cursor, fields_of, text_of
 from headrace.server import build_gateway
 from headrace_common.config.settings import HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
@@ -31,6 +31,13 @@ def test_a_frame_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as refused:
         fields_of({"type": "websocket.receive", "text": text})
     assert refused.value.code == "invalid_json"
+
+
+def test_a_frame_with_too_many_values_is_refused_before_they_are_skipped() -> None:
+    text = '{"type": "request", "body": [' + "1," * (MAX_COMMAS + 1) + "1]}"
+    with pytest.raises(RequestError, match="commas") as refused:
+        fields_of({"type": "websocket.receive", "text": text})
+    assert refused.value.code == "request_too_large"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ _MAX_TEXT = 4096
 _MAX_DIGITS = 15
 # Maximum number of bytes for one character in JSON: an escaped surrogate pair.
 _MOST_BYTES = 12
+# Maximum number of commas in a frame. Skipping a value takes up to 0.1 µs of the event loop.
+MAX_COMMAS = 1 << 20
 FAREWELL_S = 4.0
 _WATCH_S = 0.5
 # The subprotocol that OpenAI's clients offer. Browsers close a socket if the server chooses none
@@ -444,6 +446,9 @@ def fields_of(message: Message) -> dict[str, msgspec.Raw]:
         raise RequestError(
             "invalid_json", "Send one JSON object per text frame, and no binary frames."
         )
+    if (num_commas := text.count(",")) > MAX_COMMAS:
+        shown = f"The frame has {num_commas:,} commas; the limit on a WebSocket is {MAX_COMMAS:,}. "
+        raise RequestError("request_too_large", f"{shown}Send the body by HTTP.")
     try:
         frame = _frame_of(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
