@@ -1,19 +1,21 @@
 """Loading by the real road, from folders that are whole, odd or broken in one place."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.errors import ModelError
 from headrace_common.loading import ON_LOADING
 from headrace_common.messages import Loading
 from headrace_engine.models.registry import family
-from headrace_engine.weights.weights import load_weights
+from headrace_engine.weights.weights import LayerConverter, load_weights
 from tools.harness.tiny_models import make_tiny_model
 
 QWEN2 = {"architecture": "Qwen2ForCausalLM", "head_dim": None}
@@ -175,6 +177,32 @@ def test_a_load_tells_how_much_of_the_weights_there_is(tmp_path: Path) -> None:
     shares = [one.share for one in told]
     assert len(shares) > 5 and shares == sorted(shares)
     assert 0 < shares[0] < 1 and shares[-1] == 1
+
+
+def test_a_layer_leaves_memory_as_soon_as_it_is_converted(tmp_path: Path) -> None:
+    """Otherwise loading takes another layer of memory than is planned for."""
+    spec = read_spec(make_tiny_model(tmp_path / "tiny"))
+    make = family(spec.architecture)
+    with torch.device("meta"):
+        model = make(make.read(spec.config))
+    stored: list[weakref.ref[nn.Parameter]] = []
+    num_left: list[int] = []
+
+    def convert(path: str, _: object) -> None:
+        layer = model.get_submodule(path)
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            stored.append(weakref.ref(parameter))
+            setattr(layer, name, nn.Parameter(torch.empty(0), requires_grad=False))
+
+    def count(_: Loading) -> None:
+        num_left.append(sum(one() is not None for one in stored))
+
+    token = ON_LOADING.set(count)
+    try:
+        load_weights(model, make.weights, spec, torch.float32, CPU, LayerConverter(convert, {}))
+    finally:
+        ON_LOADING.reset(token)
+    assert len(stored) > 5 and not any(num_left)
 
 
 def test_weights_in_fp8_are_called_so_and_what_would_do_is_named(tmp_path: Path) -> None:

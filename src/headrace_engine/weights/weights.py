@@ -75,14 +75,15 @@ def load_weights(
                     shape = model.get_parameter(name).shape
                     quantized[path] = checkpoint.groups(sources[name], shape, scheme)
                     _assign(model, name, nn.Parameter(torch.empty(0), requires_grad=False))
+                elif made is None:
+                    made = make(name)
+                    _assign(model, name, made)
+                elif checkpoint.are_equal(sources[name], sources[names[0]]):
+                    _assign(model, name, made)
                 # A config can declare tied weights although the file has two different tensors. In
                 # this case, keep both tensors.
-                elif made is None or not checkpoint.are_equal(sources[name], sources[names[0]]):
-                    own = make(name)
-                    made = own if made is None else made
-                    _assign(model, name, own)
                 else:
-                    _assign(model, name, made)
+                    _assign(model, name, make(name))
             del made
             for path in [name.rpartition(".")[0] for name in names]:
                 if not any(p.is_meta for p in model.get_submodule(path).parameters(recurse=False)):
