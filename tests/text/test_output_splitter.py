@@ -76,6 +76,9 @@ EXAMPLES: list[tuple[str, str, list[tuple[str, str, str]]]] = [
         ("tool", "f", '{"a": "b", "c d": "e f", "g": null}')]),
     ("gemma4", "<|tool_call>call:f{a:<|<tool_call|> x", [
         ("content", "", "<|tool_call>call:f{a:<|<tool_call|> x")]),
+    ("olmo3", 'Ok.\n<function_calls>f(a="(", b=[1, {"c": true}])\ng()</function_calls> z', [
+        ("content", "", "Ok."), ("tool", "f", '{"a": "(", "b": [1, {"c": true}]}'),
+        ("tool", "g", "{}"), ("content", "", "z")]),
     ("deepseek", "x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n"
      '```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>two<｜tool▁sep｜>{}'
      "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", [
@@ -136,6 +139,12 @@ def test_nothing_of_an_answer_is_lost_but_markers_and_the_space_beside_them(
     whole = joined(splitter_of("hermes"), [text])
     assert joined(splitter_of("hermes"), pieces_of(text, cuts)) == whole
     assert bare("".join(piece for _, _, piece in whole)) == bare(text)
+
+
+def test_a_call_of_several_is_sent_when_it_is_complete() -> None:
+    splitter = splitter_of("olmo3")
+    pieces = splitter.feed('<function_calls>f(a="x")\ng(b=')
+    assert [(d.name, d.text) for d in pieces] == [("f", ""), ("", '{"a": "x"}')]
 
 
 def test_a_marker_with_a_token_counts_by_the_token_alone() -> None:
@@ -200,6 +209,11 @@ def test_a_prompt_of_gemma_4_may_open_and_close_the_reasoning(
     splitting = make_splitting(Channels("", "gemma4", {}), tail, lambda marker: None)
     assert splitting.splitter is not None
     assert splitting.splitter.is_reasoning == is_reasoning
+
+
+def test_a_template_that_only_opens_the_reasoning_is_recognized() -> None:
+    assert reasoning_format("<|im_start|>assistant\n<think>") == "think"
+    assert reasoning_format("<|im_start|>assistant\n") == ""
 
 
 def test_plain_text_is_never_held_back() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from headrace.text import sandbox
 from headrace.text.template import ChatTemplate
+from headrace.text.tool_formats.table import tool_format
 from headrace_common.errors import ModelError, RequestError
 from headrace_common.request import Chat
 
@@ -84,6 +85,24 @@ def test_arguments_that_cannot_be_read_reach_the_template_as_they_are(arguments)
     source = "{{ messages[0].tool_calls[0].function.arguments }}"
     message = {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}
     assert render(source, message) == arguments
+
+
+SYSTEM_TOOLS = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if 'tools' in message and message['tools'] is not none %}"
+    "<|tool|>{{ message['tools'] }}<|/tool|>{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_reads_the_tools_from_the_system_message_finds_them_there():
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    system = {"role": "system", "content": "Be brief."}
+    written = '<|tool|>[{"name": "add"}]<|/tool|><user>Hi'
+    assert render(SYSTEM_TOOLS, USER, tools=tools) == f"<system>{written}"
+    assert render(SYSTEM_TOOLS, system, USER, tools=tools) == f"<system>Be brief.{written}"
+    assert render(SYSTEM_TOOLS, USER) == "<user>Hi"
+    assert render("{% if tools %}!{% endif %}" + SYSTEM_TOOLS, USER, tools=tools) == "!<user>Hi"
+    assert tool_format(SYSTEM_TOOLS) == "phi4"
 
 
 def test_a_text_that_is_no_unicode_is_a_template_failure():

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from headrace.protocols.fields.structure import AnswerConstraint, CallConstraint, Structure, Tool
 from headrace.text import json_schema, schema_rules
+from headrace.text.argument_rules import ArgumentNotation, argument_grammars
 from headrace.text.harmony import answer_rules
 from headrace.text.json_schema import Node, ReadSchema, SchemaFinding
 from headrace.text.output_splitter import HARMONY, REASONING_TAGS
@@ -63,12 +64,16 @@ NO_GRAMMAR = MadeGrammar("", None)
 
 
 class _Part(NamedTuple):
-    """A JSON Schema within a grammar. A lenient part loses keywords that cannot be enforced."""
+    """A JSON Schema within a grammar. A lenient part loses keywords that cannot be enforced.
+
+    `notation` is set for the arguments of a call that are not one JSON object.
+    """
 
     name: str
     schema: ReadSchema
     path: str
     is_strict: bool
+    notation: ArgumentNotation | None = None
 
 
 class GrammarMaker:
@@ -169,7 +174,7 @@ class GrammarMaker:
             raise _no_format(name, calls.path)
         else:
             start = f"start: {rules.start}\nTEXT: {rules.text}"
-        body = _with_parts(calls.tools, wanted, parts)
+        body = _with_parts(calls.tools, wanted, parts, rules.notation)
         lines = "\n".join([start, *rules.lines])
         return [{"name": "calls", "lark_grammar": lines}, *body]
 
@@ -235,7 +240,10 @@ class GrammarMaker:
 
 
 def _with_parts(
-    tools: Sequence[Tool], wanted: AnswerConstraint | None, parts: list[_Part]
+    tools: Sequence[Tool],
+    wanted: AnswerConstraint | None,
+    parts: list[_Part],
+    notation: ArgumentNotation | None = None,
 ) -> Grammars:
     """Return the grammars of the answer's text; add each tool's schema to `parts`."""
     for number, tool in enumerate(tools):
@@ -245,7 +253,8 @@ def _with_parts(
         if _lists_all(schema):
             # The schema lists every argument that the tool reads, so allow no other arguments.
             schema = {**schema, "additionalProperties": False}
-        parts.append(_part(f"arguments{number}", schema, tool.path, tool.is_strict))
+        part = _part(f"arguments{number}", schema, tool.path, tool.is_strict)
+        parts.append(part._replace(notation=notation))
     return [] if wanted is None else _body(wanted, parts)
 
 
@@ -287,8 +296,14 @@ def _part(name: str, value: Any, path: str, is_strict: bool) -> _Part:
 
 def _text_of(rules: Grammars, parts: Sequence[_Part]) -> str:
     """Write a grammar as text. An answer starts in the first grammar of the list."""
-    written = [it for part in parts for it in grammars_of(part.schema, part.name)]
+    written = [it for part in parts for it in _grammars(part)]
     return json.dumps({"grammars": [*rules, *written]}, ensure_ascii=False)
+
+
+def _grammars(part: _Part) -> Grammars:
+    if part.notation is not None:
+        return argument_grammars(part.schema, part.name, part.notation)
+    return grammars_of(part.schema, part.name)
 
 
 def _refusal(path: str, fault: str) -> str:

@@ -14,6 +14,10 @@ from headrace.text.tool_formats.table import format_of
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace_common.request import Channels
 
+# After so many texts that began like a call and were none, the rest of an answer is no call. Each
+# of these texts is read again, so the number bounds the time for an answer that repeats a marker.
+_MAX_FAILED = 32
+
 
 class Splitter(Protocol):
     """Splits an answer; receives the answer's text in pieces of any size, but whole marker
@@ -87,6 +91,7 @@ class TagSplitter:
         self._call = -1
         # The value of `_call` when the body began.
         self._num_calls_before = -1
+        self._num_failed = 0
         # In content or in reasoning, text without these characters cannot begin a marker.
         self._content_openers = self._first_characters(tools.starts if tools else ())
         self._reasoning_openers = self._first_characters(tags[1:] if tags else ())
@@ -186,7 +191,9 @@ class TagSplitter:
         if self._reasoning and not self._has_content:
             start, ahead = self._reasoning[0], text.lstrip()
             found = (start,) if ahead.startswith(start) or start.startswith(ahead) else ()
-        return found + (self._tools.starts if self._tools else ())
+        if self._tools and self._num_failed < _MAX_FAILED:
+            found += self._tools.starts
+        return found
 
     def _opens_body(self, text: str) -> bool:
         leads = self._tools.leads if self._tools else ""
@@ -227,6 +234,7 @@ class TagSplitter:
         if self._call > self._num_calls_before:
             self._is_after_marker = True
             return rest
+        self._num_failed += 1
         start = max(len(raw) - len(rest), len(raw) - len(raw.lstrip()) + 1)
         self._emit(raw[:start], pieces)
         return raw[start:]
@@ -291,7 +299,9 @@ def reasoning_format(template: str) -> str:
     """Return the reasoning format that a chat template uses; "" if no format is recognized."""
     if CHANNEL in template:
         return HARMONY
-    return next((name for name, tags in REASONING_TAGS.items() if tags[1] in template), "")
+    # The template of OLMo 3 only opens the reasoning, at the end of the prompt.
+    found = (name for name, tags in REASONING_TAGS.items() if any(tag in template for tag in tags))
+    return next(found, "")
 
 
 def make_splitting(

@@ -243,7 +243,7 @@ def grammars_of(schema: ReadSchema, name: str) -> Grammars:
     rules = RuleWriter(schema, name)
     if not rules.needs_rules(schema.root):
         return [json_grammar(name, as_json_schema(schema, schema.root))]
-    return rules.write()
+    return rules.write(rules.rule(schema.root))
 
 
 class RuleWriter:
@@ -306,16 +306,16 @@ class RuleWriter:
             return False
         return "object" in types or not any(id(it) in self.exact_nodes for it in below_object)
 
-    def write(self) -> Grammars:
-        start = self._rule(self._schema.root)
+    def write(self, start: str) -> Grammars:
+        """Return the grammars for a start rule, and the rules of all definitions that it needs."""
         while self._waiting:
             name = self._waiting.pop()
-            self._lines.append(f"ref_{name}: {self._rule(self._schema.definitions[name])}")
+            self._lines.append(f"ref_{name}: {self.rule(self._schema.definitions[name])}")
         tokens = (f"STRING: /{_STRING}/", r"SPACE: / |\n {0,12}/", "ws: SPACE?")
         lines = [f"start: {start}", *self._lines, *tokens]
         return [{"name": self._name, "lark_grammar": "\n".join(lines)}, *self._parts]
 
-    def _rule(self, node: Node) -> str:
+    def rule(self, node: Node) -> str:
         """Return the text that stands for a node in other rules, such as a rule's name.
 
         Each node is written only once.
@@ -332,7 +332,7 @@ class RuleWriter:
             return self._definition(node["$ref"])
         for name in ("anyOf", "allOf"):
             if name in node:
-                return self._either([self._rule(it) for it in node[name] if it is not False])
+                return self._either([self.rule(it) for it in node[name] if it is not False])
         if "const" in node or "enum" in node:
             values = node.get("enum", [node.get("const")])
             if "const" in node and "enum" in node:
@@ -378,24 +378,19 @@ class RuleWriter:
         return None if pattern is None else f"/{pattern}/"
 
     def _one_of(self, values: Sequence[Any]) -> str:
-        """Return a rule for a list of values.
-
-        All values except arrays and objects become one pattern. llguidance refuses a rule with
-        thousands of alternatives, but accepts a pattern with thousands of alternatives.
-        """
+        """Return a rule for a list of values; all but arrays and objects become one pattern."""
         texts = [_text(it) for it in values if not isinstance(it, list | dict)]
         rules = [self._value(it) for it in values if isinstance(it, list | dict)]
         if texts:
-            pattern = "|".join(map(re.escape, texts)).replace("/", r"\/")
-            rules.append(f"/({pattern})/")
+            rules.append(pattern_of(texts))
         return self._either(rules)
 
     def _value(self, value: Any) -> str:
         if isinstance(value, list):
-            return self._sequence('"["', [(self._value(it), True) for it in value], "", '"]"')
+            return self.sequence('"["', [(self._value(it), True) for it in value], "", '"]"')
         if isinstance(value, dict):
             pairs = ((_quoted_key(name), self._value(it)) for name, it in value.items())
-            return self._sequence('"{"', [(self._entry(*it), True) for it in pairs], "", '"}"')
+            return self.sequence('"{"', [(self._entry(*it), True) for it in pairs], "", '"}"')
         return _quoted(_text(value))
 
     def _object(self, node: dict[str, Any]) -> str:
@@ -403,14 +398,14 @@ class RuleWriter:
         required, listed = node.get("required", []), dict(node.get("properties", {}))
         listed |= {name: others for name in required if name not in listed}
         entries = [
-            (self._entry(_quoted_key(name), self._rule(it)), name in required)
+            (self._entry(_quoted_key(name), self.rule(it)), name in required)
             for name, it in listed.items()
             if it is not False
         ]
         more = ""
         if others is not False:
-            more = self._entry(self._other_keys(list(listed)), self._rule(others))
-        return self._sequence('"{"', entries, more, '"}"')
+            more = self._entry(self._other_keys(list(listed)), self.rule(others))
+        return self.sequence('"{"', entries, more, '"}"')
 
     def _other_keys(self, taken: Sequence[str]) -> str:
         if not taken:
@@ -422,18 +417,18 @@ class RuleWriter:
     def _array(self, node: dict[str, Any]) -> str:
         first, others = node.get("prefixItems", []), node.get("items", True)
         least, most = node.get("minItems", 0), node.get("maxItems")
-        entries = [(self._rule(it), i < least) for i, it in enumerate(first[:most])]
+        entries = [(self.rule(it), i < least) for i, it in enumerate(first[:most])]
         if others is False or (most is not None and most <= len(first)):
-            return self._sequence('"["', entries, "", '"]"', is_array=True)
+            return self.sequence('"["', entries, "", '"]"', is_array=True)
         low = max(least - len(first), 0)
         high = "" if most is None else str(most - len(first))
-        more = self._rule(others)
-        return self._sequence('"["', entries, more, '"]"', (low, high), is_array=True)
+        more = self.rule(others)
+        return self.sequence('"["', entries, more, '"]"', (low, high), is_array=True)
 
     def _entry(self, key: str, value: str) -> str:
-        return self._add(f'{key} ws ":" ws {value}')
+        return self.add(f'{key} ws ":" ws {value}')
 
-    def _sequence(
+    def sequence(
         self,
         opening: str,
         entries: Sequence[tuple[str, bool]],
@@ -442,6 +437,8 @@ class RuleWriter:
         times: tuple[int, str] = (0, ""),
         *,
         is_array: bool = False,
+        comma: str = 'ws "," ws',
+        space: str = "ws",
     ) -> str:
         """Return a rule for entries in a fixed order (some are optional), followed by additional
         entries.
@@ -454,15 +451,15 @@ class RuleWriter:
         entries if no entry was written yet. `behind` matches the remaining entries after another
         entry, and so begins with a comma.
 
-        In an array, no entry may follow an entry that was left out.
+        In an array, no entry may follow an entry that was left out. `space` is the rule of the
+        white space next to the brackets.
         """
-        comma = 'ws "," ws'
         low, high = times
         behind = first = ""
         if more:
-            behind = self._add(f"({comma} {more}){{{low},{high}}}")
+            behind = self.add(f"({comma} {more}){{{low},{high}}}")
             fewer = f"{{{max(low - 1, 0)},{int(high) - 1 if high else ''}}}"
-            first = self._add(f"{more} ({comma} {more}){fewer}")
+            first = self.add(f"{more} ({comma} {more}){fewer}")
             first = first if low else f"{first}?"
         for entry, is_needed in reversed(entries):
             alone = f"{entry} {behind}"
@@ -472,9 +469,9 @@ class RuleWriter:
                 first, behind = f"({alone})?", f"({comma} {alone})?"
             else:
                 first, behind = f"({alone} | {first or _EMPTY})", f"({comma} {entry})? {behind}"
-            first, behind = self._add(first), self._add(behind)
-        first = f"{first} ws " if first else ""
-        return self._add(f"{opening} ws {first}{closing}")
+            first, behind = self.add(first), self.add(behind)
+        first = f"{first} {space} " if first else ""
+        return self.add(f"{opening} {space} {first}{closing}")
 
     def _definition(self, name: str) -> str:
         if name not in self._definitions:
@@ -494,11 +491,22 @@ class RuleWriter:
         return f"@{name}"
 
     def _either(self, options: list[str]) -> str:
-        return options[0] if len(options) == 1 else self._add(" | ".join(options))
+        return options[0] if len(options) == 1 else self.add(" | ".join(options))
 
-    def _add(self, body: str) -> str:
+    def add(self, body: str) -> str:
+        """Add a rule, and return its name."""
         self._lines.append(f"r{len(self._lines)}: {body}")
         return f"r{len(self._lines) - 1}"
+
+
+def pattern_of(texts: Iterable[str]) -> str:
+    """Return a pattern that matches one of the texts.
+
+    llguidance refuses a rule with thousands of alternatives, but accepts a pattern with thousands
+    of alternatives.
+    """
+    pattern = "|".join(map(re.escape, texts)).replace("/", r"\/")
+    return f"/({pattern})/"
 
 
 def _text(value: Any) -> str:

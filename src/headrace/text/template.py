@@ -1,8 +1,10 @@
 """Renders a model's chat template: turns messages into text, but does not tokenize the text."""
 
+import json
 import os
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ _MAX_REASON = 300  # characters of a template's syntax error
 _PROBE_TEXT = "The sluice is open."
 _USER = {"role": "user", "content": "Hi"}
 _ASSISTANT = {"role": "assistant", "content": "Hello"}
+# How a template reads the tools from the system message.
+_SYSTEM_TOOLS = re.compile(r"message\[(['\"])tools\1\]|(['\"])tools\2 in message|message\.tools\b")
 
 Message = dict[str, Any]
 
@@ -61,6 +65,9 @@ class ChatTemplate:
         self._default = self._compile(self.source)
         self.tools_source = sources.get("tool_use", self.source)
         self._tools = self._compile(self.tools_source)
+        others, num_reads = _SYSTEM_TOOLS.subn("", self.tools_source)
+        # Whether the template reads the tools from the system message, as that of Phi-4-mini does.
+        self._has_system_tools = num_reads > 0 and "tools" not in others
 
     @classmethod
     def load(
@@ -129,6 +136,8 @@ class ChatTemplate:
             }
         )
         try:
+            if chat.tools and self._has_system_tools:
+                variables["messages"] = _with_system_tools(messages, chat.tools)
             text = self._environment.render(template, variables)
             text.encode()
             return text
@@ -189,6 +198,15 @@ def for_template(message: Message) -> Message:
     if message.get("tool_calls"):
         message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
     return message
+
+
+def _with_system_tools(messages: list[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """Write the tools into the system message; add a system message if there is none."""
+    has_system = bool(messages) and messages[0].get("role") == "system"
+    system = messages[0] if has_system else {"role": "system", "content": ""}
+    functions = [tool.get("function", tool) for tool in tools]
+    written = json.dumps(functions, ensure_ascii=False)
+    return [system | {"tools": written}, *messages[has_system:]]
 
 
 def _with_parsed_arguments(call: Any) -> Any:

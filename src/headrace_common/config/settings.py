@@ -16,6 +16,7 @@ ToolFormatName = Literal[
     "qwen3-coder",
     "glm",
     "gemma4",
+    "olmo3",
     "hermes",
     "mistral",
     "phi4",

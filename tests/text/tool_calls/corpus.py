@@ -84,6 +84,9 @@ def broken(begin: str, end: str) -> list[Case]:
         "no name": '{"arguments": {"x": 1}}',
         "a name with a line break": '{"name": "a\nb", "arguments": {}}',
         "a name with a bad escape": r'{"name": "a\xb", "arguments": 5}',
+        "a name that is half a surrogate pair": r'{"name": "\ud800", "arguments": {}}',
+        "half a surrogate pair in a string": r'{"name": "f", "arguments": "{\"x\": \"\ud800\"}"}',
+        "a value that JSON does not have": '{"arguments": {"x": NaN}, "name": "f"}',
         "an empty name": '{"name": "", "arguments": {"x": 1}}',
         "arguments that are a list": '{"name": "f", "arguments": [1]}',
         "arguments that are a text": '{"name": "f", "arguments": "x is 1"}',
@@ -276,6 +279,8 @@ GLM: list[Case] = [
     ("words in the tag", "<tool_call>no call here</tool_call>", ["<tool_call>no call here</tool_call>"]),
     ("a key without a value", "<tool_call>f<arg_key>x</arg_key></tool_call>", ["<tool_call>f<arg_key>x</arg_key></tool_call>"]),
     ("cut within a value", "<tool_call>f<arg_key>x</arg_key><arg_value>1", ["<tool_call>f<arg_key>x</arg_key><arg_value>1"]),
+    ("values that JSON does not have", "<tool_call>" + glm(("x", "NaN"), ("y", "-1e999")) + "</tool_call>",
+     [Call("f", {"x": "NaN", "y": "-1e999"})]),
     ("a call within reasoning stays reasoning", "<think><tool_call>g</tool_call></think>Yes",
      [Thought("<tool_call>g</tool_call>"), "Yes"]),
 ]  # fmt: skip
@@ -295,7 +300,64 @@ GEMMA4: list[Case] = [
     ("text around it", "So.\n<|tool_call>call:g{}<tool_call|>\nDone.", ["So.", G, "Done."]),
     ("words in the tag", "<|tool_call>no call here<tool_call|>", ["<|tool_call>no call here<tool_call|>"]),
     ("a key without a value", "<|tool_call>call:f{x:}<tool_call|>", ["<|tool_call>call:f{x:}<tool_call|>"]),
+    ("keys that look like literals", "<|tool_call>call:f{None:True,1:2}<tool_call|>", [Call("f", {"None": True, "1": 2})]),
+    ("half a surrogate pair", r'<|tool_call>call:f{"cmd":"\ud800"}<tool_call|>', [Call("f", {"cmd": "\ud800"})]),
+    ("a number beyond all doubles", "<|tool_call>call:f{x:1e999}<tool_call|>", ["<|tool_call>call:f{x:1e999}<tool_call|>"]),
     ("cut within a value", '<|tool_call>call:f{x:<|"|>a', ['<|tool_call>call:f{x:<|"|>a']),
+]  # fmt: skip
+
+_FS, _FE = "<function_calls>", "</function_calls>"
+
+
+def lines(what: str, calls: str, *expected: Any) -> Case:
+    return what, f"{_FS}{calls}{_FE}", list(expected)
+
+
+def no_calls(what: str, text: str) -> Case:
+    return lines(what, text, f"{_FS}{text}{_FE}")
+
+
+OLMO3: list[Case] = [
+    lines("a call", "f(x=1)", F),
+    lines("no arguments", "g()", G),
+    lines("two in lines", "f(x=1)\ng()", F, G),
+    lines("lines around them", "\nf(x=1)\n\ng()\n", F, G),
+    lines("commas between", "f(x=1), g(),", F, G),
+    lines("white space", "f ( x = 1 )", F),
+    lines("JSON's values", r'f(cmd="a \"b\"", x=[true, null, -1.5e+3, {}])',
+          Call("f", {"cmd": 'a "b"', "x": [True, None, -1500.0, {}]})),
+    lines("Python's values", r"f(cmd='a \'b\' \x41', x=[True, None, ''])",
+          Call("f", {"cmd": "a 'b' A", "x": [True, None, ""]})),
+    lines("nested values", f'f(x={DEEP_JSON[6:-1]})', DEEP),
+    lines("brackets and markers in a text", f'f(cmd=")]}}{_FE}{_FS}", x=1)', Call("f", {"cmd": f")]}}{_FE}{_FS}", "x": 1})),
+    lines("three quotes", 'f(cmd="""a "b"\n""c""", x=1)', Call("f", {"cmd": 'a "b"\n""c', "x": 1})),
+    lines("a line break in a text", "f(cmd='a\nb')", Call("f", {"cmd": "a\nb"})),
+    lines("an unknown escape", r'f(cmd="\d+")', Call("f", {"cmd": r"\d+"})),
+    lines("surrogates", r'f(cmd="\ud83d\ude42 \ud800")', Call("f", {"cmd": "🙂 \ud800"})),
+    lines("words of Python as names", 'f(from="a", class=1)', Call("f", {"from": "a", "class": 1})),
+    lines("a name with dots and a hyphen", "server.f-2(x-y=1)", Call("server.f-2", {"x-y": 1})),
+    lines("one object", 'f(**{"x": 1})', F),
+    lines("commas too many", "f(x=[1, 2,],)", Call("f", {"x": [1, 2]})),
+    lines("a text that looks like a number", "f(cmd=3)", Call("f", {"cmd": "3"})),
+    ("the end tag forgotten", f"{_FS}f(x=1)", [F]),
+    ("text around it", f"So.\n{_FS}g(){_FE}\nDone.", ["So.", G, "Done."]),
+    lines("words after a call", "g(), and then", G, f", and then{_FE}"),
+    lines("a call and a broken one", "g()\nf(1)", G, f"f(1){_FE}"),
+    ("a tag in a call", f"{_FS}f(x={_FS}g(){_FE}", [f"{_FS}f(x=", G]),
+    no_calls("nothing in the tag", ""),
+    no_calls("words in the tag", "no call here"),
+    no_calls("no names of arguments", "f(1)"),
+    no_calls("an expression", "f(x=1+open('a'))"),
+    no_calls("a set", "f(x={1, 2})"),
+    no_calls("a name in a list", "f(x=[y=1])"),
+    no_calls("a name of a variable", "f(x=y)"),
+    no_calls("a bracket of another kind", 'f(x=1}, {"y": 2)'),
+    no_calls("a number beyond all doubles", "f(x=1e999)"),
+    no_calls("two texts", "f(x='a' 'b')"),
+    ("cut within a text", f"{_FS}f(cmd='a", [f"{_FS}f(cmd='a"]),
+    ("cut within the name", f"{_FS}f", [f"{_FS}f"]),
+    ("cut after a call", f"{_FS}g()\nf(x=", [G, "f(x="]),
+    ("a call within reasoning stays reasoning", f"<think>{_FS}g(){_FE}</think>Yes", [Thought(f"{_FS}g(){_FE}"), "Yes"]),
 ]  # fmt: skip
 
 PYTHONIC: list[Case] = [
@@ -313,6 +375,7 @@ PYTHONIC: list[Case] = [
     ("a link", "[here](http://x.org)", ["[here](http://x.org)"]),
     ("no names of arguments", "[f(1)]", ["[f(1)]"]),
     ("an expression", "[f(x=1+open('a'))]", ["[f(x=1+open('a'))]"]),
+    ("half a surrogate pair", r'[f(x="\ud800")]', [Call("f", {"x": "\ud800"})]),
     ("a set", "[f(x={1, 2})]", ["[f(x={1, 2})]"]),
     ("an empty list", "[]", ["[]"]),
     ("cut", '[f(x="a', ['[f(x="a']),
@@ -330,5 +393,6 @@ CORPUS: dict[str, list[Case]] = {
     "qwen3-coder": QWEN3_CODER,
     "glm": GLM,
     "gemma4": GEMMA4,
+    "olmo3": OLMO3,
     "pythonic": PYTHONIC,
 }

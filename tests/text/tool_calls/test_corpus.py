@@ -24,6 +24,7 @@ CASES = [
 def found(name: str, parts: Iterable[str]) -> Expected:
     pieces: Expected = []
     for channel, called, text in joined(splitter_of(name), list(parts)):
+        assert (called + text).encode(), "half a surrogate pair cannot be sent"
         if channel == TOOL:
             try:
                 pieces.append(Call(called, json.loads(text)))
@@ -52,7 +53,8 @@ SCRAPS = [
     *('{"name": "f", "arguments": {', '"x": ', "'", '"', "\\", ",", "{", "}", "[", "]", ":", ";"),
     *("True", "Tr", "1", " ", "\n", "```", "```json", "f", "(x=", ")", "<", "word", *TAGS),
     *("<parameter=x>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>"),
-    *("</arg_value>", "</tool_call>", "[ARGS]", "<|python_end|>"),
+    *("</arg_value>", "</tool_call>", "[ARGS]", "<|python_end|>", "**", '"""', "f(", "x=", "1e999"),
+    *(r"\ud800", "NaN", "call:f{", '"name": "f"'),
 ]
 
 

@@ -10,9 +10,9 @@ from headrace_common.config.settings import ToolFormatName
 
 @pytest.mark.parametrize("name", get_args(ToolFormatName))
 def test_a_template_with_the_sign_of_a_format_has_that_format(name: str) -> None:
-    sign = format_of(name).sign
-    template = f"{{{{ tools }}}} {sign}" if sign else "knows none"
-    assert tool_format(template) == name
+    signs = format_of(name).signs
+    templates = [f"{{{{ tools }}}} {sign}" for sign in signs] or ["knows none"]
+    assert {tool_format(template) for template in templates} == {name}
 
 
 def test_a_template_that_takes_tools_and_has_no_sign_is_of_the_commonest_format() -> None:

@@ -12,7 +12,7 @@ _DEEPSEEK = (
 )
 
 FORMAT = ToolFormat(
-    "tool▁calls▁begin",
+    ("tool▁calls▁begin",),
     (_CALLS, _CALL),
     lambda _: JsonCalls(_DEEPSEEK, ("```", _CALL_END, _CALLS_END), _CALL, has_header=True),
     ends=(_CALL_END, _CALLS_END, _SEP),

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from headrace.text.argument_rules import ArgumentNotation
+
 Call = tuple[str, dict[str, Any]]
 """The name and the arguments of a call."""
 
@@ -42,12 +44,14 @@ class CallRules(NamedTuple):
 
     In the rules, @arguments0 stands for the arguments of the first tool, and so on. `start` is the
     start rule for answers that can contain both text and calls. `text` is the pattern of the text,
-    or None if text and the start of a call cannot be distinguished.
+    or None if text and the start of a call cannot be distinguished. The arguments are JSON objects
+    unless `notation` is set.
     """
 
     lines: list[str]
     start: str = "TEXT? calls?"
     text: str | None = ANY_TEXT
+    notation: ArgumentNotation | None = None
 
 
 MakeRules = Callable[[Sequence[str], int, TokenId], CallRules]
@@ -58,11 +62,11 @@ class ToolFormat(NamedTuple):
     """A format of tool calls.
 
     A marker in `starts` begins a call. A character in `leads` also begins a call if the character
-    begins the answer. `sign` is a text that only chat templates of this format contain. A marker
-    in `kept` is part of the call, so the call's parser also gets the marker.
+    begins the answer. Only chat templates of this format contain one of the texts `signs`. A
+    marker in `kept` is part of the call, so the call's parser also gets the marker.
     """
 
-    sign: str
+    signs: tuple[str, ...]
     starts: tuple[str, ...]
     make: Callable[[IsText], CallBody]
     leads: str = ""

@@ -2,8 +2,20 @@
 
 import json
 import re
+from collections.abc import Sequence
 
-from headrace.text.tool_formats.format import Call, IsText, ToolFormat
+from headrace.text.argument_rules import ArgumentNotation
+from headrace.text.tool_formats.format import (
+    ANY_TEXT,
+    Call,
+    CallRules,
+    IsText,
+    TokenId,
+    ToolFormat,
+    marker,
+    more,
+)
+from headrace.text.tool_formats.values import LITERAL, PYTHON_LITERALS, read_json, with_texts
 from headrace.text.tool_formats.whole_calls import WholeCalls
 
 _START, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -15,8 +27,6 @@ _PIECE = re.compile(
     r"|(?P<space>\s++)"
     r'|(?P<word>[^{}\[\],:\s<"][^{}\[\],:<"]*+)'
 )
-_LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def _parse(body: str, is_text: IsText) -> list[Call] | None:
@@ -25,17 +35,10 @@ def _parse(body: str, is_text: IsText) -> list[Call] | None:
         return None
     written = _as_json(body[head.end() :])
     try:
-        arguments = json.loads(written) if written else None
+        arguments = read_json(written) if written else None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(arguments, dict):
-        return None
-    name = head[1]
-    for key, value in arguments.items():
-        # A model may omit the quotes of a text that looks like a number.
-        if isinstance(value, int | float) and is_text(name, key):
-            arguments[key] = json.dumps(value)
-    return [(name, arguments)]
+    return [with_texts(head[1], arguments, is_text)] if isinstance(arguments, dict) else None
 
 
 def _as_json(text: str) -> str | None:
@@ -55,9 +58,10 @@ def _as_json(text: str) -> str | None:
         if kind == "text":
             found.append(_quoted(piece[0][len(_QUOTE) : -len(_QUOTE)]))
         elif kind == "word":
-            written = _PYTHON.get(written, written)
-            is_value = not text.startswith(":", at) and _LITERAL.fullmatch(written)
-            found.append(written if is_value else _quoted(written))
+            is_key = text.startswith(":", at)
+            literal = PYTHON_LITERALS.get(written, written)
+            is_literal = not is_key and LITERAL.fullmatch(literal)
+            found.append(literal if is_literal else _quoted(written))
         else:
             found.append(written)
     return "".join(found)
@@ -67,9 +71,24 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
+    opening, closing = marker(_START, token_id), marker(_END, token_id)
+    calls = (f"{json.dumps(f'call:{name}')} @arguments{i}" for i, name in enumerate(names))
+    lines = [
+        "calls: call" + more("call", most),
+        f"call: {opening} ({' | '.join(calls)}) {closing}",
+    ]
+    # Without a token for the quote, strings are JSON, because a grammar cannot find their ends.
+    quote = None if token_id(_QUOTE) is None else marker(_QUOTE, token_id)
+    notation = ArgumentNotation('"{"', ":", '","', '"}"', "{}", quote)
+    text = ANY_TEXT if opening.startswith("<[") else None
+    return CallRules(lines, text=text, notation=notation)
+
+
 FORMAT = ToolFormat(
-    _START,
+    (_START,),
     (_START,),
     lambda is_text: WholeCalls(_END, lambda body: _parse(body, is_text)),
     ends=(_END, _QUOTE),
+    rules=_rules,
 )

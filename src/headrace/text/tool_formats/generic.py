@@ -101,5 +101,5 @@ def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
 
 
 FORMAT = ToolFormat(
-    "", (), lambda _: JsonCalls(OBJECT, ("}", "}", "]", "```")), leads="{[`", rules=_rules
+    (), (), lambda _: JsonCalls(OBJECT, ("}", "}", "]", "```")), leads="{[`", rules=_rules
 )

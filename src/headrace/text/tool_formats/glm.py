@@ -3,7 +3,8 @@
 import re
 
 from headrace.text.tool_formats.format import Call, IsText, ToolFormat
-from headrace.text.tool_formats.whole_calls import WholeCalls, value_of
+from headrace.text.tool_formats.values import value_of
+from headrace.text.tool_formats.whole_calls import WholeCalls
 
 # Answers are parsed on the event loop, so no part of an answer may be matched twice. A lazy group
 # that can be extended later would make the time cubic in the length of the answer.
@@ -24,7 +25,7 @@ def _parse(body: str, is_text: IsText) -> list[Call] | None:
 
 
 FORMAT = ToolFormat(
-    "<arg_key>",
+    ("<arg_key>",),
     ("<tool_call>",),
     lambda is_text: WholeCalls(
         "</tool_call>", lambda body: _parse(body, is_text), ("<arg_value>", "</arg_value>")

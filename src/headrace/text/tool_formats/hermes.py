@@ -27,7 +27,7 @@ def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
 
 
 FORMAT = ToolFormat(
-    _START,
+    (_START,),
     (_START,),
     lambda _: JsonCalls(OBJECT, ("}", "}", "]", "```", _END)),
     ends=(_END,),

@@ -2,15 +2,18 @@
 
 import json
 import re
+from typing import Any
 
 from headrace.text.tool_formats.format import CallDelta
 from headrace.text.tool_formats.json_scan import ObjectScan
+from headrace.text.tool_formats.values import as_json, is_unicode, read_json
 
-_NAME = r'"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})+")'
-_ARGUMENTS = r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+# The pattern is matched again with each piece of text, so no part of it may be matched twice.
+_NAME = r'"name"\s*+:\s*+("(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4}){1,256}+")'
+_ARGUMENTS = r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
 OBJECT = (
-    r"\s*(?:```(?:json)?)?[\s\[,;]*"
-    rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?{_NAME}{_ARGUMENTS}'
+    r"\s*+(?:```(?:json)?)?+[\s\[,;]*+"
+    rf'\{{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?{_NAME}{_ARGUMENTS}'
 )
 """Matches the start of a call that is a JSON object, perhaps in a code fence or an array."""
 # Characters that may separate two calls.
@@ -78,9 +81,8 @@ class JsonCalls:
 
     def _take_opening(self, deltas: list[CallDelta], is_last: bool) -> bool:
         found = self._opening.match(self._text, self._at)
-        if found:
-            name = next(filter(None, found.groups()))
-            deltas.append(CallDelta(json.loads(name) if name.startswith('"') else name, ""))
+        if found and (name := _decoded(next(filter(None, found.groups())))):
+            deltas.append(CallDelta(name, ""))
             self._at, self._has_name, self._scan = found.end(), True, ObjectScan()
             self._object = None
             return True
@@ -158,20 +160,31 @@ def _call_in(text: str) -> tuple[str, str] | None:
     In `text`, the arguments can be an object or a string.
     """
     try:
-        value = json.loads(text)
+        return _call_of(read_json(text))
     except (ValueError, RecursionError):
         return None
+
+
+def _call_of(value: dict[str, Any]) -> tuple[str, str] | None:
     if isinstance(value.get("function"), dict):
         value = value["function"]
-    name, arguments = value.get("name") or value.get("function"), value.get("arguments")
+    name: Any = value.get("name") or value.get("function")
+    arguments = value.get("arguments")
     if arguments is None:
         arguments = value.get("parameters")
     if isinstance(arguments, str):
         arguments = _mended(arguments.strip()) if arguments.strip() else "{}"
     else:
-        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+        arguments = as_json(arguments or {})
     is_name = isinstance(name, str) and name and name.isprintable()
-    return (name, arguments) if is_name and arguments.startswith("{") else None
+    is_sound = arguments.startswith("{") and is_unicode(arguments)
+    return (name, arguments) if is_name and is_sound else None
+
+
+def _decoded(name: str) -> str:
+    """Return a name that may be a JSON string; "" if it contains characters that no name has."""
+    found = json.loads(name) if name.startswith('"') else name
+    return found if found.isprintable() else ""
 
 
 def _mended(text: str) -> str:

@@ -4,7 +4,8 @@ Valid JSON passes unchanged. Models sometimes write Python's quotes and literals
 closing bracket, line breaks within strings, and backslashes before any letter.
 """
 
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
+from headrace.text.tool_formats.values import PYTHON_LITERALS
+
 _ESCAPED = frozenset('"\\/bfnrtu')
 _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
@@ -64,7 +65,7 @@ class ObjectScan:
         if character.isspace() and self._held[:1] == ",":
             self._held += character
             return ""
-        before = _LITERALS.get(self._held, self._held)
+        before = PYTHON_LITERALS.get(self._held, self._held)
         self._held = ""
         if character in "}]":
             self._depth -= 1

@@ -12,7 +12,7 @@ def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
 
 
 FORMAT = ToolFormat(
-    '"parameters"',
+    ('"parameters"',),
     ("<|python_tag|>",),
     lambda _: JsonCalls(OBJECT, ("}", "}", "]")),
     leads="{[",

@@ -31,7 +31,7 @@ def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
 
 
 FORMAT = ToolFormat(
-    _START,
+    (_START,),
     (_START,),
     lambda _: JsonCalls(_OPENING, ("}", "}", "]"), has_header=True),
     ends=("[ARGS]", "[CALL_ID]"),

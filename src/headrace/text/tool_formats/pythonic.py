@@ -41,5 +41,5 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 FORMAT = ToolFormat(
-    "<|python_start|>", ("<|python_start|>",), lambda _: WholeCalls("", _parse), leads="["
+    ("<|python_start|>",), ("<|python_start|>",), lambda _: WholeCalls("", _parse), leads="["
 )

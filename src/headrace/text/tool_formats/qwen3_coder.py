@@ -3,7 +3,8 @@
 import re
 
 from headrace.text.tool_formats.format import Call, IsText, ToolFormat
-from headrace.text.tool_formats.whole_calls import WholeCalls, value_of
+from headrace.text.tool_formats.values import value_of
+from headrace.text.tool_formats.whole_calls import WholeCalls
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
 # Models sometimes omit the end tag of a parameter.
@@ -32,7 +33,7 @@ def _parse(body: str, is_text: IsText) -> list[Call] | None:
 
 
 FORMAT = ToolFormat(
-    "<function=",
+    ("<function=",),
     ("<tool_call>", "<function="),
     lambda is_text: WholeCalls(
         "</tool_call>", lambda body: _parse(body, is_text), ("<parameter=", "</parameter>")

@@ -28,5 +28,5 @@ def tool_format(template: str) -> str:
     """
     if "tools" not in template:
         return GENERIC if template else ""
-    signs = ((name, format_of(name).sign) for name in get_args(ToolFormatName))
-    return next((name for name, sign in signs if sign and sign in template), "hermes")
+    signs = ((name, sign) for name in get_args(ToolFormatName) for sign in format_of(name).signs)
+    return next((name for name, sign in signs if sign in template), "hermes")

@@ -1,10 +1,13 @@
 """Parses calls that can only be parsed when they are complete."""
 
-import json
 from collections.abc import Callable
-from typing import Any
 
 from headrace.text.tool_formats.format import Call, CallDelta
+from headrace.text.tool_formats.values import deltas_of
+
+# The number of markers `end` that may turn out not to end the calls. Each try parses the whole
+# text, so the number bounds the time for an answer that repeats the marker.
+_MAX_TRIES = 32
 
 
 class WholeCalls:
@@ -24,6 +27,7 @@ class WholeCalls:
         self._text = ""
         # Each `end` before this index turned out not to end the calls.
         self._at = 0
+        self._num_tries = 0
 
     def feed(self, text: str) -> list[CallDelta]:
         self._text += text
@@ -33,42 +37,31 @@ class WholeCalls:
         return self._find_calls(is_last=True) if self.rest is None else []
 
     def _find_calls(self, is_last: bool) -> list[CallDelta]:
-        while (index := self._text.find(self._end, self._at) if self._end else -1) >= 0:
+        while (index := self._next_end()) >= 0:
             self._at = index + len(self._end)
+            self._num_tries += 1
             body = self._text[:index]
-            if calls := self._parse(body):
+            if calls := self._calls_in(body):
                 return self._found(calls, self._text[self._at :])
             begin, end = (body.rfind(marker) for marker in self._value)
             if begin <= end:
                 return self._found([], self._text)
         if not is_last:
             return []
-        calls = self._parse(self._text)
-        return self._found(calls or [], "" if calls else self._text)
+        calls = self._calls_in(self._text)
+        return self._found(calls, "" if calls else self._text)
 
-    def _found(self, calls: list[Call], rest: str) -> list[CallDelta]:
+    def _next_end(self) -> int:
+        is_tried = self._end and self._num_tries < _MAX_TRIES
+        return self._text.find(self._end, self._at) if is_tried else -1
+
+    def _calls_in(self, body: str) -> list[CallDelta]:
+        try:
+            return [delta for call in self._parse(body) or () for delta in deltas_of(call)]
+        # Values that nest too deeply, or that JSON cannot represent.
+        except (ValueError, RecursionError):
+            return []
+
+    def _found(self, calls: list[CallDelta], rest: str) -> list[CallDelta]:
         self.rest = rest
-        return [
-            delta
-            for name, arguments in calls
-            for delta in (
-                CallDelta(name, ""),
-                CallDelta("", json.dumps(arguments, ensure_ascii=False)),
-            )
-        ]
-
-
-def value_of(text: str, is_text: bool) -> Any:
-    """Parse an argument that stood between tags: as JSON, unless the tool declares a string."""
-    if is_text:
-        return text
-    if text in _LITERALS:
-        return _LITERALS[text]
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-# Models may write the literals of Python.
-_LITERALS = {"True": True, "False": False, "None": None}
+        return calls

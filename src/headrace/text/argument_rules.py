@@ -1,0 +1,74 @@
+"""Writes the schema of a call's arguments as grammars, for formats that write no JSON object."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from headrace.text.json_schema import Node, ReadSchema
+from headrace.text.schema_rules import Grammars, RuleWriter, pattern_of
+
+_NAMING = {"type", "properties", "required", "additionalProperties"}
+_ANY_STRING = {"type": ["string"]}
+_BARE_NAME = re.compile(r"[\w.-]{1,64}")
+
+
+class ArgumentNotation(NamedTuple):
+    """How the arguments of a call are written.
+
+    `opening`, `comma` and `closing` are Lark. `separator` is the text between a name and a value.
+    `whole` is the rule of arguments whose names are not known; `{}` in it stands for a JSON object.
+    Values are JSON. But if `quote`, a token, is set, it encloses strings without limits and the
+    strings of an enum.
+    """
+
+    opening: str
+    separator: str
+    comma: str
+    closing: str
+    whole: str
+    quote: str | None = None
+
+
+def argument_grammars(schema: ReadSchema, name: str, notation: ArgumentNotation) -> Grammars:
+    """Return the grammars of a settled schema; the first grammar is called `name`."""
+    rules = RuleWriter(schema, name)
+    return rules.write(_start(rules, schema.root, notation))
+
+
+def _start(rules: RuleWriter, root: Node, notation: ArgumentNotation) -> str:
+    """Return a rule for the arguments: one by one if the schema names them all."""
+    if not isinstance(root, dict) or not _names_all(root):
+        return rules.add(notation.whole.format(rules.rule(root)))
+    required = root.get("required", ())
+    entries = []
+    for name, node in root.get("properties", {}).items():
+        if node is not False:
+            value = _in_quotes(node, notation.quote) or rules.rule(node)
+            entry = rules.add(f"{json.dumps(name + notation.separator)} {value}")
+            entries.append((entry, name in required))
+    opening, closing = notation.opening, notation.closing
+    return rules.sequence(opening, entries, "", closing, comma=notation.comma, space="")
+
+
+def _names_all(root: dict[str, Any]) -> bool:
+    """Return whether the schema lists all arguments, by names that need no quotes."""
+    if not root.keys() <= _NAMING or root.get("type") != ["object"]:
+        return False
+    listed = root.get("properties", {})
+    others = root.get("additionalProperties", "properties" not in root)
+    if others is not False and not listed:
+        return False
+    return listed.keys() >= set(root.get("required", ())) and all(map(_BARE_NAME.fullmatch, listed))
+
+
+def _in_quotes(node: Node, quote: str | None) -> str | None:
+    """Return a rule for a string in quotes that are tokens; None for all other values."""
+    if quote is None or not isinstance(node, dict):
+        return None
+    if node == _ANY_STRING:
+        return f"({quote} (/(?s:.+)/)? {quote})"
+    texts = node.get("enum", ())
+    is_enum = texts and node.keys() <= {"type", "enum"}
+    if is_enum and all(isinstance(it, str) and it for it in texts):
+        return f"({quote} {pattern_of(texts)} {quote})"
+    return None
