@@ -59,7 +59,8 @@ def sound(model: ServedModel) -> dict[int, SeedResult]:
 def test_a_planted_fault_is_found(
     name: str, sound: dict[int, SeedResult], model: ServedModel
 ) -> None:
-    assert look_for(ALL[name], seeds_of(name, sound), (), model, BUDGET_S).failure
+    reports = (look_for(ALL[name], [it], (), model, BUDGET_S) for it in seeds_of(name, sound))
+    assert any(report.failure for report in reports)
 
 
 def test_counting_visits_changes_nothing(sound: dict[int, SeedResult], model: ServedModel) -> None:

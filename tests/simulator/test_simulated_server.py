@@ -9,26 +9,28 @@ import pytest
 from stress.simulated_server.__main__ import Totals
 from stress.simulated_server.campaign import outcomes
 
-NUM_SEEDS = 60
-
 
 @pytest.mark.timeout(900)
-def test_no_seed_breaks_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("num_seeds", [15, pytest.param(100, marks=pytest.mark.slow)])
+def test_no_seed_breaks_a_promise(num_seeds: int, capsys: pytest.CaptureFixture[str]) -> None:
     totals = Totals()
-    for seed, outcome in outcomes(range(NUM_SEEDS), os.cpu_count() or 1):
+    for seed, outcome in outcomes(range(num_seeds), os.cpu_count() or 1):
         totals.add(seed, outcome)
     with capsys.disabled():
         print(f"\n{totals.line()}")
     assert not totals.failed, [(seed, it.failure) for seed, it in totals.failed[:3]]
-    assert totals.counts["answers"] > NUM_SEEDS, "the runs compare too few answers"
-    assert totals.counts["server: killed"] > NUM_SEEDS // 10, "the runs are too easy"
+    assert totals.counts["answers"] > num_seeds, "the runs compare too few answers"
+    assert totals.counts["server: killed"] > num_seeds // 10, "the runs are too easy"
 
 
 def test_a_seed_gives_the_same_run_in_any_process() -> None:
-    """Sets and dicts have another order in each process unless the code avoids it."""
+    """Sets and dicts have another order in each process unless the code avoids it.
+
+    The seeds are one of each world.
+    """
     program = (
         "from stress.simulated_server.campaign import outcomes\n"
-        "for seed, it in sorted(outcomes(range(6), 1)): print(seed, it.digest, it.num_steps)"
+        "for seed, it in sorted(outcomes((0, 3, 5), 1)): print(seed, it.digest, it.num_steps)"
     )
     runs = {
         subprocess.run(
