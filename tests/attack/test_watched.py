@@ -26,7 +26,7 @@ def target(folder: Path, found: list[str]) -> Target:
         ("ends", "server has ended"),
         pytest.param("stalls", "/health/live took", marks=pytest.mark.slow),
         pytest.param("grows", "MB over rest", marks=pytest.mark.slow),
-        ("complains", "in the log, 1 times: Traceback"),
+        pytest.param("complains", "in the log, 1 times: Traceback", marks=pytest.mark.slow),
         ("is deaf", "SIGTERM took"),
     ],
 )
@@ -56,6 +56,7 @@ async def until(condition: Callable[[], bool], within_s: float, watched: Watched
         await asyncio.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_server_without_a_fault_passes(tmp_path: Path) -> None:
     found: list[str] = []

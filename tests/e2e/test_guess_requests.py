@@ -75,9 +75,12 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     return Asked(str(folder), (), sees=True)
 
 
-@pytest.mark.parametrize("guess", ["auto", pytest.param("3", marks=pytest.mark.slow)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("guess", ["auto", pytest.param("3", marks=SLOW)])
 @pytest.mark.parametrize(
-    "which", ["text", "drafting", pytest.param("seeing", marks=pytest.mark.slow)]
+    "which", ["drafting", pytest.param("text", marks=SLOW), pytest.param("seeing", marks=SLOW)]
 )
 def test_every_kind_of_request_is_answered_the_same(
     which: str, guess: str, request: pytest.FixtureRequest

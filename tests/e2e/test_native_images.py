@@ -52,6 +52,7 @@ def test_a_killed_engine_costs_nothing_of_an_image_chat(server):
     assert expected and text_despite_a_kill(server, body) == expected
 
 
+@pytest.mark.slow
 def test_its_text_side_alone_takes_no_images(folder):
     with running_server(str(folder), "--threads", "1", "--lane", "native-text") as running:
         said(post(running, chat(text="Hello")))

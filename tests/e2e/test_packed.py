@@ -22,7 +22,8 @@ def answer(server: ServerProcess, prompt: str) -> tuple[str, str, int]:
     return choice["text"], choice["finish_reason"], usage["completion_tokens"]
 
 
-@pytest.mark.parametrize("kind", ["gguf", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gguf", "int4"])
 def test_answers_are_the_same_alone_and_beside_others(tmp_path: Path, kind: str) -> None:
     flags = ["--threads", "1", "--max-model-len", "512"]
     if kind == "gguf":

@@ -182,6 +182,7 @@ def test_a_websocket_handshake_elsewhere_is_a_plain_405(server: ServerProcess) -
         assert connection.recv(4096).startswith(b"HTTP/1.1 405 ")
 
 
+@pytest.mark.slow
 def test_a_background_response_survives_a_kill_and_belongs_to_its_key(tmp_path: Path) -> None:
     keys = ("--api-key", "mine", "--api-key", "other")
     flags = ("--threads", "1", "--state-dir", str(tmp_path / "state"), *keys)

@@ -190,8 +190,23 @@ OPTIONS = {
     ),
 }
 
+# `make test-slow` runs these, whose options other cases have in other families or in part.
+SLOW = {
+    *("llama tied", "llama with mlp biases", "llama with a kv head per head"),
+    *("llama with its own head size", "llama with another norm", "mistral without a window"),
+    *("qwen2 tied", "qwen2 with windows by layer", "qwen3 with attention biases"),
+    *("qwen3 with windows from a layer on", "gemma 2 with its own layers and scale"),
+    *("gemma 2 untied", "gemma 3", "gemma 3 with its own scale and head size"),
+    *("gemma 4 with experts", "the text side of gemma 4", "gemma 4 unified"),
+    *("smollm3", "olmo 2", "olmo 3", "granite", "experts", "experts on all layers but one"),
+    *("experts with a window on all layers", "gpt-oss", "gpt-oss with a plain rope"),
+    *("yarn rope without a factor", "yarn rope of qwen2", "yarn rope with fractions", "shards"),
+}
 
-@pytest.mark.parametrize("name", OPTIONS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(it, marks=pytest.mark.slow) if it in SLOW else it for it in OPTIONS]
+)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path):
     architecture, config = OPTIONS[name]
     folder = make_tiny_model(tmp_path / "tiny", architecture, **dict[str, Any](config))

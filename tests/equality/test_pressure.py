@@ -120,7 +120,7 @@ def test_greedy_output_is_the_same_with_the_budget_on_off_and_after_ten_preempti
 @pytest.mark.parametrize(
     "asked",
     [
-        {"mirostat": 1, "samplers": MIROSTAT},
+        pytest.param({"mirostat": 1, "samplers": MIROSTAT}, marks=pytest.mark.slow),
         {"mirostat": 2, "samplers": MIROSTAT},
         {"dry_multiplier": 2.0, "dry_allowed_length": 0, "samplers": ("dry", "temperature")},
     ],

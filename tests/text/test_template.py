@@ -192,10 +192,16 @@ def test_a_refusal_is_a_short_text_whatever_the_template_says():
         "{% set s = 'a' * 10 ** 6 %}{{ ('a' | safe).escape([s] * 1000) }}",
         "{% set s = 'a' * 10 ** 6 %}{{ raise_exception([s] * 1000) }}",
         "{{ ([1] * 10 ** 5) | tojson(separators=('a' * 10 ** 4, ':')) }}",
-        "{% set n = namespace(x=[1]) %}{% for i in range(900) %}{% set n.x = [n.x, 1] %}"
-        "{% endfor %}{{ ([n.x] * 500) | tojson(indent=90) }}",
-        "{% set n = namespace(x=1) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}"
-        "{% endfor %}{{ n.x }}",
+        pytest.param(
+            "{% set n = namespace(x=[1]) %}{% for i in range(900) %}{% set n.x = [n.x, 1] %}"
+            "{% endfor %}{{ ([n.x] * 500) | tojson(indent=90) }}",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "{% set n = namespace(x=1) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}"
+            "{% endfor %}{{ n.x }}",
+            marks=pytest.mark.slow,
+        ),
         "{% set n = namespace(x=1) %}{% set n.x = [n, n] %}{% for i in range(40) %}"
         "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n }}",
         "{{ '{:{}}'.format(1, '1500000000') }}",
