@@ -100,8 +100,8 @@ def test_one_command_after_the_installation_is_a_chat_with_a_trained_model(
     assert "smollm2" in user.run("headrace", "models", "downloaded")
 
 
-def test_it_stops_and_leaves_no_process(user: OtherUser) -> None:
-    server = user.serve().wait_until_ready()
+def test_it_stops_and_leaves_no_process(server: ServerProcess) -> None:
+    """The last test of this server."""
     started = processes.descendants(server.process.pid)
     assert server.stop() == 0 and started
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]

@@ -33,3 +33,8 @@ def page(server: Server, driver: webdriver.Chrome) -> Iterator[Page]:
     yield shown
     shown.offline(False)
     assert not shown.complaints()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the longest file, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_states.py")

@@ -32,7 +32,8 @@ def look_like(page: Page, scheme: str, width: int = 1200) -> None:
 
 
 def violations(page: Page) -> Any:
-    page.driver.execute_script(AXE.read_text())
+    if not page.driver.execute_script("return Boolean(window.axe)"):
+        page.driver.execute_script(AXE.read_text())
     return page.driver.execute_async_script(RUN)
 
 

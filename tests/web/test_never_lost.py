@@ -43,7 +43,7 @@ IDBObjectStore.prototype.put = function () { try { this.transaction.abort(); } c
 ROOM = "IDBObjectStore.prototype.put = window.put"
 
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1 << 30)
-RUNS = int(os.environ.get("RUNS", "3"))
+RUNS = int(os.environ.get("RUNS", "2"))
 
 
 def disturb(page: Page, what: str, dice: random.Random) -> None:
