@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -19,21 +19,50 @@ from tools.harness.gguf_files import to_gguf
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.tiny_models import make_tiny_model
 
-ID = "someone/small"
+ID, OTHER, GATED = "someone/small", "someone/other", "someone/gated"
+ADMIN = {"Authorization": "Bearer admin"}
 
 
 @pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("hub") / "small")
+def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The hub's repositories: one model under three names, and as a file of the catalog."""
+    root = tmp_path_factory.mktemp("hub")
+    folder = make_tiny_model(root / "small")
+    file = root / "gguf" / "Qwen3-0.6B-Q8_0.gguf"
+    file.parent.mkdir()
+    to_gguf(folder, file, "Q8_0")
+    return {**dict.fromkeys((ID, OTHER, GATED), folder), "unsloth/Qwen3-0.6B-GGUF": file.parent}
 
 
-@pytest.fixture
-def hub(repo: Path) -> Iterator[SmallHub]:
-    with small_hub({ID: repo, "someone/other": repo}) as running:
+@contextlib.contextmanager
+def flowing(repos: dict[str, Path]) -> Iterator[SmallHub]:
+    """A hub that sends everything at the end, so that no download holds the server up."""
+    with small_hub(repos) as running:
         try:
             yield running
         finally:
             running.flows.set()
+
+
+@pytest.fixture
+def hub(repos: dict[str, Path]) -> Iterator[SmallHub]:
+    with flowing(repos) as running:
+        yield running
+
+
+class Shared(NamedTuple):
+    """A server that began with one model, its hub and the folder of its caches."""
+
+    url: str
+    hub: SmallHub
+    home: Path
+
+
+@pytest.fixture(scope="module")
+def shared(repos: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    home = tmp_path_factory.mktemp("home")
+    with flowing(repos) as hub, serving(hub, home, "--admin-key", "admin") as server:
+        yield Shared(server.url, hub, home)
 
 
 @contextlib.contextmanager
@@ -50,15 +79,15 @@ def serving(hub: SmallHub, home: Path, *flags: str) -> Iterator[ServerProcess]:
 
 
 def pull(url: str, model: str = ID) -> httpx.Response:
-    return httpx.post(f"{url}/models", json={"model": model}, timeout=LIMIT_S)
+    return httpx.post(f"{url}/models", json={"model": model}, headers=ADMIN, timeout=LIMIT_S)
 
 
 def stop(url: str, model: str = ID) -> httpx.Response:
-    return httpx.post(f"{url}/models/unload", json={"model": model}, timeout=LIMIT_S)
+    return httpx.post(f"{url}/models/unload", json={"model": model}, headers=ADMIN, timeout=LIMIT_S)
 
 
 def delete(url: str, model: str = ID) -> httpx.Response:
-    return httpx.delete(f"{url}/models", params={"model": model}, timeout=LIMIT_S)
+    return httpx.delete(f"{url}/models", params={"model": model}, headers=ADMIN, timeout=LIMIT_S)
 
 
 def statuses(url: str) -> dict[str, Any]:
@@ -85,66 +114,126 @@ def fetchers() -> list[str]:
     return found.stdout.split()
 
 
-def test_a_model_of_the_catalog_is_pulled_by_its_short_name(repo: Path, tmp_path: Path) -> None:
-    file = tmp_path / "gguf" / "Qwen3-0.6B-Q8_0.gguf"
-    file.parent.mkdir()
-    to_gguf(repo, file, "Q8_0")
-    repos = {"unsloth/Qwen3-0.6B-GGUF": file.parent}
-    with small_hub(repos) as other, serving(other, tmp_path) as server:
-        listed = httpx.get(f"{server.url}/models/available", timeout=LIMIT_S).json()
-        (entry,) = (it for it in listed["data"] if it["id"] == "qwen3-0.6b")
-        assert entry["fits"] == (entry["memory_bytes"] <= listed["memory_bytes"])
-        assert pull(server.url, entry["id"]).json() == {"success": True}
-        eventually(lambda: value(server.url, "qwen3-0.6b") == "unloaded", within_s=LIMIT_S)
-        assert ask(server.url, "qwen3-0.6b").status_code == 200
-
-
-def test_a_model_is_downloaded_and_served_beside_the_one_that_was_there(
-    hub: SmallHub, tmp_path: Path
-) -> None:
-    with serving(hub, tmp_path) as server:
-        url = server.url
-        assert httpx.get(f"{url}/props").json()["role"] == "model"
-        hub.flows.clear()
-        assert pull(url).json() == {"success": True}
-        eventually(lambda: is_half_here(url), LIMIT_S)
-        status = statuses(url)[ID]
-        assert status["value"] == "downloading"
-        done, total = status["bytes_done"], status["bytes_total"]
-        assert status["progress"] == {ID: {"done": done, "total": total}}
-        assert ask(url, "headrace-mini").status_code == 200
-        assert ask(url, ID).status_code == 404
-        assert pull(url).json() == {"success": True}  # it goes on
-        hub.flows.set()
-        eventually(lambda: value(url) == "unloaded", LIMIT_S)
-        assert ask(url, ID).json()["model"] == ID
-        assert ask(url, "headrace-mini").json()["model"] == "headrace-mini"
-        assert statuses(url)[ID]["value"] == statuses(url)["headrace-mini"]["value"] == "loaded"
-        assert httpx.get(f"{url}/props").json()["role"] == "router"
-        figures = httpx.get(f"{url}/metrics").text
-        assert f'headrace_requests_total{{model="{ID}",outcome="finished"' in figures
-    (folder,) = (tmp_path / "hub/hub").glob("models--*")
+def test_a_model_is_downloaded_and_served_beside_the_one_that_was_there(shared: Shared) -> None:
+    """The first test of this server, which serves only one model before it."""
+    url, hub = shared.url, shared.hub
+    assert httpx.get(f"{url}/props").json()["role"] == "model"
+    hub.flows.clear()
+    assert pull(url).json() == {"success": True}
+    eventually(lambda: is_half_here(url), LIMIT_S)
+    status = statuses(url)[ID]
+    assert status["value"] == "downloading"
+    done, total = status["bytes_done"], status["bytes_total"]
+    assert status["progress"] == {ID: {"done": done, "total": total}}
+    assert ask(url, "headrace-mini").status_code == 200
+    assert ask(url, ID).status_code == 404
+    assert pull(url).json() == {"success": True}  # it goes on
+    hub.flows.set()
+    eventually(lambda: value(url) == "unloaded", LIMIT_S)
+    assert ask(url, ID).json()["model"] == ID
+    assert ask(url, "headrace-mini").json()["model"] == "headrace-mini"
+    assert statuses(url)[ID]["value"] == statuses(url)["headrace-mini"]["value"] == "loaded"
+    assert httpx.get(f"{url}/props").json()["role"] == "router"
+    figures = httpx.get(f"{url}/metrics", headers=ADMIN).text
+    assert f'headrace_requests_total{{model="{ID}",outcome="finished"' in figures
+    folder = shared.home / "hub/hub" / f"models--{ID.replace('/', '--')}"
     assert (folder / "snapshots" / COMMIT / "model.safetensors").is_symlink()
     assert not list((folder / "blobs").glob("*.part"))
-    with serving(hub, tmp_path, f"--alias=gpt-*={ID}") as again:  # it is still there
-        assert ask(again.url, ID).json()["model"] == ID
-        assert ask(again.url, "gpt-5").json()["model"] == "gpt-5"
-        assert httpx.get(f"{again.url}/health").json()["status"] == "ok"
+
+
+def test_a_model_of_the_catalog_is_pulled_by_its_short_name(shared: Shared) -> None:
+    listed = httpx.get(f"{shared.url}/models/available", timeout=LIMIT_S).json()
+    (entry,) = (it for it in listed["data"] if it["id"] == "qwen3-0.6b")
+    assert entry["fits"] == (entry["memory_bytes"] <= listed["memory_bytes"])
+    assert pull(shared.url, entry["id"]).json() == {"success": True}
+    eventually(lambda: value(shared.url, "qwen3-0.6b") == "unloaded", within_s=LIMIT_S)
+    assert ask(shared.url, "qwen3-0.6b").status_code == 200
+
+
+def test_the_list_is_told_as_events_of_llama_cpps_router(shared: Shared) -> None:
+    shared.hub.flows.clear()
+    with contextlib.ExitStack() as undo:
+        client = undo.enter_context(httpx.Client(timeout=LIMIT_S))
+        answer = undo.enter_context(client.stream("GET", f"{shared.url}/models/sse"))
+        data = (line for line in answer.iter_lines() if line.startswith("data: "))
+        events = (json.loads(line.removeprefix("data: ")) for line in data)
+        first = next(events)
+        assert (first["model"], first["event"]) == ("headrace-mini", "model_status")
+        assert first["data"] == {"status": "loaded"}
+
+        def next_of(event: str) -> dict[str, Any]:
+            found: dict[str, Any] = next(
+                it for it in events if (it["model"], it["event"]) == (OTHER, event)
+            )
+            return found
+
+        pull(shared.url, OTHER)
+        assert next_of("download_progress")["data"][OTHER]["total"] > 0
+        shared.hub.flows.set()
+        next_of("download_finished")
+        delete(shared.url, OTHER)
+        next_of("model_remove")
+
+
+def test_what_cannot_be_had_is_told_at_once_with_its_remedy(shared: Shared) -> None:
+    url, hub = shared.url, shared.hub
+
+    def refused(model: str) -> tuple[int, str, str]:
+        answer = pull(url, model)
+        error = answer.json()["error"]
+        return answer.status_code, error["code"], error["message"]
+
+    status, code, message = refused("someone/else")
+    assert (status, code) == (404, "model_not_found") and "HF_TOKEN" in message
+    status, code, message = refused(f"{GATED}:Q4_K_M")
+    assert (status, code) == (404, "model_not_found") and "GGUF" in message
+    status, code, message = refused("/etc/passwd")
+    assert (status, code) == (400, "invalid_value") and "owner/name" in message
+    hub.claims["model.safetensors"] = 1 << 50
+    status, code, message = refused(OTHER)
+    assert (status, code) == (500, "download_failed")
+    assert "needs 1073741824 MiB more" in message and "HF_HOME" in message
+    hub.token = "hf_secret"
+    status, code, message = refused(GATED)
+    assert (status, code) == (403, "download_denied") and "HF_TOKEN" in message
+    hub.token = None
+    hub.claims.clear()
+    assert pull(url, GATED).status_code == 200
+    assert delete(url, "headrace-mini").json()["error"]["code"] == "unsupported_operation"
+    assert delete(url, "nobody").status_code == 404
+    assert statuses(url)[OTHER]["failed"] is True
+    document = {"models": [{"model": "x"}]}
+    told = httpx.put(f"{url}/manage/desired", json=document, headers=ADMIN)
+    assert told.json()["error"]["code"] == "unsupported_operation"
+
+
+def test_the_admin_key_alone_downloads_and_deletes(shared: Shared) -> None:
+    for headers in ({}, {"Authorization": "Bearer another"}):
+        for method in ("POST", "DELETE"):
+            answer = httpx.request(
+                method, f"{shared.url}/models", params={"model": ID}, headers=headers
+            )
+            assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
 def test_a_download_that_was_cut_by_kills_goes_on_where_it_stopped(
     hub: SmallHub, tmp_path: Path
 ) -> None:
     weights = (hub.repos[ID] / "model.safetensors").stat().st_size
-    hub.flows.clear()
     with serving(hub, tmp_path) as server:
+        pull(server.url, OTHER)
+        eventually(lambda: value(server.url, OTHER) == "unloaded", LIMIT_S)
+        hub.flows.clear()
+        hub.starts.clear()
         pull(server.url)
         eventually(lambda: is_half_here(server.url), LIMIT_S)
         server.stop(signal.SIGKILL)
         eventually(lambda: not fetchers(), LIMIT_S)  # it ends with its server
-    with serving(hub, tmp_path) as again:  # without being asked
+    with serving(hub, tmp_path, f"--alias=gpt-*={OTHER}") as again:  # without being asked
         eventually(lambda: is_half_here(again.url), LIMIT_S)
         assert value(again.url) == "downloading"
+        assert httpx.get(f"{again.url}/health").json()["status"] == "ok"
+        assert ask(again.url, "gpt-5").json()["model"] == "gpt-5"  # what was whole is still there
         (pid,) = fetchers()
         os.kill(int(pid), signal.SIGKILL)
         eventually(lambda: value(again.url) == "unloaded", LIMIT_S)
@@ -175,84 +264,3 @@ def test_a_stopped_download_stays_stopped_until_it_is_asked_for(
         eventually(lambda: ID not in statuses(again.url), LIMIT_S)
         eventually(lambda: not list((tmp_path / "hub").glob("hub/models--*")), LIMIT_S)
         assert ask(again.url, ID).status_code == 404
-
-
-def test_what_cannot_be_had_is_told_at_once_with_its_remedy(hub: SmallHub, tmp_path: Path) -> None:
-    with serving(hub, tmp_path) as server:
-
-        def refused(model: str) -> tuple[int, str, str]:
-            answer = pull(server.url, model)
-            error = answer.json()["error"]
-            return answer.status_code, error["code"], error["message"]
-
-        status, code, message = refused("someone/else")
-        assert (status, code) == (404, "model_not_found") and "HF_TOKEN" in message
-        status, code, message = refused(f"{ID}:Q4_K_M")
-        assert (status, code) == (404, "model_not_found") and "GGUF" in message
-        status, code, message = refused("/etc/passwd")
-        assert (status, code) == (400, "invalid_value") and "owner/name" in message
-        hub.claims["model.safetensors"] = 1 << 50
-        status, code, message = refused("someone/other")
-        assert (status, code) == (500, "download_failed")
-        assert "needs 1073741824 MiB more" in message and "HF_HOME" in message
-        hub.token = "hf_secret"
-        status, code, message = refused(ID)
-        assert (status, code) == (403, "download_denied") and "HF_TOKEN" in message
-        hub.token = None
-        hub.claims.clear()
-        assert pull(server.url).status_code == 200
-        assert (
-            delete(server.url, "headrace-mini").json()["error"]["code"] == "unsupported_operation"
-        )
-        assert delete(server.url, "nobody").status_code == 404
-        assert statuses(server.url)["someone/other"]["failed"] is True
-        told = httpx.put(f"{server.url}/manage/desired", json={"models": [{"model": "x"}]})
-        assert told.json()["error"]["code"] == "unsupported_operation"
-
-
-def test_without_the_hub_the_message_says_so(repo: Path, tmp_path: Path) -> None:
-    with small_hub({}) as gone:
-        pass
-    with serving(gone, tmp_path) as server:
-        answer = pull(server.url)
-        assert answer.status_code == 404
-        assert "HF_ENDPOINT" in answer.json()["error"]["message"]
-
-
-def test_the_list_is_told_as_events_of_llama_cpps_router(hub: SmallHub, tmp_path: Path) -> None:
-    hub.flows.clear()
-    with contextlib.ExitStack() as undo:
-        url = undo.enter_context(serving(hub, tmp_path)).url
-        client = undo.enter_context(httpx.Client(timeout=LIMIT_S))
-        answer = undo.enter_context(client.stream("GET", f"{url}/models/sse"))
-        data = (line for line in answer.iter_lines() if line.startswith("data: "))
-        events = (json.loads(line.removeprefix("data: ")) for line in data)
-        first = next(events)
-        assert (first["model"], first["event"]) == ("headrace-mini", "model_status")
-        assert first["data"] == {"status": "loaded"}
-        heard: list[dict[str, Any]] = []
-
-        def hear(event: str) -> dict[str, Any]:
-            heard.append(next(events))
-            while heard[-1]["event"] != event:
-                heard.append(next(events))
-            return heard[-1]
-
-        pull(url)
-        assert hear("download_progress")["data"][ID]["total"] > 0
-        hub.flows.set()
-        hear("download_finished")
-        delete(url)
-        hear("model_remove")
-    assert {event["model"] for event in heard} == {ID}
-
-
-def test_the_admin_key_alone_downloads_and_deletes(hub: SmallHub, tmp_path: Path) -> None:
-    keys = ("--api-key", "client", "--admin-key", "admin")
-    with serving(hub, tmp_path, *keys) as server:
-        for key, status in (("client", 403), ("admin", 200)):
-            headers = {"Authorization": f"Bearer {key}"}
-            body = {"model": ID}
-            answer = httpx.post(f"{server.url}/models", json=body, headers=headers, timeout=LIMIT_S)
-            assert answer.status_code == status
-        assert pull(server.url).status_code == 401
