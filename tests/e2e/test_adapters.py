@@ -44,7 +44,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def server(folders: dict[str, Path]) -> Iterator[ServerProcess]:
     given = [f"--adapter={name}={folders[name]}" for name in GIVEN]
-    with running_server("--dtype", "bfloat16", *given) as running:
+    aliases = ("--alias=sql-*=sql", "--alias=headrace-*=sql")
+    with running_server("--dtype", "bfloat16", *given, *aliases) as running:
         yield running
 
 
@@ -129,6 +130,25 @@ def test_one_comes_while_the_server_runs_and_leaves_behind_its_streams(
     choices, status, _ = asyncio.run(leave())
     assert choices == expected and status == 200
     assert unload(server, "wit").status_code == 404
+
+
+def test_an_alias_may_stand_for_an_adapter_and_yields_to_one_that_is_loaded(
+    server: ServerProcess, folders: dict[str, Path]
+) -> None:
+    def text(model: str) -> str:
+        asked = {"model": model, "prompt": "water", "max_tokens": 8, "ignore_eos": True}
+        answer = post(server, "/v1/completions", **asked, temperature=0).json()
+        assert answer["model"] == model
+        return str(answer["choices"][0]["text"])
+
+    assert text("sql-latest") == text("sql") == text("headrace-maxi") != text(BASE)
+    refused = post(server, "/v1/embeddings", model="sql-x", input="one").json()["error"]
+    assert "makes no vectors" in refused["message"]
+    loaded = load(server, "sql-new", folders["wit"])  # a pattern that fits takes no name
+    assert loaded.is_success, loaded.text
+    one = httpx.get(f"{server.url}/v1/models/sql-new").json()
+    assert (one["parent"], "alias_of" in one) == (BASE, False)
+    assert unload(server, "sql-new").is_success
 
 
 def test_an_adapter_that_does_not_fit_is_refused_with_layer_and_rank(
