@@ -93,18 +93,23 @@ def exact_schemas(body: bytes, given: dict[str, Any]) -> dict[int, Any]:
 
 
 def make_request(
-    route: Route, prompts: tuple[Prompt, ...], fields: dict[str, Any], model: TextModel
+    route: Route,
+    prompts: tuple[Prompt, ...],
+    fields: dict[str, Any],
+    model: TextModel,
+    num_logprobs: int | None = None,
 ) -> Request:
     """Make the request with the model's defaults. Raise RequestError if a limit is exceeded.
 
-    The caller adds the fields that exist only on its route.
+    `num_logprobs` is the number of likeliest tokens to report with each token, or None. The caller
+    adds the fields that exist only on its route.
     """
     return Request(
         route=route,
         model=called(model, fields.get("model")),
         alias=fields.get("alias", ""),
         prompts=prompts,
-        sampling=_to_sampling(fields, model),
+        sampling=_to_sampling(fields, model, num_logprobs),
         n=_to_n(fields, len(prompts)),
         stop=tuple(fields.get("stop", ())),
         include_stop=fields.get("include_stop_str_in_output", False),
@@ -123,7 +128,7 @@ def check_token_ids(token_ids: tuple[int, ...], path: str, size: int) -> None:
     raise not_in_vocabulary(token_id, f"{path}[{place}]", size)
 
 
-def _to_sampling(fields: dict[str, Any], model: TextModel) -> Sampling:
+def _to_sampling(fields: dict[str, Any], model: TextModel, num_logprobs: int | None) -> Sampling:
     size = model.vocab_size
     stop_ids, biases = tuple(fields.get("stop_token_ids", ())), fields.get("logit_bias", {})
     if stop_ids:
@@ -154,6 +159,7 @@ def _to_sampling(fields: dict[str, Any], model: TextModel) -> Sampling:
         min_tokens=fields.get("min_tokens", 0),
         stop_token_ids=stop_ids,
         ignore_eos=fields.get("ignore_eos", False),
+        num_logprobs=num_logprobs,
         grammar=grammar,
         grammar_tags=tuple(tags) if tags else None,
         guess=fields.get("guess", True),
@@ -219,7 +225,8 @@ def to_request(dialect: Dialect, checked: CheckedBody, model: TextModel) -> Requ
     if checked.largest_id >= model.vocab_size:
         check_ids(checked, model)
     request = dialect.to_request(checked.fields, checked.stubs, model)
-    return msgspec.structs.replace(request, kept=checked.kept) if checked.kept else request
+    # Some dialects make the request with another dialect's code, which sets the other route.
+    return msgspec.structs.replace(request, route=dialect.ROUTE, kept=checked.kept)
 
 
 def check_ids(checked: CheckedBody, model: TextModel) -> None:

@@ -133,12 +133,12 @@ def _skipped(own: dict[str, Any]) -> tuple[str, ...]:
 
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
-    """Make the request as chat does; set this route and the names of toolsets."""
+    """Make the request as chat does, with the names of toolsets."""
     request = openai_chat.to_request(fields, prompts, model)
-    channels = request.channels
-    if channels and fields["toolsets"]:
-        channels = msgspec.structs.replace(channels, toolsets=fields["toolsets"])
-    return msgspec.structs.replace(request, route=ROUTE, channels=channels)
+    if request.channels is None or not fields["toolsets"]:
+        return request
+    channels = msgspec.structs.replace(request.channels, toolsets=fields["toolsets"])
+    return msgspec.structs.replace(request, channels=channels)
 
 
 def _to_chat(own: dict[str, Any]) -> dict[str, Any]:

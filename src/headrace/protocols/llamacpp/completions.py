@@ -284,10 +284,8 @@ class LlamaCompletion(_LlamaDialect):
         self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel
     ) -> Request:
         """Make the request with the model's defaults. Raise RequestError if a limit is exceeded."""
-        request = requests.make_request(self.ROUTE, prompts, fields, model)
         num_logprobs = fields.get("n_probs") or None
-        sampling = msgspec.structs.replace(request.sampling, num_logprobs=num_logprobs)
-        return msgspec.structs.replace(request, sampling=sampling)
+        return requests.make_request(self.ROUTE, prompts, fields, model, num_logprobs)
 
 
 class LlamaInfill(_LlamaDialect):
@@ -322,11 +320,10 @@ class LlamaInfill(_LlamaDialect):
         self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel
     ) -> Request:
         """Make the request with the model's defaults. Raise RequestError if a limit is exceeded."""
-        request = requests.make_request(self.ROUTE, prompts, fields, model)
+        num_logprobs = fields.get("n_probs") or None
+        request = requests.make_request(self.ROUTE, prompts, fields, model, num_logprobs)
         stops = request.sampling.stop_token_ids + ends_of_gap(prompts, model, "input_suffix")
-        sampling = msgspec.structs.replace(
-            request.sampling, stop_token_ids=stops, num_logprobs=fields.get("n_probs") or None
-        )
+        sampling = msgspec.structs.replace(request.sampling, stop_token_ids=stops)
         return msgspec.structs.replace(request, sampling=sampling)
 
 

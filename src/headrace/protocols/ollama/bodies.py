@@ -282,9 +282,7 @@ class OllamaChat(_OllamaDialect):
     def to_request(
         self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel
     ) -> Request:
-        """Make the request as chat does, with this route."""
-        request = openai_chat.to_request(fields, prompts, model)
-        return msgspec.structs.replace(request, route=self.ROUTE)
+        return openai_chat.to_request(fields, prompts, model)
 
 
 class OllamaGenerate(_OllamaDialect):
@@ -323,10 +321,10 @@ class OllamaGenerate(_OllamaDialect):
     def to_request(
         self, fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel
     ) -> Request:
-        """Make the same request as the chat or completions route, but with this route's name."""
+        """Make the same request as the chat or completions route."""
         is_chat = isinstance(prompts[0], Chat)
         make = openai_chat.to_request if is_chat else openai_completions.to_request
-        return msgspec.structs.replace(make(fields, prompts, model), route=self.ROUTE)
+        return make(fields, prompts, model)
 
 
 def _to_common(own: Mapping[str, Any]) -> dict[str, Any]:

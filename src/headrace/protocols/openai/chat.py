@@ -82,17 +82,16 @@ def to_prompts(fields: dict[str, Any]) -> tuple[Prompt, ...]:
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """Make the request with the model's defaults. Raise RequestError if a limit is exceeded."""
-    request = requests.make_request(ROUTE, prompts, fields, model)
     num_logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
-    sampling = msgspec.structs.replace(request.sampling, num_logprobs=num_logprobs)
-    texts = fields["text_parameters"]
+    request = requests.make_request(ROUTE, prompts, fields, model, num_logprobs)
     has_tools = offers_tools(fields)
-    channels = None
-    if has_tools or model.reasoning_format:
-        tools = model.tool_format if has_tools else ""
-        custom = tuple(fields.get("tool_kinds", ()))
-        channels = Channels(tools, model.reasoning_format, texts if tools else {}, custom)
-    return msgspec.structs.replace(request, sampling=sampling, channels=channels)
+    if not (has_tools or model.reasoning_format):
+        return request
+    tools = model.tool_format if has_tools else ""
+    texts = fields["text_parameters"] if tools else {}
+    custom = tuple(fields.get("tool_kinds", ()))
+    channels = Channels(tools, model.reasoning_format, texts, custom)
+    return msgspec.structs.replace(request, channels=channels)
 
 
 def offers_tools(fields: Mapping[str, Any]) -> bool:

@@ -98,12 +98,11 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 
 def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextModel) -> Request:
     """Make the request with the model's defaults. Raise RequestError if a limit is exceeded."""
-    request = requests.make_request(ROUTE, prompts, fields, model)
     echo, num_logprobs = fields.get("echo", False), fields.get("logprobs")
+    request = requests.make_request(ROUTE, prompts, fields, model, num_logprobs)
     scores_prompt = echo and num_logprobs is not None
     sampling = msgspec.structs.replace(
         request.sampling,
-        num_logprobs=num_logprobs,
         num_prompt_logprobs=num_logprobs if scores_prompt else None,
         stop_token_ids=request.sampling.stop_token_ids + ends_of_gap(prompts, model, "suffix"),
     )

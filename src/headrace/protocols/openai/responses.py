@@ -209,7 +209,7 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextM
     options = msgspec.structs.replace(
         request.response_options, background=fields.get("background", False)
     )
-    return msgspec.structs.replace(request, route=ROUTE, response_options=options)
+    return msgspec.structs.replace(request, response_options=options)
 
 
 def do(
