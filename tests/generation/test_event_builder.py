@@ -124,7 +124,7 @@ def test_an_echo_after_a_crash_has_each_token_of_the_prompt_once(folder: Path) -
 
 def loaded(folder: Path) -> ServedModel:
     model = ServedModel(ModelConfig(model=str(folder)))
-    model.ready = READY
+    model.came_up(READY)
     return model
 
 

@@ -40,11 +40,17 @@ class ServedModel(TextModel):
         self.adapters: dict[str, Adapter] = {}
         self.created = int(time.time())
         self.ready: Ready | None = None
+        # How the engine runs the model. Both are empty until the engine has loaded.
+        self.setup = ServedSetup()
+        self.system_fingerprint = ""
         self._num_parameters = num_parameters
 
     def came_up(self, ready: Ready) -> None:
-        """Store the limits of the engine that runs the model now."""
+        """Store the limits and the setup of the engine that runs the model now."""
         self.ready = ready
+        device = f"{ready.device} with kernels {ready.kernels}"
+        self.setup = ServedSetup(__version__, _stored_as(ready), device, ready.max_model_len)
+        self.system_fingerprint = f"fp_{ready.fingerprint}"
 
     def read_adapters(self, config: ModelConfig) -> None:
         """Read the adapters in the settings; raise ModelError if an adapter does not fit."""
@@ -127,22 +133,6 @@ class ServedModel(TextModel):
         After the load, this is the engine's limit.
         """
         return self.ready.max_model_len if self.ready else super().max_model_len
-
-    @property
-    def system_fingerprint(self) -> str:
-        return f"fp_{self.ready.fingerprint}" if self.ready else ""
-
-    @property
-    def setup(self) -> ServedSetup:
-        ready = self.ready
-        if ready is None:
-            return ServedSetup()
-        return ServedSetup(
-            __version__,
-            _stored_as(ready),
-            f"{ready.device} with kernels {ready.kernels}",
-            ready.max_model_len,
-        )
 
 
 def _stored_as(ready: Ready) -> str:
