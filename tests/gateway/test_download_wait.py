@@ -17,9 +17,7 @@ from headrace_common.worker_jobs import CheckedBody
 
 def wait_for(names: Names | None = None, **fields: object) -> DownloadWait:
     checked = CheckedBody({"stream": True, "model": "m"} | fields, (Text(""),), b"")
-    found = download_wait("/v1/completions", checked, names or Names(), StreamId("cmpl-1"))
-    assert found is not None
-    return found
+    return download_wait("/v1/completions", checked, names or Names(), StreamId("cmpl-1"))
 
 
 def test_a_sign_is_a_frame_that_every_client_knows() -> None:

@@ -3,11 +3,14 @@
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp
 
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_responses import ErrorBoundary, no_socket, no_such_route
 from headrace.gateway.middleware import CanonicalPath, PathPrefix, cross_origin
+from headrace.gateway.openapi import Endpoint, Guard
 from headrace.gateway.routes import ROUTES, Endpoints
 from headrace.gateway.web_routes import web_routes
 from headrace.metrics.metrics import Metrics
@@ -22,7 +25,11 @@ def create_app(endpoints: Endpoints, config: HttpConfig, auth: Auth, metrics: Me
     app = Starlette(
         routes=[
             *(
-                Route(row.path, row.guard(auth, row.endpoint(endpoints)), methods=[row.method])
+                Route(
+                    row.path,
+                    _guarded(row.endpoint(endpoints), row.guard, auth),
+                    methods=[row.method],
+                )
                 for row in ROUTES
             ),
             *web_routes(),
@@ -40,3 +47,14 @@ def create_app(endpoints: Endpoints, config: HttpConfig, auth: Auth, metrics: Me
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _guarded(endpoint: Endpoint, guard: Guard, auth: Auth) -> Endpoint:
+    if guard is None:
+        return endpoint
+
+    async def guarded(request: Request) -> ASGIApp:
+        guard(auth, request.headers)
+        return await endpoint(request)
+
+    return guarded

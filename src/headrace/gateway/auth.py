@@ -3,21 +3,16 @@
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.types import ASGIApp
 
 from headrace.workers.job_queue import OWNER
 from headrace_common.config.settings import HttpConfig
 from headrace_common.config.sources import read_keys
 from headrace_common.errors import RequestError
 from headrace_common.log_context import KEY_NAME
-
-Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Auth:
@@ -144,18 +139,6 @@ class Auth:
             raise _no_key("The key of this request was removed; send a valid key")
         return _owner(digest)
 
-    def guard(self, endpoint: Endpoint) -> Endpoint:
-        """Wrap an endpoint so that, on a server with keys, the endpoint needs a key."""
-        return _guarded(self.check, endpoint)
-
-    def guard_admin(self, endpoint: Endpoint) -> Endpoint:
-        """Wrap an endpoint that only the operator may use."""
-        return _guarded(self.check_admin, endpoint)
-
-    def guard_operator(self, endpoint: Endpoint) -> Endpoint:
-        """Wrap an endpoint so that, on a server with keys, the endpoint needs the admin key."""
-        return _guarded(self.check_operator, endpoint)
-
     def _check_names(self, headers: Headers) -> None:
         self._check_name("Host", _hostname(f"//{headers.get('host', 'localhost')}"))
         origin = headers.get("origin")
@@ -169,14 +152,6 @@ class Auth:
                 f"The {header} header names a host that is not local, and this server has no keys; "
                 "start it with --api-key, or allow the host with --allowed-host.",
             )
-
-
-def _guarded(check: Callable[[Headers], None], endpoint: Endpoint) -> Endpoint:
-    async def guarded(request: Request) -> ASGIApp:
-        check(request.headers)
-        return await endpoint(request)
-
-    return guarded
 
 
 def _digests(keys: tuple[str, ...], file: str | None, given_as: str) -> dict[bytes, str]:

@@ -15,12 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.gateway.http_responses import (
-    failed_stream_answer,
-    live_start,
-    notice_of,
-    request_id_of,
-)
+from headrace.gateway.http_responses import failed_stream_answer, live_start, notice_of
 from headrace.generation.readers import Reader
 from headrace.generation.registry import Found
 from headrace.intake.answers import NUM_NEW, AnswerBody, encoded, is_old
@@ -91,15 +86,15 @@ class WholeAnswer:
                 last = await answer.gather(self._stream.log)
             except Exception as error:
                 raise notice_of(error) from None
-            response = await self._response(answer, request_id_of(scope))
+            response = await self._response(answer)
             response.headers.update(self._headers)
             await response(scope, receive, send)
             reader.sent(last)
 
-    async def _response(self, answer: AnswerBody, request_id: str) -> Response:
+    async def _response(self, answer: AnswerBody) -> Response:
         record = self._stream.record
         if answer.error:
-            return failed_stream_answer(answer.error, record, request_id)
+            return failed_stream_answer(answer.error, record)
         body = await answer.body()
         return Response(body, 200, {"X-Stream-Id": record.id}, "application/json")
 

@@ -30,13 +30,11 @@ class DownloadWait(NamedTuple):
 
 def download_wait(
     route: Route, checked: CheckedBody, names: Names, stream_id: StreamId, is_loading: bool = True
-) -> DownloadWait | None:
-    """Return a description of the data during the wait; None if the answer is not a stream.
+) -> DownloadWait:
+    """Describe the data during the wait for a streamed answer.
 
     If not `is_loading`, the client waits for the compaction of its conversation.
     """
-    if not checked.fields.get("stream"):
-        return None
     headers = {"content-type": dialect_of(route).FRAMING.MEDIA_TYPE}
     if is_loading:
         headers["x-headrace-loading"] = "true"

@@ -88,13 +88,15 @@ class GenerationRoutes:
         """Describe the data that the client receives until the stream can be opened.
 
         First, the model may have to be downloaded, or the conversation may have to be compacted.
-        Returns None if neither is necessary.
+        Returns None if neither is necessary, or if the answer is not a stream.
         """
-        host = self._generation.fleet.hosts.find(checked.fields.get("model", ""))
-        is_by_byte = names.conversation is not None and not names.is_in_conversation
-        if host is None or is_by_byte:
-            return None
         fields = checked.fields
+        is_by_byte = names.conversation is not None and not names.is_in_conversation
+        if not fields.get("stream") or is_by_byte:
+            return None
+        host = self._generation.fleet.hosts.find(fields.get("model", ""))
+        if host is None:
+            return None
         can_compact = "is_compaction" in fields or fields.get("context_management") is not None
         if host.is_here and not can_compact:
             return None

@@ -32,7 +32,7 @@ from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
 from headrace.workers.job_queue import OWNER
 from headrace_common.errors import RequestError
-from headrace_common.log_context import PARENT, begin_request, log_request
+from headrace_common.log_context import PARENT, REQUEST_ID, begin_request, log_request
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,6 @@ _CLOSING = ("request_too_large", "body_timeout", "server_shutdown")
 
 _DEFAULT_PAUSE_S = 1.0
 _MODELS, _MESSAGES = "/v1/models", "/v1/messages"
-# Name of the entry for the request id in an ASGI scope.
-_ID_KEY = "headrace.request_id"
 
 
 IGNORED = "X-Headrace-Ignored"
@@ -67,11 +65,6 @@ def live_start(headers: Mapping[str, str]) -> Message:
     all_headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in all_headers.items()]
     return {"type": "http.response.start", "status": 200, "headers": raw}
-
-
-def request_id_of(scope: Scope) -> str:
-    """Return the id that ErrorBoundary has assigned to the request."""
-    return str(scope.get(_ID_KEY, ""))
 
 
 def speaks_anthropic(scope: Scope) -> bool:
@@ -94,12 +87,12 @@ def refuse(error: RequestError, path: str = "", request_id: str = "") -> Respons
     return Response(body, errors.status(error), headers, "application/json")
 
 
-def failed_stream_answer(event: Error, record: Record, request_id: str) -> Response:
+def failed_stream_answer(event: Error, record: Record) -> Response:
     """Return the answer to a request whose stream failed before any part of the answer was sent."""
     errors = dialect_of(record.request.route).ERRORS
     headers = _headers(event.status, event.retryable, _DEFAULT_PAUSE_S)
     headers["X-Stream-Id"] = record.id
-    body = errors.body(event, request_id)
+    body = errors.body(event, REQUEST_ID.get())
     return Response(body, errors.status(event), headers, "application/json")
 
 
@@ -110,12 +103,12 @@ async def no_such_route(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allowed = ", ".join(_methods_at(scope))
         refusal = RequestError("method_not_allowed", f"This route only accepts {allowed}.")
-        response = refuse_path(refusal, scope, path, request_id_of(scope))
+        response = refuse_path(refusal, scope, path, REQUEST_ID.get())
         response.headers["Allow"] = allowed
         return response
     message = f"This route does not exist; {_instead(request)}."
     refusal = RequestError("route_not_found", message)
-    return refuse_path(refusal, scope, path, request_id_of(scope))
+    return refuse_path(refusal, scope, path, REQUEST_ID.get())
 
 
 def refuse_path(error: RequestError, scope: Scope, path: str, request_id: str) -> Response:
@@ -140,7 +133,7 @@ async def no_socket(socket: WebSocket) -> None:
     """Refuse a WebSocket on a route without WebSockets, so that the client continues over HTTP."""
     message = "Only /v1/responses and /v1/realtime-text accept a WebSocket."
     refusal = RequestError("method_not_allowed", message)
-    response = refuse(refusal, socket.url.path, request_id_of(socket.scope))
+    response = refuse(refusal, socket.url.path)
     await socket.send_denial_response(response)
 
 
@@ -214,25 +207,19 @@ class _TrackedSend:
             headers = MutableHeaders(scope=message)
             headers.update(self._id_headers)
             headers["X-Content-Type-Options"] = "nosniff"
-            self._note_kind(headers)
+            is_framed = headers.get("content-type", "").startswith(_FRAMED)
+            self._is_stream = is_framed and "x-stream-id" in headers
+            if self._is_stream:
+                apis = (api for start, api in _RESUME_APIS.items() if self._path.startswith(start))
+                self._resume_api = next(apis, "")
+            if "x-stream-attached" in headers:
+                self._figures.attached()
         await self._send(message)
         if self._is_stream and message.get("body"):
             self._figures.frame_sent(self)
             if self._resume_api:
                 self._figures.resumed(self._resume_api, time.monotonic() - self._requested_at)
                 self._resume_api = ""
-
-    def close(self) -> None:
-        self._figures.frames_ended(self)
-
-    def _note_kind(self, headers: Headers) -> None:
-        is_framed = headers.get("content-type", "").startswith(_FRAMED)
-        self._is_stream = is_framed and "x-stream-id" in headers
-        if self._is_stream:
-            apis = (api for start, api in _RESUME_APIS.items() if self._path.startswith(start))
-            self._resume_api = next(apis, "")
-        if "x-stream-attached" in headers:
-            self._figures.attached()
 
 
 _FRAMED = (SSE.MEDIA_TYPE, LINES.MEDIA_TYPE)
@@ -256,14 +243,14 @@ class ErrorBoundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = new_request_id(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        request_id = new_request_id(headers)
         began = time.monotonic()
-        begin_request(request_id, _parent(Headers(scope=scope)))
+        begin_request(request_id, _parent(headers))
         # The owner is unknown until the key has been checked.
         OWNER.set("")
         path = _MESSAGES if speaks_anthropic(scope) else scope["path"]
         names = {"X-Request-Id", _errors_at(path).REQUEST_ID}
-        scope = {**scope, _ID_KEY: request_id}
         sending = _TrackedSend(scope, send, self._figures, dict.fromkeys(names, request_id))
         try:
             _check_query(scope["query_string"])
@@ -287,7 +274,7 @@ class ErrorBoundary:
             )
             await refuse(failure, path, request_id)(scope, receive, sending)
         finally:
-            sending.close()
+            self._figures.frames_ended(sending)
 
     def _note(self, scope: Scope, error: RequestError, seconds: float) -> None:
         self._figures.refused(error)

@@ -1,9 +1,13 @@
 """Builds the OpenAPI document from the table of routes and the tables that check fields."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.gateway.auth import Auth, Endpoint
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from headrace.gateway.auth import Auth
 from headrace.protocols.dialect import DIALECTS, dialect_of
 from headrace.protocols.fields.common import NO_EFFECT, UNSUPPORTED
 from headrace.protocols.fields.kinds import Kind, nullable
@@ -30,18 +34,23 @@ _BYTE_ERROR = {
 }
 
 
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+Guard = Callable[[Auth, Headers], None] | None
+"""Raises RequestError if the client's headers have no key for a route. None: needs no key."""
+
+
 class Operation(NamedTuple):
     """Describes one method of one path.
 
     `keys` are the keys that the JSON answer always has. If `reads_common_fields`, the body can
     also contain generation fields that are not in `table`. Of these fields, a field without an
     effect is accepted, and an unsupported field is refused. `endpoint` selects the method of
-    Endpoints that answers, and `guard` adds a key check to this method.
+    Endpoints that answers, after the check by `guard`.
     """
 
     method: str
     path: str
-    guard: Callable[[Auth, Endpoint], Endpoint]
+    guard: Guard
     endpoint: Callable[["Endpoints"], Endpoint]
     summary: str
     keys: tuple[str, ...] = ()

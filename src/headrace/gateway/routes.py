@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from headrace.gateway import adapter_routes, lm_studio_routes
 from headrace.gateway.adapter_routes import AdapterRoutes
-from headrace.gateway.auth import Auth, Endpoint
+from headrace.gateway.auth import Auth
 from headrace.gateway.batch_routes import BatchRoutes
 from headrace.gateway.byte_routes import ByteRoutes
 from headrace.gateway.conversation_routes import ConversationRoutes
@@ -23,7 +23,7 @@ from headrace.gateway.message_batch_routes import MessageBatchRoutes
 from headrace.gateway.model_routes import ModelRoutes
 from headrace.gateway.native_routes import NativeRoutes
 from headrace.gateway.ollama_routes import NAME_FIELDS, PULL_FIELDS, OllamaRoutes
-from headrace.gateway.openapi import EITHER_ERROR, EVENTS, JSON, Operation, document
+from headrace.gateway.openapi import EITHER_ERROR, EVENTS, JSON, Endpoint, Operation, document
 from headrace.gateway.realtime import RealtimeSockets
 from headrace.gateway.responses_routes import ResponsesRoutes
 from headrace.gateway.responses_socket import ResponseSockets
@@ -75,10 +75,6 @@ class Endpoints(NamedTuple):
         return answer(document(ROUTES, self.prefix))
 
 
-def _everybody(auth: Auth, endpoint: Endpoint) -> Endpoint:
-    return endpoint
-
-
 class _LenientField(msgspec.Struct, frozen=True):
     """A field with parts that the route may not understand; such parts are skipped."""
 
@@ -91,7 +87,7 @@ class _LenientField(msgspec.Struct, frozen=True):
         return {"description": self.description}
 
 
-ANY, KEY, OPERATOR, ADMIN = _everybody, Auth.guard, Auth.guard_operator, Auth.guard_admin
+ANY, KEY, OPERATOR, ADMIN = None, Auth.check, Auth.check_operator, Auth.check_admin
 _BODY_ERRORS = (400, 404, 408, 413, 415)
 _ENGINE_ERRORS = (409, 500, 503)
 _LOOKUP: Mapping[str, Kind] = {"conversation_ids": _LenientField("Up to 1,000 strings")}
