@@ -183,25 +183,6 @@ def state_of(url: str, stream_id: str) -> str:
     return str(httpx.get(f"{url}/v1/streams/{stream_id}", timeout=LIMIT_S).json()["state"])
 
 
-def test_a_client_hears_that_its_model_is_loaded_and_then_the_answer(
-    server: ServerProcess,
-) -> None:
-    heard: list[str] = []
-
-    def follow() -> str:
-        with Client(server.url) as client, client.stream(prompt="a", model="b", max_tokens=4) as it:
-            for update in it.updates():
-                heard.append(getattr(update, "state", type(update).__name__))
-            return it.id
-
-    with ThreadPoolExecutor() as pool, httpx.Client(timeout=LIMIT_S) as client:
-        with at_work(server.url, client):
-            following = pool.submit(follow)
-            eventually(lambda: "loading" in heard, LIMIT_S)
-        assert following.result().startswith("cmpl-")
-    assert heard[-1] == "Finish" and "Tokens" in heard
-
-
 CHAT = {"conv_id": "chat 1"}
 
 
@@ -215,25 +196,37 @@ def waiting_chat(url: str, client: httpx.Client) -> Iterator[Iterator[bytes]]:
         yield post.iter_raw()
 
 
-def test_a_conversation_that_waits_for_its_model_is_heard_found_and_stopped(
+def test_who_waits_for_a_model_hears_of_its_load_and_may_find_and_stop_the_stream(
     server: ServerProcess,
 ) -> None:
-    url = f"{server.url}/v1/stream"
-    with httpx.Client(timeout=LIMIT_S) as client, at_work(server.url, client):
-        with waiting_chat(server.url, client) as parts:
-            heard = b""
-            while heard.count(b"data: {") < 4:  # the first frame, and then heartbeats
-                heard += next(parts)
-            with client.stream("GET", url, params=CHAT) as again:
-                replayed = again.iter_raw()
-                read = b""
-                while len(read) < len(heard):
-                    read += next(replayed)
-                assert read[: len(heard)] == heard
-            assert client.delete(url, params=CHAT).status_code == 204
-            heard += b"".join(parts)
-        assert b'"code":"cancelled"' in heard and b"[DONE]" not in heard
-        assert client.get(url, params=CHAT).status_code == 404
+    url, updates = f"{server.url}/v1/stream", list[str]()
+
+    def follow() -> str:
+        with Client(server.url) as client, client.stream(prompt="a", model="b", max_tokens=4) as it:
+            for update in it.updates():
+                updates.append(getattr(update, "state", type(update).__name__))
+            return it.id
+
+    with ThreadPoolExecutor() as pool, httpx.Client(timeout=LIMIT_S) as client:
+        with at_work(server.url, client):
+            following = pool.submit(follow)
+            with waiting_chat(server.url, client) as parts:
+                heard = b""
+                while heard.count(b"data: {") < 4:  # the first frame, and then heartbeats
+                    heard += next(parts)
+                with client.stream("GET", url, params=CHAT) as again:
+                    replayed = again.iter_raw()
+                    read = b""
+                    while len(read) < len(heard):
+                        read += next(replayed)
+                    assert read[: len(heard)] == heard
+                assert client.delete(url, params=CHAT).status_code == 204
+                heard += b"".join(parts)
+            assert b'"code":"cancelled"' in heard and b"[DONE]" not in heard
+            assert client.get(url, params=CHAT).status_code == 404
+            eventually(lambda: "loading" in updates, LIMIT_S)
+        assert following.result().startswith("cmpl-")
+    assert updates[-1] == "Finish" and "Tokens" in updates
 
 
 @pytest.mark.slow

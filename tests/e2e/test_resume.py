@@ -161,6 +161,38 @@ def test_names_with_awkward_characters_are_found_looked_up_and_deleted(url: str,
     assert gone.status_code == 404 and gone.json()["error"]["type"] == "not_found_error"
 
 
+PAGE_ID = "c1f3::headrace/tiny"
+
+
+def looked_up(url: str) -> list[dict[str, object]]:
+    found = httpx.post(f"{url}/v1/streams/lookup", json={"conversation_ids": ["c1f3"]})
+    entries: list[dict[str, object]] = found.json()
+    return entries
+
+
+def test_the_calls_of_llama_cpps_page_lose_find_resume_and_forget_a_stream(url: str) -> None:
+    """In the page's order; it keeps whole lines only, and resumes at the end of a line."""
+    body: dict[str, Any] = LONG | {"max_tokens": 300, "return_progress": True}
+    body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    named = names(PAGE_ID)
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=named) as answer:
+        got = b"".join(piece for piece, _ in zip(answer.iter_raw(), range(6), strict=False))
+    offset = got.rfind(b"\n") + 1
+    assert looked_up(url)[0]["conversation_id"] == PAGE_ID
+    params: dict[str, str | int] = {"conv_id": PAGE_ID, "from": offset}
+    rest = httpx.get(f"{url}/v1/stream", params=params, timeout=60).content
+    eventually(lambda: looked_up(url)[0]["is_done"] is True)
+    whole = got[:offset] + rest
+    chunks = data_in(whole)
+    progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    assert progress[-1]["processed"] == progress[-1]["total"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert whole.endswith(b"data: [DONE]\n\n")
+    assert httpx.delete(f"{url}/v1/stream", params={"conv_id": PAGE_ID}).status_code == 204
+    assert looked_up(url) == []
+    assert httpx.get(f"{url}/v1/stream", params=params).status_code == 404
+
+
 def test_an_empty_name_is_none(url: str) -> None:
     answer = post(url, BODY | {"max_tokens": 1}, **names(""))
     assert answer.status_code == 200
@@ -215,6 +247,23 @@ def test_unknown_streams_are_not_found_on_either_face(url: str) -> None:
     assert httpx.delete(f"{url}/v1/stream").status_code == 400
 
 
+def test_a_killed_engine_costs_no_token_and_is_told_of(server: ServerProcess) -> None:
+    body = LONG | {"max_tokens": 400, "return_progress": True}
+    undisturbed = post(server.url, body | {"stream": False}).json()["choices"][0]["text"]
+    for _ in range(4):  # a reader that is kept waiting may kill an engine that is done
+        texts, attempts, kills = [], [], [server.kill_engine]
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
+            for frame in data_of(answer.iter_lines()):
+                attempts += [frame["recovering"]] if "recovering" in frame else []
+                texts += [choice["text"] for choice in frame["choices"]]
+                if len(texts) >= 30 and kills:
+                    kills.pop()()
+        assert "".join(texts) == undisturbed
+        if attempts:
+            break
+    assert attempts == [{"attempt": 1}]
+
+
 def test_idle_sockets_take_no_descriptor_from_an_engine_or_a_stream(server: ServerProcess) -> None:
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (128, 128))
     address = ("127.0.0.1", httpx.URL(server.url).port)
@@ -228,26 +277,6 @@ def test_idle_sockets_take_no_descriptor_from_an_engine_or_a_stream(server: Serv
             flood.enter_context(socket.create_connection(address))
         assert httpx.get(f"{server.url}/health/live").status_code == 200
         assert answer.read().endswith(b"data: [DONE]\n\n")
-
-
-def test_a_killed_engine_costs_no_token_and_is_told_of(folder: Path) -> None:
-    with running_server(str(folder), "--threads", "1") as server:
-        body = LONG | {"max_tokens": 400, "return_progress": True}
-        undisturbed = post(server.url, body | {"stream": False}).json()["choices"][0]["text"]
-        for _ in range(4):  # a reader that is kept waiting may kill an engine that is done
-            texts, attempts, kills = [], [], [server.kill_engine]
-            with httpx.stream(
-                "POST", f"{server.url}/v1/completions", json=body, timeout=120
-            ) as answer:
-                for frame in data_of(answer.iter_lines()):
-                    attempts += [frame["recovering"]] if "recovering" in frame else []
-                    texts += [choice["text"] for choice in frame["choices"]]
-                    if len(texts) >= 30 and kills:
-                        kills.pop()()
-            assert "".join(texts) == undisturbed
-            if attempts:
-                break
-        assert attempts == [{"attempt": 1}]
 
 
 def message(url: str, key: str, kills: dict[int, Callable[[], None]]) -> tuple[str, bool]:
