@@ -20,7 +20,7 @@ from headrace.cli.chat_store import Conversation, Transcripts, words_of
 from headrace.client.events import Heartbeat, Progress, Queued
 from headrace_common.errors import ConfigError
 from tests.cli.terminal import terminal
-from tests.client.builders import cutting_proxy
+from tests.client.builders import Given, cutting_proxy, listed_server
 from tools.harness import processes, servers
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
@@ -368,13 +368,13 @@ def test_ctrl_c_at_an_answer_keeps_what_was_typed_during_it(
         shown.wait_for("> ")
 
 
-def test_a_question_that_no_server_took_is_there_again(folder: Path, tmp_path: Path) -> None:
-    with running_server(str(folder), "--threads", "1") as server:
-        words = ("chat", "--url", server.url, *GREEDY)
+def test_a_question_that_no_server_took_is_there_again(tmp_path: Path) -> None:
+    with listed_server(Given(body=b'{"data": [{"id": "tiny"}]}')) as gone:
+        words = ("chat", "--url", gone.url, *GREEDY)
         with terminal(*words, XDG_STATE_HOME=str(tmp_path)) as shown:
             shown.wait_for("> ")
-            server.process.kill()
-            server.process.wait()
+            gone.shutdown()
+            gone.server_close()
             shown.type("hi there")
             shown.wait_for(r"(?s)\[No server answers.*\].*> hi there")
     assert not (tmp_path / "headrace" / "chats").exists()

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from headrace.cli.launch import as_script, choose, warn
 from headrace.cli.launch_clients import CLIENTS, Model
 from headrace.cli.main import cli
 from headrace_common.errors import HeadraceError
+from tests.cli.conftest import KEY
 from tools.harness.eventually import eventually
-from tools.harness.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess
 
 # Writes its arguments, its environment and the files of its flags, and ends with code 7.
 AGENT = f"""#!{sys.executable}
@@ -34,12 +34,6 @@ sys.exit(7)
 MODEL = Model("http://127.0.0.1:1", "tiny", 8192)
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ServerProcess]:
-    with running_server(str(folder), "--threads", "1", "--api-key", "secret") as running:
-        yield running
-
-
 def program(folder: Path, name: str, text: str = AGENT) -> None:
     file = folder / name
     file.write_text(text)
@@ -48,7 +42,7 @@ def program(folder: Path, name: str, text: str = AGENT) -> None:
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
     own = {"PATH": f"{folder}:{os.environ['PATH']}", "SEEN": str(folder / "seen.json")}
-    own |= {"XDG_CACHE_HOME": str(folder / "cache"), "HEADRACE_API_KEY": "secret"}
+    own |= {"XDG_CACHE_HOME": str(folder / "cache"), "HEADRACE_API_KEY": KEY}
     return {**os.environ, **own, **more}
 
 
@@ -58,18 +52,18 @@ def command(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_each_agent_gets_the_server_the_model_and_the_key_and_its_exit_code_is_passed_on(
-    name: str, server: ServerProcess, tmp_path: Path
+    name: str, keyed: ServerProcess, tmp_path: Path
 ) -> None:
     program(tmp_path, name)
-    words = command(name, "--url", server.url, "--", "-p", "a 'b'", "--", "c")
+    words = command(name, "--url", keyed.url, "--", "-p", "a 'b'", "--", "c")
     ended = subprocess.run(words, env=environment(tmp_path), capture_output=True, text=True)
     assert ended.returncode == 7, ended.stderr
     arguments, variables, files, modes = json.loads((tmp_path / "seen.json").read_text())
     told = json.dumps([arguments, variables.get("OPENCODE_CONFIG_CONTENT"), files])
-    assert server.url in told and "tiny" in told
+    assert keyed.url in told and "tiny" in told
     # Codex does not show reasoning.
     assert "return_progress" in told or name == "codex"
-    assert "secret" not in told and variables["KEY_FOR_HEADRACE"] == "secret"
+    assert KEY not in told and variables["KEY_FOR_HEADRACE"] == KEY
     assert arguments[-4:] == ["-p", "a 'b'", "--", "c"]
     assert all(mode == "0o40700" for mode in modes)
     assert not any((tmp_path / "cache" / "headrace" / "launch").iterdir())
@@ -77,17 +71,17 @@ def test_each_agent_gets_the_server_the_model_and_the_key_and_its_exit_code_is_p
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_shell_that_runs_the_printed_lines_starts_the_agent_in_the_same_way(
-    name: str, server: ServerProcess, tmp_path: Path
+    name: str, keyed: ServerProcess, tmp_path: Path
 ) -> None:
     program(tmp_path, name)
-    words = command(name, "tiny", "--url", server.url, "--print", "--", "a 'b'\n$c")
+    words = command(name, "tiny", "--url", keyed.url, "--print", "--", "a 'b'\n$c")
     variables = environment(tmp_path)
     printed = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
-    assert "secret" not in printed.stdout
+    assert KEY not in printed.stdout
     ended = subprocess.run(["sh", "-c", printed.stdout], env=variables)
     assert ended.returncode == 7
     arguments, seen, *_ = json.loads((tmp_path / "seen.json").read_text())
-    assert arguments[-1] == "a 'b'\n$c" and seen["KEY_FOR_HEADRACE"] == "secret"
+    assert arguments[-1] == "a 'b'\n$c" and seen["KEY_FOR_HEADRACE"] == KEY
 
 
 def test_a_private_server_ends_with_the_agent_which_gets_the_signals(
