@@ -6,13 +6,14 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from headrace.streams.log import LogGone, LogTaken, LogUnsound
+from headrace.streams.log import LogConflict, LogGone, LogTaken, LogUnsound
 from headrace.streams.store import ByConversation, ById, Retention, Stored, StoreStalled
-from headrace.streams.stores import redis_lease, redis_link
+from headrace.streams.stores import redis_lease, redis_link, redis_scripts
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.redis_link import risks_of
 from headrace.streams.stores.state_dir import StateError
@@ -223,7 +224,7 @@ async def test_a_stream_that_nobody_here_knows_of_is_found_again(
 ) -> None:
     """As when the answer to its creation was lost, and its request given up."""
     await one.create(make_record())
-    one.tails.own.discard(A)
+    del one.tails.own[A]
     (stored,) = await one.orphans()
     await stored.log.append(0, [finish(0)])
     assert await everything(stored.log) == [finish(0)]
@@ -319,3 +320,123 @@ async def test_a_gateway_with_a_wrong_clock_deletes_nothing(
     totals = await other.sweep(Retention(keep_s=3600), a_year_later)
     assert totals.num_streams == 1
     assert await everything((await found(other)).log) == [finish(0)]
+
+
+async def take(store: RedisStore, owner: RedisStore) -> Stored:
+    """Take over the only stream of a gateway whose lease has expired."""
+    taken: list[Stored] = []
+    while not taken:
+        await owner.link.command("DEL", owner.link.key(f"g:{owner.gateway}"))
+        taken = await store.unfinished()
+    return taken[0]
+
+
+def after_creation(store: RedisStore, strike: Callable[[], Awaitable[None]]) -> None:
+    """Do something after Redis has created a stream, and before the gateway has the answer."""
+    attempt = store.link.attempt
+
+    async def attempt_late(script: str, *arguments: Any, is_again: int = 0) -> Any:
+        answer = await attempt(script, *arguments, is_again=is_again)
+        if script is redis_scripts.CREATE and not is_again:
+            await strike()
+        return answer
+
+    store.link.attempt = attempt_late  # type: ignore[method-assign]
+
+
+@with_two
+async def test_a_stream_that_was_taken_over_during_its_creation_is_left_to_its_new_writer(
+    one: RedisStore, other: RedisStore
+) -> None:
+    async def sleep() -> None:
+        await take(other, one)
+        raise TimeoutError
+
+    after_creation(one, sleep)
+    with pytest.raises(StoreStalled, match="taken over"):
+        await one.create(make_record())
+    assert (await found(one)).elsewhere
+
+
+@with_two
+async def test_a_stream_that_ended_and_was_deleted_during_its_creation_is_not_created_again(
+    one: RedisStore, other: RedisStore
+) -> None:
+    async def sleep() -> None:
+        await (await take(other, one)).log.append(0, [finish(0)])
+        await other.forget(A)
+        raise TimeoutError
+
+    after_creation(one, sleep)
+    with pytest.raises(StoreStalled, match="taken over"):
+        await one.create(make_record())
+    assert await other.find(ById(A)) is None
+
+
+@with_two
+async def test_a_stop_counts_though_its_stream_is_still_being_created(
+    one: RedisStore, other: RedisStore
+) -> None:
+    async def stop() -> None:
+        writer = (await found(other)).elsewhere
+        assert writer
+        await writer.stop("cancelled")
+        ask = await one.asked()
+        assert (ask.stream_id, ask.what, ask.detail) == (A, "stop", "cancelled")
+
+    after_creation(one, stop)
+    await one.create(make_record())
+
+
+@with_two
+async def test_readers_stay_with_a_stream_that_was_taken_over_twice(
+    one: RedisStore, other: RedisStore
+) -> None:
+    await (await one.create(make_record())).log.append(0, some(2))
+    reader = asyncio.create_task(everything((await found(other)).log))
+    second = await take(other, one)
+    while other.tails._feed._to_leave:
+        await one.link.command("PUBLISH", one.link.key("ask"), "look x")
+        await asyncio.sleep(0.01)
+    third = await take(one, other)
+    with pytest.raises(LogTaken):
+        await second.log.append(2, some(1, 2))
+    await third.log.append(2, [finish(2)])
+    assert await reader == [*some(2), finish(2)]
+
+
+@with_two
+async def test_a_stream_that_another_gateway_deleted_is_forgotten_by_its_writer(
+    one: RedisStore, other: RedisStore
+) -> None:
+    log = (await one.create(make_record())).log
+    await other.forget(A)
+    with pytest.raises(LogConflict, match="gone"):
+        await log.append(0, some(1))
+    assert not one.tails.own
+    with pytest.raises(LogGone):
+        await log.read(-1, 1)
+
+
+@with_two
+async def test_a_stream_that_was_created_after_its_gateway_had_died_is_taken_over(
+    one: RedisStore, other: RedisStore
+) -> None:
+    await die(one)
+    await one.link.command("SREM", one.link.key("gateways"), one.gateway)
+    await one.create(make_record())
+    (stored,) = await other.orphans()
+    assert stored.record.id == A
+
+
+@with_two
+async def test_a_write_shows_that_the_store_can_write_again(
+    one: RedisStore, other: RedisStore
+) -> None:
+    one._parts[2].cancel()  # the lease would show the same
+    one.link.missed(redis_link.STALL_S, TimeoutError())
+    log = (await one.create(make_record())).log
+    assert not one.stalled.is_set()
+    one.link.missed(redis_link.STALL_S, TimeoutError())
+    await log.append(0, some(1))
+    assert not one.stalled.is_set()

@@ -148,6 +148,7 @@ async def test_only_the_last_writer_appends(store: Store) -> None:
     await conflict(found.log, 0)
     (second,) = await store.unfinished()
     await conflict(first, 0)
+    assert await holder(store, ById(A)) == A
     await second.log.append(0, [finish(0)])
     assert await everything(first) == [finish(0)]
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,6 +51,8 @@ _EVICTED_AT_ONCE = 100
 # between two lookups.
 _NUM_TRIES, _TRY_S = 20, 0.05
 _NO_WRITER = 0
+_TAKEN_OVER = -2
+_TAKEN_MESSAGE = "Another server has taken over this stream; send the request again."
 
 _encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
@@ -123,21 +125,21 @@ class RedisStore:
 
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
         names = record.names
-        self._num_claims += 1
-        try:
+        with self._claiming():
             is_new, *found = await self.link.run(
                 scripts.CREATE,
                 *(record.id, names.owner, names.conversation or "", names.key or ""),
                 *(_encode(record), replaces or "", self.gateway, secrets.token_hex(8)),
                 *(" ".join(names.items), names.follows or ""),
             )
+            if is_new == _TAKEN_OVER:
+                raise StoreStalled(_TAKEN_MESSAGE)
             if not found:
                 raise ConversationLocked
             row = row_of(found[0])
             if is_new:
-                return self._claimed(row, record, self.tails.create(record.id))
-        finally:
-            self._num_claims -= 1
+                self.link.heard()
+                return self._claimed(row, record, self.tails.create(record.id, row.epoch))
         existing = await self._stored(row)
         return (
             existing
@@ -182,13 +184,10 @@ class RedisStore:
         await self._delete([stream_id])
 
     async def unfinished(self) -> list[Stored]:
-        self._num_claims += 1
-        try:
+        with self._claiming():
             claim = secrets.token_hex(8)
             answer = await self.link.run(scripts.UNFINISHED, self.gateway, claim)
             return await self._adopted([row_of(one) for one in answer])
-        finally:
-            self._num_claims -= 1
 
     async def sweep(self, retention: Retention, now: float) -> Totals:
         """Delete expired streams. The clock of Redis decides; `now` is ignored.
@@ -270,7 +269,9 @@ class RedisStore:
 
     def _take_ask(self, words: list[str]) -> None:
         what, *details, id = words
-        if StreamId(id) in self.tails.own:
+        # A stream that is being claimed may belong to this gateway in a moment.
+        is_claimed = what == "stop" and self._num_claims > 0
+        if StreamId(id) in self.tails.own or is_claimed:
             interval_s = float(details[1]) if what == "beat" else 0.0
             self._asks.put_nowait(WriterRequest(StreamId(id), what, details[0], interval_s))
 
@@ -281,6 +282,15 @@ class RedisStore:
         for id, code in zip(own, codes, strict=True):
             if code is not None:
                 self._asks.put_nowait(WriterRequest(id, "stop", code.decode()))
+
+    @contextlib.contextmanager
+    def _claiming(self) -> Iterator[None]:
+        """Mark a claim as in progress: Redis may already assign streams that are unknown here."""
+        self._num_claims += 1
+        try:
+            yield
+        finally:
+            self._num_claims -= 1
 
     def _count(self) -> int | None:
         return None if self._num_claims else len(self.tails.own)
@@ -297,9 +307,10 @@ class RedisStore:
         is_again = gateway in self._unanswered
         claim = self._unanswered.setdefault(gateway, secrets.token_hex(8))
         arguments = (self.gateway, gateway, claim)
-        answer = await self.link.attempt(scripts.TAKE, *arguments, is_again=int(is_again))
-        del self._unanswered[gateway]
-        self._adopt_soon([row_of(one) for one in answer])
+        with self._claiming():
+            answer = await self.link.attempt(scripts.TAKE, *arguments, is_again=int(is_again))
+            del self._unanswered[gateway]
+            self._adopt_soon([row_of(one) for one in answer])
 
     async def _compare(self) -> None:
         """Compare this gateway's streams with the streams that Redis assigns to this gateway.
@@ -313,14 +324,15 @@ class RedisStore:
         """
         answer = await self.link.attempt(scripts.OWNED, self.gateway)
         owned = {StreamId(id.decode()) for id in answer}
-        self._taken = self.tails.own - owned
+        self._taken = self.tails.own.keys() - owned
         for id in sorted(self._taken):
             self._asks.put_nowait(WriterRequest(id, "look"))
-        unknown = owned - self.tails.own if not self._num_claims else set()
+        unknown = owned - self.tails.own.keys() if not self._num_claims else set()
         if still_unknown := unknown & self._unknown:
-            claim = secrets.token_hex(8)
-            answer = await self.link.attempt(scripts.RECLAIM, self.gateway, claim, *still_unknown)
-            self._adopt_soon([row_of(one) for one in answer])
+            with self._claiming():
+                arguments = (self.gateway, secrets.token_hex(8), *still_unknown)
+                answer = await self.link.attempt(scripts.RECLAIM, *arguments)
+                self._adopt_soon([row_of(one) for one in answer])
         self._unknown = unknown
 
     def _adopt_soon(self, rows: list[RedisRow]) -> None:

@@ -25,9 +25,10 @@ class GatewayLease:
     `on_gone` is called repeatedly with the name of a dead gateway, until the dead gateway has no
     streams left.
 
-    `on_doubt` is called if this gateway's list of its streams may be wrong. There are two reasons:
-    this gateway's lease had expired, or Redis and `count` report different numbers of streams.
-    `count` returns how many streams this gateway writes, or None while the number is changing.
+    `on_doubt` is called if this gateway's list of its streams may be wrong. There are three
+    reasons: this gateway's lease had expired, an answer of Redis was lost, or Redis and `count`
+    report different numbers of streams. `count` returns how many streams this gateway writes, or
+    None while the number is changing.
 
     The two numbers must differ in several consecutive checks, because an append or a claim in
     progress changes the two numbers at slightly different times.
@@ -53,6 +54,8 @@ class GatewayLease:
         # The number of consecutive checks in which Redis counted a different number of streams.
         self._num_odd = 0
         self._has_run = False
+        # Whether `on_doubt` must succeed before the lease counts as held.
+        self._has_doubt = False
         # The lease holds at least until this time of the event loop.
         self._ends_at = 0.0
 
@@ -72,6 +75,8 @@ class GatewayLease:
                 await self._renew()
             except LOST as error:
                 self._num_missed.clear()
+                # The lease may have expired and been renewed without an answer.
+                self._has_doubt = self._has_run
                 self._link.missed(min(loop.time() - began, ANSWER_S) + RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
             else:
@@ -86,9 +91,11 @@ class GatewayLease:
         self._link.heard()
         is_odd = before is not None and number != before and self._count() == before
         self._num_odd = self._num_odd + 1 if is_odd else 0
-        if (self._has_run and not had) or self._num_odd >= NUM_CHECKS:
+        self._has_doubt |= (self._has_run and not had) or self._num_odd >= NUM_CHECKS
+        if self._has_doubt:
             self._num_odd = 0
             await self._on_doubt()
+            self._has_doubt = False
         self._ends_at = asked_at + LEASE_S
         self._has_run = True
         gone = [gateway.decode() for gateway in missing]

@@ -12,6 +12,7 @@ PREFIXbytes    sorted set of stream ids, by size
 PREFIXgateways set of gateways
 PREFIXg:GATEWAY  string: the gateway's lease, with data for other gateways; expires unless renewed
 PREFIXo:GATEWAY  sorted set of the live streams that the gateway writes, by age
+PREFIXd:ID     string: the stream was taken over, ended and deleted; expires after an hour
 
 Channels: PREFIXt:ID receives each append to a log, PREFIXask receives requests to writers.
 
@@ -61,20 +62,23 @@ local function take(id, gateway, claim)
   local before = call('HMGET', k, 'gateway', 'n')
   call('ZREM', P .. 'o:' .. before[1], id)
   call('ZADD', P .. 'o:' .. gateway, before[2], id)
+  call('SADD', P .. 'gateways', gateway)
   call('HINCRBY', k, 'epoch', 1)
   call('HSET', k, 'gateway', gateway, 'claim', claim)
   return shown(id)
 end
 """
 
+# Returns 1 and the new stream, 0 and the stream that holds one of the names, -1 if the conversation
+# is locked, or -2 if another gateway has taken the stream over since an earlier call created it.
 CREATE = """
 local _, id, owner, conversation, key, record, replaces, gateway, claim, items, follows =
   unpack(ARGV)
 local k = meta(id)
-if call('EXISTS', k) == 1 then
-  local is_mine = is_again and call('HGET', k, 'claim') == claim
-  return {is_mine and 1 or 0, shown(id)}
-end
+local exists = call('EXISTS', k) == 1
+if exists and not is_again then return {0, shown(id)} end
+if exists and call('HGET', k, 'claim') == claim then return {1, shown(id)} end
+if exists or (is_again and call('EXISTS', P .. 'd:' .. id) == 1) then return {-2} end
 if key ~= '' then
   local holder = call('HGET', P .. 'k:' .. owner, key)
   if holder then return {0, shown(holder)} end
@@ -101,6 +105,7 @@ for item in string.gmatch(items, '%S+') do
 end
 call('ZADD', P .. 'live', n, id)
 call('ZADD', P .. 'o:' .. gateway, n, id)
+call('SADD', P .. 'gateways', gateway)
 call('ZADD', P .. 'read', time(), id)
 call('ZADD', P .. 'bytes', #record, id)
 return {1, shown(id)}
@@ -184,9 +189,10 @@ return found
 FORGET = """
 for i = 2, #ARGV do
   local id = ARGV[i]
-  local found = call('HMGET', meta(id), 'owner', 'conversation', 'key', 'gateway', 'n', 'items')
+  local found = call('HMGET', meta(id),
+    'owner', 'conversation', 'key', 'gateway', 'n', 'items', 'epoch')
   if found[1] then
-    local owner, conversation, key, gateway, n, items = unpack(found)
+    local owner, conversation, key, gateway, n, items, epoch = unpack(found)
     for item in string.gmatch(items or '', '%S+') do
       call('ZREM', P .. 'i:' .. owner, place_of(item, n, id))
     end
@@ -196,6 +202,8 @@ for i = 2, #ARGV do
       call('ZREM', P .. set, id)
     end
     call('DEL', meta(id), P .. 'l:' .. id)
+    -- The gateway that created the stream may have slept since, and may repeat the creation.
+    if epoch ~= '1' then call('SET', P .. 'd:' .. id, '', 'EX', 3600) end
     call('PUBLISH', P .. 't:' .. id, 'gone')
   end
 end

@@ -36,8 +36,8 @@ class LiveTails:
         on_ask: Callable[[list[str]], None],
         on_joined: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        # The streams that this gateway writes.
-        self.own: set[StreamId] = set()
+        # The streams that this gateway writes, with the epoch of its newest writer.
+        self.own: dict[StreamId, int] = {}
         self._link = link
         self._on_ask = on_ask
         self._on_joined = on_joined
@@ -56,9 +56,9 @@ class LiveTails:
         """Return the tail of a stream that this gateway writes."""
         return self._tails[id]
 
-    def create(self, id: StreamId) -> Tail:
+    def create(self, id: StreamId, epoch: int) -> Tail:
         """Add the tail of a new stream."""
-        self.own.add(id)
+        self.own[id] = epoch
         tail = self._tails[id] = Tail(keep=_TAIL)
         return tail
 
@@ -68,7 +68,7 @@ class LiveTails:
         The stream's readers keep the same tail.
         """
         id = row.stream_id
-        self.own.add(id)
+        self.own[id] = row.epoch
         tail = self._tails.setdefault(id, Tail(row.next_seq, keep=_TAIL))
         self._feed.leave(self._channel(id))
         if tail.next_seq < row.next_seq:
@@ -88,6 +88,16 @@ class LiveTails:
         if is_new or tail.next_seq < row.next_seq:
             await self._catch_up(id)
         return tail
+
+    def lose(self, id: StreamId, epoch: int) -> None:
+        """Note that the writer of this epoch has lost its stream.
+
+        If another gateway writes the stream now, the readers of the tail follow that gateway.
+        """
+        if self.own.get(id) == epoch:
+            del self.own[id]
+            if id in self._tails:
+                self.spawn(self._feed.join(self._channel(id)))
 
     def recent(self, id: StreamId, first: int, end: int) -> list[AnyEvent] | None:
         """Return the events from number `first` to `end`, or None if a tail has dropped some."""
@@ -130,7 +140,7 @@ class LiveTails:
             logger.error("A task that follows streams in Redis failed", exc_info=error)
 
     def _drop(self, id: StreamId) -> Tail | None:
-        self.own.discard(id)
+        self.own.pop(id, None)
         self._feed.leave(self._channel(id))
         return self._tails.pop(id, None)
 

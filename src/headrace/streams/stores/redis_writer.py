@@ -140,7 +140,9 @@ class Appends:
                 outcome = await self._mend(append, int(outcome.split()[1]))
             self._num_waiting_bytes -= append.num_bytes
             if outcome == "taken":
-                self._tails.own.discard(append.stream_id)
+                self._tails.lose(append.stream_id, append.epoch)
+            elif outcome == "gone":
+                self._tails.gone(append.stream_id)
             else:
                 self._on_commit(time.monotonic() - append.began)
             append.settle(outcome)
@@ -148,6 +150,8 @@ class Appends:
     async def _run(self, appends: Sequence[tuple[Argument, ...]]) -> list[str]:
         words = [word for arguments in appends for word in arguments]
         outcomes = await self._link.run(scripts.APPEND, self._gateway, *words, is_patient=True)
+        if b"ok" in outcomes:
+            self._link.heard()
         return [outcome.decode() for outcome in outcomes]
 
     async def _mend(self, append: _Append, next_seq: int) -> str:
