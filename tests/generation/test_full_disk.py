@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from headrace.generation.generation import Generation
+from headrace.generation.registry import cut_by
 from headrace.generation.stream import LiveStream
-from headrace.streams.events import Error
+from headrace.streams.events import Error, Finish
 from headrace.streams.record import Names
 from headrace.streams.store import ByConversation, Stored, StoreStalled
 from headrace.streams.stores import sqlite_writer
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.errors import RequestError
+from headrace_common.messages import FinishReason
 from tests.fleet.fakes import FakeEngine
 from tests.generation.fakes import make_request, opened, read, running
 from tools.harness.eventually import settle
@@ -98,6 +100,56 @@ async def test_a_request_that_cannot_be_stored_is_refused_and_generates_nothing(
         (stream,) = generation.streams
         await stream.ended.wait()
         assert not engine.submits
+
+
+async def test_a_request_with_a_key_that_cannot_be_stored_goes_on_once_the_disk_takes_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = Names(key="k", digest=b"1")
+    async with serving(folder, tmp_path) as (generation, engine, store):
+        with contextlib.ExitStack() as disk:
+            create = store.create
+
+            async def create_last(*claim: Any) -> Stored:
+                created = await create(*claim)
+                disk.enter_context(locked(tmp_path))
+                return created
+
+            monkeypatch.setattr(store, "create", create_last)
+            error = await refused(generation.open(make_request(), names))
+            assert error.code == "storage_unavailable"
+            assert not engine.submits
+        await store.writable.wait()
+        stream = await generation.streams.find_equal(names)
+        assert isinstance(stream, LiveStream)
+        assert [stream] == [*generation.streams]
+        await settle()
+        await engine.finish(engine.newest, FinishReason.LENGTH)
+        assert isinstance((await read(stream))[-1], Finish)
+
+
+async def test_a_stop_counts_while_the_log_of_a_stalled_stream_is_read_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(folder, tmp_path) as (generation, engine, store):
+        stream = await opened(generation, engine, OPTED_IN)
+        other = await opened(generation, engine, Names(conversation="d", digest=b"2"))
+        assert isinstance(stream, LiveStream)
+        resume = generation.resumption._resume
+
+        async def resume_after_a_stop(*stream_and_cut: Any) -> None:
+            stream.stop(cut_by("cancelled"))
+            await resume(*stream_and_cut)
+
+        monkeypatch.setattr(generation.resumption, "_resume", resume_after_a_stop)
+        other.beat("data", 5)
+        with locked(tmp_path):
+            await store.stalled.wait()
+            monkeypatch.setattr(sqlite_writer, "MAX_WAITING_BYTES", 1)
+            stream.beat("data", 5)  # finds no room, so the stream waits to be resumed
+            await settle()
+        last = (await read(stream))[-1]
+        assert isinstance(last, Error) and last.code == "cancelled"
 
 
 async def test_a_retry_is_refused_while_its_refused_stream_is_still_to_end(

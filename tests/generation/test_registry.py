@@ -13,7 +13,7 @@ from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
-from headrace.streams.events import AnyEvent
+from headrace.streams.events import AnyEvent, Error, Finish
 from headrace.streams.record import Names, Record
 from headrace.streams.store import ByConversation, ById, Name, Retention, Stored
 from headrace.streams.stores.memory import MemoryLog, MemoryStore
@@ -100,6 +100,50 @@ async def test_a_stream_is_found_live_though_its_request_was_given_up_as_it_was_
         assert isinstance(await looking, LiveStream)
         with pytest.raises(asyncio.CancelledError):
             await opening
+
+
+class StoppedStore(MemoryStore):
+    """A stop arrives before whoever made a stream hears of it."""
+
+    async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
+        stored = await super().create(record, replaces)
+        return msgspec.structs.replace(stored, stop_code="cancelled")
+
+
+async def test_a_stream_that_was_stopped_as_it_was_stored_generates_nothing(folder: Path) -> None:
+    async with running(folder, StoppedStore()) as (generation, engine):
+        last = (await read(await opened(generation, engine, OPTED_IN)))[-1]
+        assert isinstance(last, Error) and last.code == "cancelled"
+        assert not engine.submits
+
+
+class LateStore(MemoryStore):
+    """Takes a while to say which streams an earlier server has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+
+    async def unfinished(self) -> list[Stored]:
+        await self.answers.wait()
+        return await super().unfinished()
+
+
+async def test_a_new_stream_is_not_taken_for_one_of_an_earlier_server(folder: Path) -> None:
+    store = LateStore()
+    async with running(folder, store) as (generation, engine):
+        assert generation.fleet.pinned
+        queue = generation.queues.of(generation.fleet.pinned)
+        opening = asyncio.create_task(generation.open(make_request(), OPTED_IN))
+        while not queue.num_live:
+            await asyncio.sleep(0)
+        await settle()
+        store.answers.set()
+        stream = await opening
+        await settle()
+        await engine.finish(engine.newest, FinishReason.LENGTH)
+        assert isinstance((await read(stream))[-1], Finish)
+        assert len(engine.submits) == 1
 
 
 async def test_a_stream_that_is_stored_as_the_server_ends_is_left_to_the_next_server(

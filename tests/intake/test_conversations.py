@@ -10,8 +10,10 @@ import pytest
 from headrace.generation.registry import Found
 from headrace.intake.conversations import Conversations
 from headrace.intake.intake import Intake
+from headrace.streams.log import LogTaken
 from headrace.streams.record import CONVERSATION
 from headrace.streams.store import ByConversation, ConversationLocked, Name
+from headrace.streams.stores import memory
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.worker_jobs import UseConversation
@@ -56,6 +58,23 @@ async def test_of_two_changes_at_the_same_moment_one_is_refused(folder: Path) ->
             add(conversations, id), add(conversations, id), return_exceptions=True
         )
         assert sorted(type(it) for it in both if it) == [ConversationLocked]
+        assert await texts(conversations, id) == ["a", "a"]
+
+
+async def test_a_change_counts_though_another_server_has_taken_its_stream_over(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = memory._Log.append
+
+    async def append_elsewhere(*log_and_events: Any) -> None:
+        await append(*log_and_events)
+        raise LogTaken
+
+    async with running(folder) as (generation, _):
+        conversations = Intake(generation, ServerConfig()).conversations
+        id = json.loads(await conversations.create("ann", ITEMS))["id"]
+        monkeypatch.setattr(memory._Log, "append", append_elsewhere)
+        await add(conversations, id)
         assert await texts(conversations, id) == ["a", "a"]
 
 

@@ -16,7 +16,7 @@ from headrace.generation.choice import begins_in_reasoning
 from headrace.generation.event_builder import EventBuilder
 from headrace.generation.model_checks import admit, check_generates
 from headrace.generation.prefix_misses import PrefixMisses
-from headrace.generation.registry import Found, Registry
+from headrace.generation.registry import Found, Registry, cut_by
 from headrace.generation.resume import GONE, Resumption
 from headrace.generation.store_tasks import serve_other_servers, sweep, watch
 from headrace.generation.stream import LiveStream
@@ -233,10 +233,12 @@ class Generation:
             # The server ended while the stream was being stored.
             place.close()
             raise (closed if record.is_durable else _SHUTS_DOWN).with_traceback(None)
-        stored = Stored(record, stored.log)
+        stop_code, stored = stored.stop_code, Stored(record, stored.log)
         figures = host.metrics.of(record.request.is_background)
         builder = EventBuilder(record, host.model, figures)
         stream = self.writers.start(host, stored, builder, place, admitted)
+        if stop_code:
+            stream.stop(cut_by(stop_code))
         try:
             if record.is_durable:
                 accepted = stream.audience.pause.unless(stored.log.wait(-1))
@@ -245,8 +247,10 @@ class Generation:
             else:
                 await stream.accept()
         except BaseException as error:
-            stream.stop(error if isinstance(error, RequestError) else _LEFT)
-            stream.audience.close()
+            # With a key, the client's next attempt finds the stream, which waits for the store.
+            if record.names.key is None or not isinstance(error, RequestError):
+                stream.stop(error if isinstance(error, RequestError) else _LEFT)
+                stream.audience.close()
             raise
         return stream
 

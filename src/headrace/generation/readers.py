@@ -36,34 +36,35 @@ class Reader:
 
 
 class ReaderPause:
-    """Disconnects readers while a reason is set.
+    """Disconnects readers while at least one reason is set.
 
     The stream itself continues, either now or after a restart.
     """
 
     def __init__(self) -> None:
         self.is_set = asyncio.Event()
-        self._reason: RequestError | None = None
+        self._reasons: list[RequestError] = []
 
     def set(self, reason: RequestError) -> None:
-        self._reason = reason
+        self._reasons.append(reason)
         self.is_set.set()
 
-    def clear(self) -> None:
-        self._reason = None
-        self.is_set.clear()
+    def clear(self, reason: RequestError) -> None:
+        """Remove this reason; other reasons stay."""
+        self._reasons = [it for it in self._reasons if it is not reason]
+        if not self._reasons:
+            self.is_set.clear()
 
-    @property
-    def code(self) -> str:
-        """Return the code of the reason; empty if no reason is set."""
-        return self._reason.code if self._reason is not None else ""
+    def has(self, code: str) -> bool:
+        """Return whether a reason with this code is set."""
+        return any(it.code == code for it in self._reasons)
 
     def check(self) -> None:
-        """Raise the reason if a reason is set."""
-        if self._reason is not None:
+        """Raise the newest reason if a reason is set."""
+        if self._reasons:
             # The same exception is raised often. Without the reset, its traceback would grow each
             # time.
-            raise self._reason.with_traceback(None)
+            raise self._reasons[-1].with_traceback(None)
 
     async def unless(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`. Raises the reason if a reason is set before `work` is

@@ -72,6 +72,8 @@ class Registry:
         self._live: dict[StreamId, LiveStream] = {}
         # Set when a stream is added or closed. A new event then replaces the set event.
         self._added = asyncio.Event()
+        # Set once the streams of an earlier server have been claimed.
+        self.has_taken_up = asyncio.Event()
         # Pauses the readers of streams that other servers write.
         self.elsewhere = ReaderPause()
         # The reasons why streams get no writer, by stream id. The key None applies to all streams.
@@ -110,10 +112,10 @@ class Registry:
             if stream.record.is_durable:
                 stream.audience.pause.set(reason)
 
-    def unpause(self) -> None:
-        self.elsewhere.clear()
+    def unpause(self, reason: RequestError) -> None:
+        self.elsewhere.clear(reason)
         for stream in self:
-            stream.audience.pause.clear()
+            stream.audience.pause.clear(reason)
 
     def _wake(self) -> None:
         self._added.set()
@@ -205,6 +207,9 @@ class Registry:
         If another request has just taken the idempotency key, the other request's stream is
         returned.
         """
+        # A stream that exists earlier could be claimed as a stream of an earlier server.
+        if not self.has_taken_up.is_set():
+            await self.unless_stalled(record, self.has_taken_up.wait())
         replaced = None
         while True:
             stored = await self.store.create(record, replaced)
@@ -265,7 +270,7 @@ class Registry:
             await self.unless_stalled(found.record, found.ended.wait())
             # After the loss of an engine, the stop holds for the next engine of this server. But
             # another server, or this one after its restart, would continue the stream.
-            is_left = found.audience.pause.code == "server_restarting"
+            is_left = found.audience.pause.has("server_restarting")
             if is_left and not await _has_ended(found.log):
                 found.audience.pause.check()
         self.figures.stopped(state, time.monotonic() - asked_at)

@@ -62,12 +62,17 @@ class Resumption:
 
     async def take_up(self) -> None:
         """Continue the streams of an earlier server, as soon as the store can write."""
+        try:
+            unfinished = await self._claim_unfinished()
+        finally:
+            self._streams.has_taken_up.set()
+        await self._continue(unfinished)
+
+    async def _claim_unfinished(self) -> list[Stored]:
         while True:
             with contextlib.suppress(StoreStalled):
-                unfinished = await self._streams.store.unfinished()
-                break
+                return await self._streams.store.unfinished()
             await self._streams.store.writable.wait()
-        await self._continue(unfinished)
 
     async def adopt(self) -> None:
         """Continue streams of dead servers that use the same store."""
@@ -114,6 +119,11 @@ class Resumption:
         # events.
         await self._streams.store.writable.wait()
         await self._resume(Stored(stream.record, stream.log), stream.cut)
+        # A client may have stopped the stream while its log was read.
+        if stream.cut is not None:
+            for it in self._streams:
+                if it.record.id == stream.record.id:
+                    it.stop(stream.cut)
 
     async def _resume(self, stored: Stored, cut: RequestError | None = None) -> None:
         """Continue a stream. If `cut` is not None, only end the stream with the error `cut`."""

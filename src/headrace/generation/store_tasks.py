@@ -21,7 +21,7 @@ async def watch(streams: Registry) -> None:
         await streams.store.stalled.wait()
         streams.pause(_CANNOT_WRITE)
         await streams.store.writable.wait()
-        streams.unpause()
+        streams.unpause(_CANNOT_WRITE)
 
 
 async def serve_other_servers(streams: Registry, group: asyncio.TaskGroup) -> None:

@@ -21,7 +21,7 @@ from headrace.intake.answers import encoded
 from headrace.protocols.openai.response_events import ResponseBuilder
 from headrace.protocols.openai.responses import ID_PREFIX, ROUTE
 from headrace.streams.events import AnyEvent, Finish, Timings, Usage
-from headrace.streams.log import LogGone, LogUnsound, follow
+from headrace.streams.log import LogGone, LogTaken, LogUnsound, follow
 from headrace.streams.record import CONVERSATION, Names, Record
 from headrace.streams.store import ByConversation, ConversationLocked, Name
 from headrace.workers.loop_slices import slice_of_loop
@@ -179,7 +179,10 @@ class Conversations:
         end = Finish(seq=0, at_ms=0, ends=(), usage=Usage(0, 0), timings=Timings())
 
         async def write() -> None:
-            await (await store.create(record)).log.append(0, [end])
+            log = (await store.create(record)).log
+            # A server that has taken the stream over ends it, too.
+            with contextlib.suppress(LogTaken):
+                await log.append(0, [end])
             if follows is not None and not is_shown(follows):
                 await store.forget(follows.id)
 

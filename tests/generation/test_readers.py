@@ -1,0 +1,26 @@
+"""Why readers are disconnected, and until when."""
+
+import asyncio
+
+import pytest
+
+from headrace.generation.readers import ReaderPause
+from headrace_common.errors import RequestError
+
+RESTARTS = RequestError("server_restarting", "The server is restarting.")
+STALLED = RequestError("storage_stalled", "The server cannot store streams now.")
+
+
+@pytest.mark.parametrize("reasons", [(RESTARTS, STALLED), (STALLED, RESTARTS)])
+async def test_a_store_that_can_write_again_does_not_undo_a_restart(
+    reasons: tuple[RequestError, ...],
+) -> None:
+    pause = ReaderPause()
+    for reason in reasons:
+        pause.set(reason)
+    pause.clear(STALLED)
+    with pytest.raises(RequestError) as told:
+        await pause.unless(asyncio.sleep(60))
+    assert told.value is RESTARTS
+    pause.clear(RESTARTS)
+    assert await pause.unless(asyncio.sleep(0, "done")) == "done"
