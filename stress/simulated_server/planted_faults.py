@@ -146,7 +146,7 @@ STREAMS: dict[str, Fault] = {
     "readers_stay_paused_after_a_stall": Fault(
         "flag not cleared",
         "After a short stall of the disk, no client can read a running stream.",
-        (Edit(f"{_REGISTRY}.unpause", "stream.audience.pause.clear()", ""),),
+        (Edit(f"{_REGISTRY}.unpause", "stream.audience.pause.clear(reason)", ""),),
     ),
 }
 
@@ -573,13 +573,13 @@ BATCHES: dict[str, Fault] = {
         (
             Edit(
                 "headrace.batches.redis_store:RedisRecords.claim",
-                "words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))",
-                "words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))",
+                "claims = self._claims",
+                "claims = self._claims",
             ),
             Edit(
                 "headrace.batches.redis_store:_CLAIM",
-                "if holder ~= ARGV[1] and (holder or ARGV[3] == '1') then return 0 end",
-                "",
+                "if holder ~= ARGV[1] and",
+                "if false and",
             ),
         ),
     ),

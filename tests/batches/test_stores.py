@@ -171,6 +171,32 @@ async def test_results_whose_answer_was_lost_are_there_once_when_asked_again(
         assert await shelf.blobs.read("out", 0, 100) == b"one\ntwo\n"
 
 
+@needs_redis
+async def test_a_write_of_an_earlier_run_that_comes_late_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.batches import redis_store
+
+    monkeypatch.setattr(redis_store, "RETRY_S", 0.0)
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        link, sent = shelf.blobs._link, []
+        command = link.command
+
+        async def delay(*words: object) -> None:
+            sent.append(words)
+            raise TimeoutError
+
+        assert await shelf.records.claim("batch")
+        with monkeypatch.context() as lost, pytest.raises(StoreStalled):
+            lost.setattr(link, "command", delay)
+            await shelf.blobs.append("out", b"one\n", "batch")
+        await lapse(shelf, "batch")
+        assert await shelf.records.claim("batch")
+        assert await command(*sent[0]) == -1
+        assert await shelf.blobs.read("out", 0, 100) == b""
+        await shelf.blobs.append("out", b"one\n", "batch")
+
+
 async def test_a_folder_keeps_what_was_there_but_for_uploads_that_never_ended(
     tmp_path: Path,
 ) -> None:

@@ -145,7 +145,9 @@ class Batches:
         for id in (*own, batch.input_id if batch.api == "anthropic" else None):
             if id is not None:
                 await self.files.remove(id)
-        await self._records.remove(BATCH, batch.id)
+        # A stop that met the end of the batch is still stored.
+        for kind in (STOP, BATCH):
+            await self._records.remove(kind, batch.id)
 
     async def remove_file(self, owner: str, id: str) -> None:
         """Delete a file.

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 
+from headrace.batches.records import STOP
 from headrace.batches.store import NOBODY, BatchStore, ClaimLost
 from headrace.streams.store import Store, StoreStalled
 from headrace.streams.stores.redis import RedisStore
@@ -17,7 +18,8 @@ _CANNOT = "The server cannot store files now; try again later."
 
 _CLAIM = """
 local holder = redis.call('GET', KEYS[1])
-if holder ~= ARGV[1] and (holder or ARGV[3] == '1') then return 0 end
+local is_older = holder and string.sub(holder, 1, #ARGV[4]) == ARGV[4] and holder < ARGV[1]
+if holder ~= ARGV[1] and (ARGV[3] == '1' or (holder and not is_older)) then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
@@ -52,7 +54,8 @@ return redis.call('DEL', KEYS[2])
 def redis_batch_store(store: Store) -> BatchStore:
     """Return a batch store in the Redis that this stream store uses."""
     assert isinstance(store, RedisStore)
-    return BatchStore(RedisRecords(store), RedisBlobs(store))
+    claims = _Claims(store)
+    return BatchStore(RedisRecords(store, claims), RedisBlobs(store, claims))
 
 
 async def _ask(link: Link, *words: Argument) -> object:
@@ -68,17 +71,41 @@ async def _ask(link: Link, *words: Argument) -> object:
     raise StoreStalled(_CANNOT)
 
 
+class _Claims:
+    """The values with which this server holds the claims on batches, by batch.
+
+    Each new claim gets a higher value. So a write of an earlier run that arrives late changes
+    nothing in a later run of the same server.
+    """
+
+    def __init__(self, store: RedisStore) -> None:
+        self.server = f"{store.gateway}:"
+        self._number = 0
+        self._values: dict[str, str] = {}
+
+    def begin(self, id: str) -> None:
+        self._number += 1
+        self._values[id] = f"{self.server}{self._number:016d}"
+
+    def end(self, id: str) -> None:
+        self._values.pop(id, None)
+
+    def value(self, id: str) -> str:
+        """Return the value of a claim, or a value that no claim has."""
+        return self._values.get(id, self.server)
+
+
 class RedisRecords:
     """Stores all records of a kind in one Redis hash, with a field for each record."""
 
-    def __init__(self, store: RedisStore) -> None:
+    def __init__(self, store: RedisStore, claims: _Claims) -> None:
         self._link = store.link
-        self._gateway = store.gateway
+        self._claims = claims
 
     async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
         keys = (self._key(kind), claim_key(self._link, holder))
-        gateway = self._gateway if holder else ""
-        if await _ask(self._link, "EVAL", _PUT, 2, *keys, gateway, id, record) == -1:
+        claim = self._claims.value(holder) if holder else ""
+        if await _ask(self._link, "EVAL", _PUT, 2, *keys, claim, id, record) == -1:
             raise ClaimLost
 
     async def get(self, kind: str, id: str) -> bytes | None:
@@ -91,10 +118,19 @@ class RedisRecords:
 
     async def remove(self, kind: str, id: str) -> None:
         await _ask(self._link, "HDEL", self._key(kind), id)
+        if kind == STOP:
+            # The batch has ended.
+            self._claims.end(id)
 
     async def claim(self, id: str, is_held: bool = False) -> bool:
-        words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))
-        return await _ask(self._link, "EVAL", _CLAIM, 1, *words) == 1
+        if not is_held:
+            self._claims.begin(id)
+        claims = self._claims
+        words = (claim_key(self._link, id), claims.value(id), CLAIM_MS, int(is_held), claims.server)
+        is_claimed = await _ask(self._link, "EVAL", _CLAIM, 1, *words) == 1
+        if not is_claimed:
+            claims.end(id)
+        return is_claimed
 
     def _key(self, kind: str) -> str:
         return self._link.key(f"batches:{kind}")
@@ -103,9 +139,10 @@ class RedisRecords:
 class RedisBlobs:
     """Stores a blob as strings of PART_BYTES, numbered from 0; only the last string grows."""
 
-    def __init__(self, store: RedisStore) -> None:
+    def __init__(self, store: RedisStore, claims: _Claims) -> None:
         self._link = store.link
         self._gateway = store.gateway
+        self._claims = claims
         self._num_appends = 0
 
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
@@ -116,7 +153,8 @@ class RedisBlobs:
         # line is stored twice.
         token = hashlib.sha256(data).hexdigest() if holder else ours
         keys = (self._key(id), claim_key(self._link, holder), self._key(f"{id}:last"))
-        words = (*keys, self._gateway if holder else "", data, token, PART_BYTES)
+        claim = self._claims.value(holder) if holder else ""
+        words = (*keys, claim, data, token, PART_BYTES)
         if await _ask(self._link, "EVAL", _APPEND, 3, *words) == -1:
             raise ClaimLost
 

@@ -155,7 +155,9 @@ class BatchRun:
         """Once a second, renew the claim, save the progress, and check whether to stop."""
         while True:
             with contextlib.suppress(StoreStalled):
-                if not await self._records.claim(self.batch.id, is_held=True):
+                is_held = await self._records.claim(self.batch.id, is_held=True)
+                # The end of a batch also ends the claim.
+                if not is_held and not self.batch.has_ended:
                     raise ClaimLost
                 if await self._records.get(STOP, self.batch.id) is not None:
                     self.stop(CANCELED)
