@@ -224,6 +224,17 @@ async def test_a_heartbeat_never_follows_the_end() -> None:
     assert client.body.endswith(b"data: [DONE]\n\n")
 
 
+async def test_a_heartbeat_that_waited_for_a_slow_reader_does_not_follow_the_end() -> None:
+    stream = await open_stream(response_options=STREAMED)
+    client = Connection(stream, FAST)
+    await client.until(bool)
+    async with client.stuck():
+        await stream.write(ended(), FINISH)
+        await asyncio.sleep(0.05)
+    await asyncio.wait_for(client.task, 10)
+    assert client.body.endswith(b"data: [DONE]\n\n")
+
+
 async def test_comments_come_where_they_are_asked_for() -> None:
     config = msgspec.structs.replace(QUIET, sse_ping_interval=0.01)
     client = Connection(await open_stream(response_options=STREAMED), config)

@@ -248,7 +248,7 @@ class LiveAnswer:
             notice = notice_of(error)
             # If clients count bytes, a byte that is not in the log would shift all later offsets.
             if not self.pace.is_logged:
-                await self._write(send, self._rendering.failure(notice))
+                await self._write(send, self._rendering.failure(notice), is_last=True)
         finally:
             beating.cancel()
         async with self._writing:
@@ -289,7 +289,9 @@ class LiveAnswer:
                 # cuts off its beginning.
                 if frames:
                     is_data = not pace.is_logged or any(not PING.endswith(it) for it in frames)
-                    await self._write(send, b"".join(frames), is_data)
+                    is_end = has_ended and events is messages[-1]
+                    is_last = is_end and failure is None and self._finish is None
+                    await self._write(send, b"".join(frames), is_data, is_last)
                     if has_ended or not audience.has_seen_tokens:
                         for event in shown:
                             reader.sent(event)
@@ -298,7 +300,7 @@ class LiveAnswer:
                 if pace.sign_s < math.inf and any(map(_is_sign, events)):
                     self._sign_at = asyncio.get_running_loop().time()
         if self._finish is not None:
-            await self._write(send, await self._finish())
+            await self._write(send, await self._finish(), is_last=True)
             reader.sent(page[-1])
 
     async def _beat(self, send: Send) -> None:
@@ -341,10 +343,14 @@ class LiveAnswer:
         else:
             await self._write(send, self._rendering.idle(form), is_data)
 
-    async def _write(self, send: Send, frame: bytes, is_data: bool = True) -> None:
+    async def _write(
+        self, send: Send, frame: bytes, is_data: bool = True, is_last: bool = False
+    ) -> None:
         async with self._writing:
             if self._has_ended:
                 return
+            # A heartbeat that waits for the lock must not follow the last frame.
+            self._has_ended = is_last
             await send({"type": "http.response.body", "body": frame, "more_body": True})
             self._byte_at = asyncio.get_running_loop().time()
             if is_data:
