@@ -70,6 +70,29 @@ async def never(pull: Pull, _: object) -> None:
     await asyncio.Event().wait()
 
 
+async def test_a_list_that_the_disk_refused_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, num_errors = tmp_path / "pulled.json", 0
+
+    def keep_later(path: Path, content: bytes) -> None:
+        nonlocal num_errors
+        if num_errors < 2:
+            num_errors += 1
+            raise OSError(28, "No space left on device")
+        keep_file(path, content)
+
+    monkeypatch.setattr(atomic_file, "keep_file", keep_later)
+    monkeypatch.setattr(pulls, "_SAVE_AGAIN_S", 0.0)
+    monkeypatch.setattr(pulls, "_fetch", never)
+    made = Pulls(file)
+    async with running(made):
+        made.begin("owner/name")
+        while not file.exists():
+            await asyncio.sleep(0.001)
+    assert [pull.model for pull in Pulls(file).all()] == ["owner/name"]
+
+
 async def test_who_waits_for_a_download_hears_that_it_was_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

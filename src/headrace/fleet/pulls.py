@@ -39,6 +39,8 @@ _FIRST_RESPONSE_S = 10.0
 _PACE_S = 10.0
 _END_S = 2.0
 _RETRY_S = 30.0
+# Seconds until the list of downloads is saved again after a disk error.
+_SAVE_AGAIN_S = 5.0
 _MAX_FILE_BYTES = 64 << 20
 
 _MAX_ENDED = 64
@@ -139,6 +141,8 @@ class Pulls:
         self._file = StateFile(file) if file else None
         self._begin_process = begin_process
         self._pulls = {kept.model: Pull(kept) for kept in _read(file)}
+        # Set while the file differs from the list because of a disk error.
+        self._unsaved = asyncio.Event()
         self._group: asyncio.TaskGroup
         self._on_arrival: Callable[[], None]
 
@@ -172,7 +176,10 @@ class Pulls:
                 self._start(pull)
             for pull in unfinished[MAX_AT_ONCE:]:
                 pull.settle("stopped")
-            await asyncio.Event().wait()
+            while True:
+                await self._unsaved.wait()
+                await asyncio.sleep(_SAVE_AGAIN_S)
+                await self._save()
 
     def begin(self, model: str) -> Pull:
         """Start or continue a download.
@@ -282,7 +289,9 @@ class Pulls:
         kept = msgspec.json.format(msgspec.json.encode([it.kept for it in self._pulls.values()]))
         try:
             await self._file.keep(kept)
+            self._unsaved.clear()
         except OSError as error:
+            self._unsaved.set()
             logger.error("The list of downloads could not be saved (%s).", error.strerror)
 
 
