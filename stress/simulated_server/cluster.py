@@ -113,20 +113,6 @@ class ClusterWorld(World):
         up = [it.server for it in self.gateways if it.is_up]
         return choice(up) if up else None
 
-    def may_fail(self, code: str) -> bool:
-        # A stream that Redis could not store in time ends for all requests with its key.
-        happened = self.faults.injected
-        lost = (
-            "redis: stalls for long",
-            "redis: restarts after a file's write",
-            "redis: restarted",
-            "gateway: cut off from Redis",
-        )
-        is_unstored = code in ("storage_unavailable", "storage_stalled") and any(
-            happened[it] for it in lost
-        )
-        return is_unstored or super().may_fail(code)
-
     def busy_gateway(self) -> Gateway:
         """Return a gateway that writes a stream, if there is one, and any gateway otherwise."""
         ids = [self.redis.field(id, "gateway") for id in self.redis.live()]

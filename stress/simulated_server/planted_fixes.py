@@ -75,6 +75,50 @@ STREAMS: dict[str, Fault] = {
             Edit(f"{_RESUME}._resume", "self._fleet.release(host)", ""),
         ),
     ),
+    "a_creation_is_repeated_after_a_takeover": Fault(
+        "not idempotent",
+        "A stream that another gateway has ended and deleted is generated again.",
+        (
+            Edit(
+                "headrace.streams.stores.redis_scripts:CREATE",
+                "(is_again and call('EXISTS', P .. 'd:' .. id) == 1)",
+                "false",
+            ),
+        ),
+    ),
+    "an_old_writer_gives_its_stream_away": Fault(
+        "state lost",
+        "A stream that a gateway has taken back cannot be found for a while.",
+        (
+            Edit(
+                "headrace.streams.stores.redis_tails:LiveTails.lose",
+                "if self.own.get(id) == epoch:",
+                "if id in self.own:",
+            ),
+        ),
+    ),
+    "a_stall_ends_a_stream_with_a_key": Fault(
+        "error passed on",
+        "A client that repeats a refused request gets an error instead of its answer.",
+        (
+            Edit(
+                "headrace.generation.generation:Generation._begin",
+                "if record.names.key is None or not isinstance(error, RequestError):",
+                "if True:",
+            ),
+        ),
+    ),
+    "a_heartbeat_waits_for_the_last_frame": Fault(
+        "await after a check",
+        "A heartbeat follows the end of an answer if its reader is slow.",
+        (
+            Edit(
+                "headrace.gateway.delivery:LiveAnswer._write",
+                "self._has_ended = is_last",
+                "",
+            ),
+        ),
+    ),
     "an_unreadable_message_ends_the_feed": Fault(
         "error passed on",
         "One damaged message of another server ends all streams of this server.",
@@ -224,13 +268,13 @@ BATCHES: dict[str, Fault] = {
         (
             Edit(
                 "headrace.batches.redis_store:RedisRecords.claim",
-                "words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))",
-                "words = (claim_key(self._link, id), self._gateway, CLAIM_MS, int(is_held))",
+                "claims = self._claims",
+                "claims = self._claims",
             ),
             Edit(
                 "headrace.batches.redis_store:_CLAIM",
-                "if holder ~= ARGV[1] and (holder or ARGV[3] == '1') then return 0 end",
-                "if holder and holder ~= ARGV[1] then return 0 end",
+                "(ARGV[3] == '1' or (holder and not is_older))",
+                "(holder and not is_older)",
             ),
         ),
     ),
@@ -240,8 +284,8 @@ BATCHES: dict[str, Fault] = {
         (
             Edit(
                 "headrace.batches.redis_store:RedisRecords.put",
-                'gateway = self._gateway if holder else ""',
-                'gateway = self._gateway if holder else ""',
+                'claim = self._claims.value(holder) if holder else ""',
+                'claim = self._claims.value(holder) if holder else ""',
             ),
             Edit(
                 "headrace.batches.redis_store:_PUT",

@@ -162,8 +162,6 @@ class World:
                 "disk: model cannot be read",
             ),
             "internal_error": ("engine: step error", "worker: death in a job"),
-            # If a stream could not be stored, all requests with its idempotency key get its error.
-            "storage_unavailable": ("disk: single error",),
             "template_failed": ("worker: job exceeds its limits",),
             "request_too_large": ("worker: job exceeds its limits",),
             "poison_request": ("engine: death in a step", "engine: hangs in a step"),
