@@ -69,8 +69,8 @@ local function take(id, gateway, claim)
 end
 """
 
-# Returns 1 and the new stream, 0 and the stream that holds one of the names, -1 if the conversation
-# is locked, or -2 if another gateway has taken the stream over since an earlier call created it.
+# Returns 1 and the new stream, or 0 and the stream that holds one of the names. Returns -1 if the
+# conversation is locked, and -2 if another gateway has taken over the stream of an earlier call.
 CREATE = """
 local _, id, owner, conversation, key, record, replaces, gateway, claim, items, follows =
   unpack(ARGV)
