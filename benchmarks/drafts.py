@@ -3,12 +3,13 @@
     python -m benchmarks.drafts MODEL DRAFT [--right 0.7] [--pairs 7] [--tokens 100] [--streams 1]
 
 MODEL and DRAFT are folders; `tools/make_random_model.py` writes them in the shapes `qwen3-0.6b` and
-`draft`. The draft model really computes its tokens. Afterwards each token is replaced: with
-probability --right by the token that MODEL will draw, otherwise by another token. So random
-weights show what a draft model with this share of right tokens would gain. Each pair consists of a
-run with guesses and a run without guesses in one process, in alternating order; the texts must be
-equal. The ratios compare only the decoding, by time and by processor time. If other programs run,
-only the ratio by processor time is useful.
+`draft`. For the MTP layer of MODEL, DRAFT is `mtp`; `make_random_model.py --mtp` adds the layer to
+the shape `qwen3.5-0.5b`. The draft model really computes its tokens. Afterwards each token is
+replaced: with probability --right by the token that MODEL will draw, otherwise by another token. So
+random weights show what a draft model with this share of right tokens would gain. Each pair
+consists of a run with guesses and a run without guesses in one process, in alternating order; the
+texts must be equal. The ratios compare only the decoding, by time and by processor time. If other
+programs run, only the ratio by processor time is useful.
 """
 
 import argparse

@@ -27,6 +27,9 @@ from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import ModelConfig, SchedulerConfig
 from headrace_common.messages import Ready
 from headrace_common.sampling import Sampling
+from headrace_engine.load import load
+from headrace_engine.models.registry import family
+from headrace_engine.runner.lanes.mtp import mtp_layer
 from headrace_engine.runner.load import load_runner
 from headrace_engine.runner.runner import Runner
 from headrace_engine.scheduler.sequence import Sequence
@@ -44,11 +47,11 @@ from tools.harness.drive import (
     row_logits,
     tiny_runner,
 )
-from tools.harness.engine_runs import Prophet, run_prompts
+from tools.harness.engine_runs import Prophet, run_engine, run_prompts, submits_of
 from tools.harness.gguf_files import compare_values, make_tiny_file, unmapped_names
 from tools.harness.gpt_oss_files import gpt_oss_to_gguf
 from tools.harness.servers import running_server, stream_text
-from tools.harness.tiny_models import CHAT_TEMPLATE, END, make_tiny_model
+from tools.harness.tiny_models import CHAT_TEMPLATE, END, add_mtp_layer, make_tiny_model
 
 LENGTHS = (150, 7, 41, 16)
 CAPS = (512, 16)
@@ -58,6 +61,15 @@ GREEDY = Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 NUM_STREAMS = 16
 # Not enough memory for all streams at the same time.
 NUM_POSITIONS = 192
+COARSE = ModelConfig(
+    device="cpu",
+    threads=1,
+    lane="native-text",
+    dtype="bfloat16",
+    max_model_len=256,
+    kv_cache_memory_bytes=1 << 27,
+    scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS, max_stall_ms="off", max_step_ms="off"),
+)
 
 
 class Skipped(Exception):
@@ -98,16 +110,7 @@ class Kit:
     @cached_property
     def coarse(self) -> tuple[Runner, Ready]:
         """A runner in bfloat16. In Headrace's own products, no row depends on another row."""
-        config = ModelConfig(
-            device="cpu",
-            threads=1,
-            lane="native-text",
-            dtype="bfloat16",
-            max_model_len=256,
-            kv_cache_memory_bytes=1 << 27,
-            scheduler=SchedulerConfig(max_num_seqs=NUM_STREAMS),
-        )
-        return load_runner(config, self.folder)
+        return load_runner(msgspec.structs.replace(COARSE, draft="off"), self.folder)
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
         for cap in CAPS:
@@ -119,6 +122,7 @@ class Kit:
         yield "beside neighbours", self.neighbours
         yield "preempted and continued", self.preempted
         yield "guesses on and off", self.guessed
+        yield "drafts on and off", self.drafted
         yield "killed and recovered", self.killed
         if self.file is not None:
             file = find_model(str(self.file))
@@ -181,6 +185,24 @@ class Kit:
         assert told.status.num_accepted, "no guess was accepted"
         assert told.answers == whole.answers, "other tokens"
         return f"{told.status.num_accepted} of {told.status.num_guessed} accepted"
+
+    def drafted(self) -> str:
+        """Compare tokens with and without drafts by the MTP layer, or else by the model itself."""
+        runner, ready = self.coarse
+        if ready.kernels == "plain":
+            raise Skipped("torch's products depend on the number of rows")
+        has_mtp = mtp_layer(self.spec) is not None
+        if ready.layout.num_slots and not has_mtp:
+            raise Skipped("a model with states cannot be a draft model")
+        prompts = self.short[:4]
+        whole = run_prompts(runner, ready.layout, prompts, GREEDY)
+        draft = "mtp" if has_mtp else str(self.folder)
+        config = msgspec.structs.replace(COARSE, model=str(self.folder), draft=draft)
+        loaded = load(config)
+        told = run_engine(loaded.scheduler, loaded.runner, submits_of(prompts, GREEDY))
+        assert told.status.num_drafted, "nothing was drafted"
+        assert told.answers == whole.answers, "other tokens"
+        return f"{told.status.num_drafted_right} of {told.status.num_drafted} right"
 
     def killed(self) -> str:
         body = {"prompt": self.prompts[2], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -248,7 +270,10 @@ def write_tiny(folder: Path, architecture: str, config: dict[str, Any]) -> tuple
         return model, gpt_oss_to_gguf(model, folder / "tiny.gguf", **fields)
     # llama.cpp's files of Mistral models have the architecture llama, those of OLMo 3 have olmo2.
     if architecture in (*GGUF_FAMILIES.values(), "MistralForCausalLM", "Olmo3ForCausalLM"):
-        return make_tiny_file(folder, architecture, config=config)
+        model, file = make_tiny_file(folder, architecture, config=config)
+        if hasattr(family(architecture), "with_one_layer"):
+            add_mtp_layer(model)
+        return model, file
     return make_tiny_model(folder / "model", architecture, pad_token_id=0, **config), None
 
 

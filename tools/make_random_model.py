@@ -131,13 +131,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--positions", type=int, help="maximum sequence length, if not the shape's")
+    parser.add_argument("--mtp", action="store_true", help="add an MTP layer to a hybrid shape")
     options = parser.parse_args()
-    count = make_random_model(options.out, options.shape, options.seed, options.positions)
+    more = options.seed, options.positions, options.mtp
+    count = make_random_model(options.out, options.shape, *more)
     print(f"{options.out}: {count / 1e6:.0f} million parameters")
 
 
-def make_random_model(folder: Path, shape: str, seed: int = 0, positions: int | None = None) -> int:
-    """Writes config, weights, tokenizer and chat template; returns the number of parameters."""
+def make_random_model(
+    folder: Path, shape: str, seed: int = 0, positions: int | None = None, has_mtp: bool = False
+) -> int:
+    """Writes config, weights, tokenizer and chat template; returns the number of parameters.
+
+    If `has_mtp` is true, a hybrid also gets the MTP layer that drafts for it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     num_vocab = SHAPES[shape]["vocab_size"]
     end = num_vocab - 1
@@ -146,12 +153,12 @@ def make_random_model(folder: Path, shape: str, seed: int = 0, positions: int | 
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     _write_tokenizer(folder, num_vocab)
-    weights = random_weights(config, seed)
+    weights = random_weights(config, seed, has_mtp)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in weights.values())
 
 
-def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
+def random_weights(config: dict, seed: int, has_mtp: bool = False) -> dict[str, torch.Tensor]:
     """Return normally distributed weights in bfloat16, by checkpoint name. Norms are 1.
 
     Bytes that can be part of a longer character are never the most probable tokens. Their text
@@ -172,9 +179,13 @@ def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
         "lm_head.weight": matrix(config["vocab_size"], hidden),
     }
     weights["lm_head.weight"][NUM_ASCII : len(LETTERS)] = 0
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        has_attention = not is_hybrid or not (layer + 1) % config["full_attention_interval"]
+    every = config.get("full_attention_interval", 1)
+    layers = [
+        (f"model.layers.{layer}", not (layer + 1) % every)
+        for layer in range(config["num_hidden_layers"])
+    ]
+    layers += [("mtp.layers.0", True)] if has_mtp else []
+    for prefix, has_attention in layers:
         widths = (_attention_widths if has_attention else _delta_net_widths)(config)
         size = config["intermediate_size"]
         widths |= {"mlp.gate_proj": (size, hidden), "mlp.up_proj": (size, hidden)}
@@ -192,6 +203,10 @@ def random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
         weights[f"{net}.A_log"] = torch.linspace(0.01, 16, heads).log().bfloat16()
         weights[f"{net}.dt_bias"] = torch.ones(heads, dtype=torch.bfloat16)
         weights[f"{net}.norm.weight"] = norm(config["linear_value_head_dim"], less=0)
+    if has_mtp:
+        weights["mtp.fc.weight"] = matrix(hidden, 2 * hidden)
+        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            weights[f"mtp.{name}.weight"] = norm(hidden)
     return weights
 
 

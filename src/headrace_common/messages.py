@@ -137,6 +137,8 @@ class DraftFacts(msgspec.Struct, frozen=True):
     position_bytes: int  # bytes that the draft model caches for each token
     max_positions: int
     fingerprint: str
+    # Whether the draft model is the MTP layer of the served model.
+    is_own: bool = False
 
 
 class Ready(Message, frozen=True):

@@ -127,8 +127,10 @@ def max_guess(config: SchedulerConfig, ready: Ready) -> int:
 
     Raise ModelError if the configuration asks for guesses that are not possible.
     """
+    # The MTP layer of the served model is used by default, so it is no reason for an error.
+    has_draft = ready.draft is not None and not ready.draft.is_own
     if config.guess == "off" or "generate" not in ready.tasks:
-        if ready.draft is not None:
+        if has_draft:
             raise ModelError(
                 "--draft has no effect, because guessing is off or the model generates no text. "
                 "Use --guess auto, or omit --draft."
@@ -139,7 +141,7 @@ def max_guess(config: SchedulerConfig, ready: Ready) -> int:
         reason = "torch rounds differently when it computes several tokens together"
     elif ready.layout.num_slots and ready.layout.num_snapshots < 2:
         reason = "no memory is left for the saved states that a wrong guess requires"
-    if reason and ready.draft is not None:
+    if reason and has_draft:
         raise ModelError(f"--draft is not possible: {reason}. Omit --draft.")
     if reason and config.guess != "auto":
         raise ModelError(

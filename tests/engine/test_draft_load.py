@@ -12,9 +12,10 @@ from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import ModelConfig, SchedulerConfig
 from headrace_common.errors import ModelError
 from headrace_engine.load import load
-from headrace_engine.runner.load import plan_load
+from headrace_engine.runner.footprint import Footprint
+from headrace_engine.runner.load import LoadPlan, plan_load
 from tests.kernels.own_kernels import needs_own_kernels
-from tools.harness.tiny_models import make_tiny_model
+from tools.harness.tiny_models import add_mtp_layer, make_tiny_model
 
 MINI = find_model("headrace-mini")
 DRAFTING = ModelConfig(
@@ -88,3 +89,51 @@ def test_a_draft_model_without_guesses_is_an_error(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         load(msgspec.structs.replace(DRAFTING, **changed))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mtp") / "tiny"
+    options = {"head_dim": 32, "dtype": torch.bfloat16, "pad_token_id": 0}
+    return make_tiny_model(folder, "Qwen3_5ForCausalLM", **options)
+
+
+@needs_own_kernels
+def test_the_models_own_mtp_layer_is_used_unless_it_is_switched_off(
+    hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(hybrid, tmp_path / "tiny")
+    add_mtp_layer(folder)
+
+    def draft(**changed: object) -> LoadPlan | None:
+        config = msgspec.structs.replace(
+            DRAFTING, **{"model": str(folder), "draft": None} | changed
+        )
+        return plan_load(config, folder, checks_kernels=False).draft
+
+    found = draft()
+    assert found is not None and found == draft(draft="mtp")
+    assert found.name == "MTP layer of tiny" and found.weights.held > 0
+    # One attention layer: keys and values of 2 heads with 32 numbers of 2 bytes.
+    assert found.position_bytes == 2 * 2 * 32 * 2
+    assert draft(draft="off") is draft(scheduler=SchedulerConfig(guess="off")) is None
+    assert draft(dtype="float32") is draft(kernels="plain") is None
+    with pytest.raises(ModelError, match="--draft mtp needs guesses"):
+        draft(draft="mtp", dtype="float32")
+
+    def fits(*arguments: object) -> Footprint:
+        if arguments[-1] is not None:
+            raise ModelError("The weights take too much memory.")
+        return Footprint(1, 1)
+
+    monkeypatch.setattr("headrace_engine.runner.load._check_fits", fits)
+    assert draft() is None
+    with pytest.raises(ModelError, match="too much memory"):
+        draft(draft="mtp")
+
+
+@needs_own_kernels
+def test_a_model_without_an_mtp_layer_cannot_be_asked_to_use_it(hybrid: Path) -> None:
+    config = msgspec.structs.replace(DRAFTING, model=str(hybrid), draft="mtp")
+    with pytest.raises(ModelError, match="tiny has no MTP layer that Headrace supports"):
+        plan_load(config, hybrid, checks_kernels=False)

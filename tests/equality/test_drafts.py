@@ -10,6 +10,7 @@ import torch
 
 from headrace_common.checkpoints.find import find_model
 from headrace_common.checkpoints.spec import read_spec
+from headrace_common.messages import Submit
 from headrace_engine.scheduler.guess import Guess
 from headrace_engine.scheduler.sequence import Sequence
 from tests.equality.test_guess import (
@@ -23,7 +24,7 @@ from tests.equality.test_guess import (
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.drive import random_prompt
 from tools.harness.engine_runs import Run
-from tools.harness.tiny_models import make_tiny_model
+from tools.harness.tiny_models import add_mtp_layer, make_tiny_model
 
 pytestmark = needs_own_kernels  # torch's own products depend on the number of rows
 
@@ -142,9 +143,53 @@ def test_a_model_with_states_takes_drafts(architecture: str, tmp_path: Path) -> 
     options = {"head_dim": 32, "dtype": torch.bfloat16, "pad_token_id": 0}
     folder = make_tiny_model(tmp_path / "tiny", architecture, **options)
     draft = make_tiny_model(tmp_path / "draft", num_hidden_layers=1, **options)
-    asked = submits(6, kinds=KINDS[:3])
-    ids = [array("i", random_prompt(40, seed=number)).tobytes() for number in range(6)]
-    asked = [msgspec.structs.replace(s, prompts=(i,)) for s, i in zip(asked, ids, strict=True)]
+    asked = submits_of_ids(6, KINDS[:3])
     alone = run(asked, "off", folder=folder)
     told = run(asked, "auto", folder=folder, draft=str(draft))
     assert told.answers == alone.answers and told.status.num_drafted > 20
+
+
+def submits_of_ids(num: int, kinds: list[dict[str, object]], n: int = 1) -> list[Submit]:
+    """Ask a tiny model, whose tokens are bytes."""
+    ids = [array("i", random_prompt(40, seed=number)).tobytes() for number in range(num)]
+    asked = submits(num, n, kinds)
+    return [msgspec.structs.replace(s, prompts=(i,)) for s, i in zip(asked, ids, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a hybrid whose MTP layer has random weights, so that nearly all guesses are wrong."""
+    folder = tmp_path_factory.mktemp("mtp") / "tiny"
+    options = {"head_dim": 32, "dtype": torch.bfloat16, "pad_token_id": 0}
+    return add_mtp_layer(make_tiny_model(folder, "Qwen3_5ForCausalLM", **options))
+
+
+def test_a_poor_mtp_layer_changes_nothing(with_mtp: Path) -> None:
+    asked = submits_of_ids(6, KINDS[:3])
+    alone = run(asked, "off", folder=with_mtp)
+    told = run(asked, "auto", NoGuesser, folder=with_mtp)
+    assert told.answers == alone.answers and told.status.num_drafted > 20
+    off = run(asked, "auto", NoGuesser, folder=with_mtp, draft="off")
+    assert off.answers == alone.answers and off.status.num_drafted == 0
+
+
+def test_streams_that_wait_for_a_slot_with_an_mtp_layer_say_the_same(with_mtp: Path) -> None:
+    asked = submits_of_ids(12, KINDS[:3])
+    plain = run(asked, "off", folder=with_mtp, block_size=16)
+    size = {"block_size": 16, "max_model_len": 80, "kv_cache_memory_bytes": 600_000}
+    told = run(asked, "auto", NoGuesser, folder=with_mtp, **size)
+    assert told.answers == plain.answers and told.status.num_drafted > 100
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
+def test_a_good_mtp_layer_saves_steps(architecture: str, tmp_path: Path) -> None:
+    options = {"head_dim": 32, "dtype": torch.bfloat16, "pad_token_id": 0}
+    folder = make_tiny_model(tmp_path / "tiny", architecture, **options)
+    add_mtp_layer(folder, is_right=True)
+    asked = submits_of_ids(4, PLAIN_DRAWS, n=2)
+    alone = run(asked, "off", folder=folder)
+    told = run(asked, "auto", NoGuesser, folder=folder, draft="mtp")
+    assert told.answers == alone.answers
+    # The layer rounds once more than the model, which matters if two tokens are equally likely.
+    assert told.status.num_drafted_right > 0.9 * told.status.num_drafted > 50
+    assert told.num_steps < 0.6 * alone.num_steps

@@ -83,7 +83,12 @@ def run_prompts(
     limits = resolve(settings, layout, "cpu", layout.num_slots or len(prompts), 256)
     limits = msgspec.structs.replace(limits, max_guess=8 if make_guesser else 0)
     scheduler = Scheduler(settings, layout, limits, make_guesser=make_guesser or own_guesser)
-    asked = [
+    return run_engine(scheduler, runner, submits_of(prompts, sampling))
+
+
+def submits_of(prompts: list[list[int]], sampling: Sampling) -> list[Submit]:
+    """Return a request for each prompt; the requests and their sequences have the same numbers."""
+    return [
         Submit(
             StreamId(str(number)),
             (array("i", prompt).tobytes(),),
@@ -93,7 +98,6 @@ def run_prompts(
         )
         for number, prompt in enumerate(prompts)
     ]
-    return run_engine(scheduler, runner, asked)
 
 
 class Prophet:

@@ -559,3 +559,34 @@ def make_draft_model(model: Path, folder: Path, num_layers: int) -> Path:
                 kept[name] = tensor
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def add_mtp_layer(folder: Path, is_right: bool = False) -> Path:
+    """Add a random MTP layer to a tiny Qwen3.5 or Qwen3-Next; return the folder.
+
+    If `is_right` is true, no layer of the model changes a token's embedding any more. Then the MTP
+    layer predicts the same tokens as the model.
+    """
+    file = folder / "model.safetensors"
+    torch.manual_seed(7)
+    tensors = load_file(file)
+    # The second layer has attention. The MTP layer gets the same numbers in another order.
+    parts = {name.partition(".layers.1.")[2]: tensor for name, tensor in tensors.items()}
+    for name, tensor in parts.items():
+        if name:
+            order = torch.randperm(tensor.numel())
+            tensors[f"mtp.layers.0.{name}"] = tensor.flatten()[order].view_as(tensor)
+    norm = next(it for name, it in tensors.items() if name.endswith("model.norm.weight"))
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{name}.weight"] = torch.randn_like(norm) * 0.2
+    fc = torch.randn(len(norm), 2 * len(norm)).to(norm.dtype) * 0.2
+    if is_right:
+        fc = torch.eye(len(norm), 2 * len(norm), dtype=norm.dtype)
+        silent = ("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight")
+        norms = ("norm.weight", "norm_embedding.weight")
+        for name, tensor in tensors.items():
+            if name.endswith((*silent, *norms)):
+                tensor.zero_()
+    tensors["mtp.fc.weight"] = fc
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder

@@ -310,7 +310,7 @@ def _planned(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     yield from _weights(folder, plan)
     if plan.draft is not None:
         stored = stored_as(plan.draft.quantize, plan.draft.dtype)
-        detail = f"{plan.draft.spec.name}: {plan.draft.weights} of weights in {stored}"
+        detail = f"{plan.draft.name}: {plan.draft.weights} of weights in {stored}"
         yield Finding("draft", "ok", detail)
     detail = "--load measures how many fit"
     if traits.has_kernels and plan.device.type == "cpu":

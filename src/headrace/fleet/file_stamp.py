@@ -27,7 +27,7 @@ def file_stamp(config: ModelConfig) -> Stamp | None:
         return None
     # A GGUF model may consist of several files, so all files of the folder count.
     folders = [place if place.is_dir() else place.parent, *map(Path, adapters_of(config).values())]
-    if config.draft is not None and (draft := place_of(config.draft)) is not None:
+    if config.draft_model is not None and (draft := place_of(config.draft_model)) is not None:
         folders.append(draft if draft.is_dir() else draft.parent)
     files = [*folders, Path(config.chat_template)] if config.chat_template else folders
     if config.mmproj not in ("auto", "none"):

@@ -30,7 +30,8 @@ _BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|num_batches_tracked|a
 """Integer buffers from old exporters. Models compute these buffers themselves."""
 _NESTED = "model.language_model."  # prefix of the text side in multimodal models
 VISION = "model.visual."
-# The vision and audio sides, and layers that predict several tokens (MTP).
+_MTP = "mtp."  # prefix of the layer that drafts for its model (multi-token prediction)
+# The vision and audio sides, and the MTP layer.
 _BESIDE = (
     VISION,
     *(
@@ -40,7 +41,7 @@ _BESIDE = (
             *("embed_vision.", "embed_audio."),
         )
     ),
-    "mtp.",
+    _MTP,
 )
 
 
@@ -188,6 +189,11 @@ def text_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
         for name, header in headers.items()
         if not name.startswith(_BESIDE)
     }
+
+
+def mtp_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Return the tensors of the MTP layer, which drafts for its model."""
+    return {name: header for name, header in headers.items() if name.startswith(_MTP)}
 
 
 class _Stored(msgspec.Struct, frozen=True):

@@ -77,7 +77,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Largest number of tokens that are guessed per stream and step "
             "(speculative decoding). Guesses come from repetitions in the stream's text, from a "
-            "grammar that leaves no choice, or from the model of --draft. The text does "
+            "grammar that leaves no choice, or from --draft. The text does "
             "not change. auto: up to 8, on CPU kernels only"
         ),
     ] = "auto"
@@ -237,10 +237,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft: Annotated[
         str | None,
         Meta(
-            title="MODEL",
-            description="Small model with the same tokenizer that guesses the next tokens "
-            "(speculative decoding): a folder, a GGUF file, or the name of a model on this "
-            "machine. The text does not change. Works on CPU kernels only",
+            title="mtp|off|MODEL",
+            description="What guesses the next tokens (speculative decoding). mtp: the model's "
+            "own MTP layer, which is also the default if the model has one; off: nothing; or a "
+            "small model with the same tokenizer: a folder, a GGUF file, or the name of a model "
+            "on this machine. The text does not change. Works on CPU kernels only",
         ),
     ] = None
     pooling: Annotated[
@@ -290,6 +291,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     scheduler: SchedulerConfig = SchedulerConfig()
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
+
+    @property
+    def draft_model(self) -> str | None:
+        """Return the model that `draft` names; None if it names none."""
+        return None if self.draft in ("mtp", "off") else self.draft
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):

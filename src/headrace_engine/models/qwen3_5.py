@@ -188,6 +188,12 @@ class Qwen35(nn.Module):
             positive(text, "linear_conv_kernel_dim"),
         )
 
+    @staticmethod
+    def with_one_layer(config: Qwen35Config) -> Qwen35Config:
+        """Return the config of a model with one attention layer, as an MTP layer is."""
+        text = msgspec.structs.replace(config.text, windows=(None,))
+        return msgspec.structs.replace(config, text=text, kinds=(_ATTENTION,))
+
     @property
     def sinks(self) -> Sequence[Tensor]:
         """Return the attention sinks of each layer, float32 [heads]; empty if there are none."""

@@ -42,3 +42,8 @@ class Qwen35Moe(Qwen35):
         hybrid = Qwen35.read(config | {"text_config": text | {"intermediate_size": shared}})
         experts = read_experts(text, sums_to_one=True, shared_size=shared)
         return Qwen35MoeConfig(hybrid, experts, (True,) * hybrid.num_layers)
+
+    @staticmethod
+    def with_one_layer(config: Qwen35MoeConfig) -> Qwen35MoeConfig:  # type: ignore[override]
+        hybrid = Qwen35.with_one_layer(config.hybrid)
+        return msgspec.structs.replace(config, hybrid=hybrid, routed=(True,))

@@ -1,5 +1,7 @@
 """Runs a draft model, a small model that chooses guesses for the served model.
 
+The draft model is another model, or the served model's own MTP layer (see lanes/mtp.py).
+
 The cache of the draft model has the same block ids as the cache of the served model. So cached
 prefixes, forks and preemptions need no bookkeeping for the draft model. What the draft model
 caches cannot change a text, because every guess is verified.
@@ -7,15 +9,19 @@ caches cannot change a text, because every guess is verified.
 
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
+import torch
 from torch import Tensor
 
+from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.ids import SequenceId
 from headrace_common.layout import MemoryLayout
 from headrace_common.messages import DraftFacts
-from headrace_common.plan import BlockCopy, Chunk
+from headrace_common.plan import BlockCopy, Chunk, SlotCopy
+from headrace_engine.runner.lanes.mtp import MtpLane
 from headrace_engine.runner.lanes.native_text import NativeText
 from headrace_engine.runner.sampling.philox import uniform
 from headrace_engine.runner.sampling.sampler import sample
@@ -23,10 +29,23 @@ from headrace_engine.runner.sampling.state import SequenceState
 from headrace_engine.runner.storage import CacheStorage
 
 
+class DraftLane(Protocol):
+    """The methods of a lane that a drafter uses."""
+
+    spec: ModelSpec
+
+    @property
+    def storage(self) -> CacheStorage | None: ...
+    def open(self, layout: MemoryLayout) -> None: ...
+    def copy(self, blocks: Sequence[BlockCopy], slots: Sequence[SlotCopy]) -> None: ...
+    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor: ...
+    def logits(self, rows: Tensor) -> Tensor: ...
+
+
 class Drafter:
     """Reads tokens into the draft model's cache, and chooses the tokens of guesses."""
 
-    def __init__(self, lane: NativeText, facts: DraftFacts) -> None:
+    def __init__(self, lane: DraftLane, facts: DraftFacts) -> None:
         self.facts = facts
         self._lane = lane
         # Set by `open`: the number of token ids that both models have.
@@ -52,12 +71,12 @@ class Drafter:
         The first forward pass reads all tokens. Each further pass reads the last chosen token of
         every guess that is not complete yet.
         """
-        reading = [chunk for chunk in chunks if chunk.draft_end > chunk.draft_start]
+        reading = [chunk for chunk in chunks if self._reads(chunk)]
         if not reading:
             return tuple(chunks)
         parts, tokens = [], []
         for chunk in reading:
-            start, end = chunk.draft_start, chunk.draft_end
+            start, end = self._first(chunk), chunk.draft_end
             parts.append(_part(chunk, start, end - start, chunk.is_drafted))
             tokens.append(sequences[chunk.sequence_id].token_ids[start:end])
         rows = self._forward(parts, tokens)
@@ -82,6 +101,20 @@ class Drafter:
             else chunk
             for chunk in chunks
         )
+
+    def after(self, chunks: Sequence[Chunk], sequences: Mapping[SequenceId, SequenceState]) -> None:
+        """Take the hidden states of the served model, which has just computed the chunks."""
+
+    def end(self, sequence_id: SequenceId) -> None:
+        """Forget a sequence."""
+
+    def _reads(self, chunk: Chunk) -> bool:
+        """Return whether `run` reads tokens of the chunk."""
+        return chunk.draft_end > chunk.draft_start
+
+    def _first(self, chunk: Chunk) -> int:
+        """Return the index of the first token of the chunk that `run` reads."""
+        return chunk.draft_start
 
     def _forward(self, parts: Sequence[Chunk], tokens: Sequence["array[int]"]) -> Tensor:
         if self._num_ids < max(map(max, tokens)) + 1:
@@ -115,6 +148,60 @@ class Drafter:
                 dice = uniform(sampling.seed, number, sequence.choice)
                 token_id = sample(row, sampling, dice)
             guess.append(token_id)
+
+
+class MtpDrafter(Drafter):
+    """Drafts with the MTP layer of the served model, which needs the model's hidden states.
+
+    The hidden states of a prompt only exist after the model has computed the prompt's chunk. So
+    the layer reads prompts in `after`, and everything else in `run`.
+    """
+
+    def __init__(self, lane: MtpLane, facts: DraftFacts, served: NativeText) -> None:
+        super().__init__(lane, facts)
+        self._mtp, self._served = lane, served
+        # For each sequence, the index of the first token of the last guess. The layer read these
+        # tokens with its own hidden states.
+        self._guessed_from: dict[SequenceId, int] = {}
+
+    def after(self, chunks: Sequence[Chunk], sequences: Mapping[SequenceId, SequenceState]) -> None:
+        hidden, end = self._served.last_hidden, 0
+        parts, tokens, before = [], [], []
+        for chunk in chunks:
+            rows = hidden[end : end + chunk.length]
+            end += chunk.length
+            sequence, start = sequences[chunk.sequence_id], chunk.draft_start
+            if _reads_prompt(chunk):
+                self._guessed_from.pop(chunk.sequence_id, None)
+                num = chunk.draft_end - start
+                parts.append(_part(chunk, start, num, False))
+                tokens.append(sequence.token_ids[start : chunk.draft_end])
+                before.append(self._mtp.past(chunk.sequence_id).get(start - 1, start))
+                before.append(rows[: num - 1])
+            if sequence.pooled is None and sequence.sampling.guess:
+                for sequence_id in chunk.draws or (chunk.sequence_id,):
+                    self._mtp.past(sequence_id).put(chunk.start, rows)
+        if parts:
+            self._mtp.read(parts, tokens, torch.cat(before))
+
+    def end(self, sequence_id: SequenceId) -> None:
+        self._mtp.end(sequence_id)
+        self._guessed_from.pop(sequence_id, None)
+
+    def _reads(self, chunk: Chunk) -> bool:
+        return super()._reads(chunk) and not _reads_prompt(chunk)
+
+    def _first(self, chunk: Chunk) -> int:
+        """Read the correct tokens of the last guess again, with the model's hidden states."""
+        first = min(self._guessed_from.pop(chunk.sequence_id, chunk.draft_start), chunk.draft_start)
+        if chunk.is_drafted:
+            self._guessed_from[chunk.sequence_id] = chunk.draft_end
+        return first
+
+
+def _reads_prompt(chunk: Chunk) -> bool:
+    """Return whether the draft model reads tokens that the chunk itself computes, in a prompt."""
+    return not chunk.guess and chunk.draft_end > max(chunk.start, chunk.draft_start)
 
 
 def _part(chunk: Chunk, start: int, length: int, has_row: bool) -> Chunk:

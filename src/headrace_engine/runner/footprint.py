@@ -66,6 +66,11 @@ def footprint(
     return _packed_one_by_one(model.to(dtype), quantize, kept, maps_experts)
 
 
+def packed_footprint(model: nn.Module, dtype: torch.dtype, quantize: Quantize) -> Footprint:
+    """Return the memory of a model without weights, none of which stay in the format of files."""
+    return _packed_one_by_one(model.to(dtype), quantize, {}, maps_experts=False)
+
+
 def kept_groups(spec: ModelSpec) -> frozenset[GroupScheme]:
     """Return the quantization schemes that weights can keep from the model's files."""
     return frozenset(_model(spec)[1].values())

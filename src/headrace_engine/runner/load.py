@@ -1,8 +1,10 @@
 """Loads a model's folder into a runner, warms up the runner, and describes the loaded model."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -16,10 +18,12 @@ from headrace_common.errors import ModelError
 from headrace_common.layout import MemoryLayout
 from headrace_common.loading import CHECKING, COMPILING, READING, WARMING, tell, tell_weights
 from headrace_common.messages import DraftFacts, InstructionSet, Quantize, Ready
-from headrace_engine.runner.drafter import Drafter
-from headrace_engine.runner.footprint import Footprint, kept_groups
+from headrace_engine.runner.drafter import Drafter, MtpDrafter
+from headrace_engine.runner.footprint import Footprint, kept_groups, packed_footprint
 from headrace_engine.runner.lanes.choose import choose_lane
 from headrace_engine.runner.lanes.lane import Lane, LaneOptions, LaneTraits
+from headrace_engine.runner.lanes.mtp import MtpLane, mtp_layer
+from headrace_engine.runner.lanes.native_text import NativeText
 from headrace_engine.runner.pooling import VectorHead
 from headrace_engine.runner.probe import free_bytes, num_threads
 from headrace_engine.runner.room import (
@@ -72,6 +76,12 @@ class LoadPlan(NamedTuple):
         """Return the bytes that a lane with kernels caches for each token."""
         cache = self.lane_class.cache_of(self.spec)
         return bytes_per_position(cache, self.torch_dtype.itemsize, self.kv_cache_dtype)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the model, or say whose MTP layer this is."""
+        is_own = self.lane_class is MtpLane
+        return f"MTP layer of {self.spec.name}" if is_own else self.spec.name
 
     @property
     def dtype(self) -> str:
@@ -138,7 +148,7 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
     tell_weights(0.0)
     with watch_memory(device):
         lane: Lane = lane_class(spec, dtype, device, options)
-        drafter = None if draft is None else _load_drafter(draft)
+        drafter = None if draft is None else _load_drafter(draft, lane)
     # The device of the caches, which can differ from the requested device.
     device = lane.device
     max_num_seqs = config.scheduler.max_num_seqs or _MAX_NUM_SEQS[device.type]
@@ -175,20 +185,24 @@ def load_lane(config: ModelConfig, folder: Path) -> LoadedLane:
     return LoadedLane(lane, head, ready, drafter)
 
 
-def _load_drafter(plan: LoadPlan) -> Drafter:
-    """Load the weights of the draft model."""
+def _load_drafter(plan: LoadPlan, served: Lane) -> Drafter:
+    """Load the weights of the draft model, or of the MTP layer of `served`."""
     quantize, instructions, _ = plan.choice
     options = LaneOptions(quantize, instructions, mapped_bytes=plan.mapped_bytes)
-    lane = plan.lane_class(plan.spec, plan.torch_dtype, plan.device, options)
+    is_own = plan.lane_class is MtpLane
+    own = (served,) if is_own else ()
+    lane = plan.lane_class(plan.spec, plan.torch_dtype, plan.device, options, *own)
+    weights = fingerprint(plan.spec, stored_as(quantize, plan.dtype), f"cpu {instructions}")
     facts = DraftFacts(
-        plan.spec.name,
+        plan.name,
         lane.num_parameters,
         lane.weight_bytes,
         plan.position_bytes,
         plan.spec.max_positions or _MAX_POSITIONS,
-        fingerprint(plan.spec, stored_as(quantize, plan.dtype), f"cpu {instructions}"),
+        f"mtp {weights}" if is_own else weights,
+        is_own,
     )
-    return Drafter(lane, facts)
+    return MtpDrafter(lane, facts, cast(NativeText, served)) if is_own else Drafter(lane, facts)
 
 
 def plan_load(config: ModelConfig, folder: Path, checks_kernels: bool = True) -> LoadPlan:
@@ -202,15 +216,21 @@ def plan_load(config: ModelConfig, folder: Path, checks_kernels: bool = True) ->
     lane_class = choose_lane(spec, config.lane)
     tell(CHECKING)
     choice = choose_kernels(config, spec, lane_class, device, dtype, checks_kernels)
+    is_native = lane_class.traits.has_kernels and device.type == "cpu"
+    if config.draft not in (None, "off") and not is_native:
+        raise ModelError(
+            f"--draft needs a native lane on a CPU, not {lane_class.traits.id} on {device.type}; "
+            "omit --draft."
+        )
     draft = None
-    if config.draft is not None:
-        if not lane_class.traits.has_kernels or device.type != "cpu":
-            raise ModelError(
-                f"--draft needs a native lane on a CPU, not {lane_class.traits.id} on "
-                f"{device.type}; omit --draft."
-            )
-        draft = _plan_draft(config, config.draft, folder, checks_kernels)
-    weights = _check_fits(config, spec, lane_class, dtype, choice[:2], draft)
+    if config.draft_model is not None:
+        draft = _plan_draft(config, config.draft_model, folder, checks_kernels)
+    elif config.draft != "off" and is_native:
+        draft = _plan_mtp(config, spec, device, dtype, choice)
+    fits = partial(_check_fits, config, spec, lane_class, dtype, choice[:2])
+    if config.draft is None and draft is not None:
+        draft = _without_shortage(draft, fits)
+    weights = fits(draft)
     kv_cache_dtype = config.kv_cache_dtype
     return LoadPlan(spec, lane_class, device, dtype, choice, weights, draft, kv_cache_dtype)
 
@@ -228,7 +248,7 @@ def _plan_draft(config: ModelConfig, name: str, folder: Path, checks_kernels: bo
     config = msgspec.structs.replace(
         config,
         model=str(draft),
-        draft=None,
+        draft="off",
         lane="native-text",
         kv_cache_memory_bytes=None,
         kv_cache_dtype="auto",
@@ -240,6 +260,50 @@ def _plan_draft(config: ModelConfig, name: str, folder: Path, checks_kernels: bo
             "that a wrong guess would spoil. Use a model with attention in every layer."
         )
     return plan
+
+
+def _plan_mtp(
+    config: ModelConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    choice: ComputeChoice,
+) -> LoadPlan | None:
+    """Decide how the model's own MTP layer will run; None if the layer is not used.
+
+    Raises ModelError if the user asks for a layer that the model does not have.
+    """
+    is_asked = config.draft is not None
+    is_exact = choice.instructions == "plain" or (dtype, choice.quantize) == (torch.float32, "none")
+    can_guess = config.scheduler.guess != "off" and not is_exact
+    if is_asked and not can_guess:
+        raise ModelError(
+            "--draft mtp needs guesses: --guess auto, Headrace's kernels, and bfloat16 or fewer "
+            "bits. Change these settings, or omit --draft."
+        )
+    layer = mtp_layer(spec) if can_guess else None
+    if is_asked and layer is None:
+        raise ModelError(
+            f"{spec.name} has no MTP layer that Headrace supports: one layer, in safetensors files "
+            "of Qwen3.5 or Qwen3-Next. Omit --draft, or name a draft model."
+        )
+    if layer is None:
+        return None
+    weights = packed_footprint(layer, dtype, choice.quantize)
+    return LoadPlan(spec, MtpLane, device, dtype, choice, weights)
+
+
+def _without_shortage(
+    draft: LoadPlan, fits: Callable[[LoadPlan | None], Footprint]
+) -> LoadPlan | None:
+    """Return the MTP layer, or None if the model then lacks memory; the user did not ask for it."""
+    try:
+        is_short = fits(draft).mapped > 0
+    except ModelError:
+        is_short = True
+    if is_short:
+        logger.info("The %s is left out, because memory is short.", draft.name)
+    return None if is_short else draft
 
 
 def choose_kernels(

@@ -112,6 +112,8 @@ class Runner:
         started = time.perf_counter()
         for sequence_id in plan.ended:
             self._sequences.pop(sequence_id, None)
+            if self.drafter is not None:
+                self.drafter.end(sequence_id)
             if self._inputs.pop(sequence_id, None) is not None:
                 self._encoding.end(sequence_id)
         for begin in plan.begun:
@@ -184,7 +186,10 @@ class Runner:
             assert len(token_ids) == num_known, "a chunk goes past the known tokens"
             token_ids.extend(chunk.guess)
             tokens.append(token_ids)
-        return self.forward(chunks, tokens)
+        rows = self.forward(chunks, tokens)
+        if self.drafter is not None:
+            self.drafter.after(chunks, self._sequences)
+        return rows
 
     def wait(self) -> None:
         """Wait until the device has computed everything, so that a measured time is complete.

@@ -44,17 +44,19 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     converter: LayerConverter | None = None,
+    headers: dict[str, TensorHeader] | None = None,
 ) -> None:
     """Load the values of every parameter of `model`, which is on the meta device.
 
     Goes through the layers from the largest to the smallest (see loading_order). `converter`
     converts a layer once its last parameter is loaded, and then the next layer is read. So peak
-    memory is the model in its final format plus one unconverted layer. Raises ModelError that names
-    the first tensor that is missing, unknown or of the wrong shape.
+    memory is the model in its final format plus one unconverted layer. `headers` has the tensors to
+    load; by default, these are the tensors of the text side. Raises ModelError that names the first
+    tensor that is missing, unknown or of the wrong shape.
     """
     convert, schemes = converter or (lambda path, groups: None, {})
     with ExitStack() as files:
-        checkpoint = Checkpoint(spec, files)
+        checkpoint = Checkpoint(spec, files, headers)
         sources = _find_sources(model, table, checkpoint.headers)
         known = {source for group in sources.values() for source in group}
         checkpoint.refuse_unknown(known | getattr(model, "unused", frozenset()))

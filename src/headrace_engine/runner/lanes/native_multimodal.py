@@ -98,13 +98,13 @@ class NativeMultimodal(NativeText):
         batch = replace(batch, positions=self._positions(chunks, batch))
         features = list(self._features(chunks, batch))
         if batch.positions.ndim == 1 and not features:
-            return self._hidden(batch)[batch.rows]
+            return self._rows(batch, self._hidden(batch))
         embedded = self._model.embed(batch.token_ids)
         for first, rows in features:
             embedded[first : first + len(rows)] = rows
         hidden: Tensor = self._model.forward_embedded(embedded, self._attention.step(batch))
         self._forget(chunks)
-        return hidden[batch.rows]
+        return self._rows(batch, hidden)
 
     def _positions(self, chunks: Sequence[Chunk], batch: Batch) -> Tensor:
         """Return positions int64 [3, tokens], or [tokens] if all three axes are equal."""

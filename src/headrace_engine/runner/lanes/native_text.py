@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace_common.cache import ModelCache, bytes_per_position, bytes_per_slot
+from headrace_common.checkpoints.headers import TensorHeader
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.layout import MemoryLayout
-from headrace_common.messages import LaneFacts, Quantize
+from headrace_common.messages import InstructionSet, LaneFacts
 from headrace_common.plan import BlockCopy, Chunk, SlotCopy
 from headrace_engine.models import layers
 from headrace_engine.models.experts import RoutedMLP
@@ -65,7 +66,6 @@ class NativeText:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: LaneOptions
     ) -> None:
-        model_class = family(spec.architecture)
         self._model = _without_weights(spec)
         if not has_head(spec.architecture):
             del self._model.head
@@ -75,21 +75,11 @@ class NativeText:
         )
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self._hidden: Callable[[Batch], Tensor]
+        # The hidden states of the last forward. Twins of this lane (see `adapted`) share the list.
+        self._last = [torch.empty(0)]
         self.spec, self.device, self.dtype = spec, device, dtype
         self._instructions, self._kv_cache_dtype = options.instructions, options.kv_cache_dtype
-        on_disk = MappedFile(options.mapped_bytes) if options.mapped_bytes else None
-        if self._instructions != "plain":
-            schemes = (
-                group_schemes(self._model, model_class.weights, spec)
-                if options.quantize == "own"
-                else {}
-            )
-            converter = LayerConverter(self._pack(options.quantize, on_disk), schemes)
-            load_weights(self._model, model_class.weights, spec, dtype, device, converter)
-            prepare(self._model, _LAYERS)
-        else:
-            load_weights(self._model, model_class.weights, spec, dtype, device)
-        self.weight_bytes = _weight_bytes(self._model) - (on_disk.num_bytes if on_disk else 0)
+        self.weight_bytes = load_model(self._model, spec, dtype, device, options)
 
     @staticmethod
     def cache_of(spec: ModelSpec) -> ModelCache:
@@ -100,16 +90,6 @@ class NativeText:
         """Return the kinds of layers in this model that kernels compute (names in `_LAYERS`)."""
         types = {type(layer) for layer in _without_weights(spec).modules()}
         return frozenset(_LAYERS[it] for it in types & _LAYERS.keys())
-
-    def _pack(
-        self, quantize: Quantize, on_disk: MappedFile | None
-    ) -> Callable[[str, Groups | None], None]:
-        def pack(path: str, groups: Groups | None) -> None:
-            place = {"place": on_disk.store} if on_disk is not None and is_expert(path) else {}
-            pack_linear(self._model, path, groups, quantize, self._instructions, **place)
-            release_freed_memory()
-
-        return pack
 
     def layout(
         self, free_bytes: int, max_num_seqs: int, max_positions: int, block_size: int
@@ -143,14 +123,12 @@ class NativeText:
         )
         self._attention: Attention
         self._table_width = -(-layout.max_positions // layout.block_size)
-        sinks = self._model.sinks
+        self._attention = attention_of(self._storage, self._model.sinks, self._instructions)
         if self._instructions == "plain":
-            self._attention, self._hidden = plain_attention(self._storage, sinks), self._forward
+            self._hidden = self._forward
             facts = LaneFacts(mask="lazy-prefix", encoder=self.traits.facts.encoder)
             self.traits = self.traits.with_changes(facts=facts)
             return
-        windows = [layer.window for layer in self._storage.cache]
-        self._attention = CpuAttention(self._storage, windows, sinks, self._instructions)
         self._hidden = self._captured(self._forward)
 
     def _captured(self, forward: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
@@ -160,7 +138,19 @@ class NativeText:
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
         batch = pack(chunks, token_ids, self._storage.block_size, self.device)
-        return self._hidden(batch)[batch.rows]
+        return self._rows(batch, self._hidden(batch))
+
+    def _rows(self, batch: Batch, hidden: Tensor) -> Tensor:
+        self._last[0] = hidden
+        return hidden[batch.rows]
+
+    @property
+    def last_hidden(self) -> Tensor:
+        """Return the hidden state of each token of the last forward, until the next forward.
+
+        There may be more rows than tokens.
+        """
+        return self._last[0]
 
     @property
     def has_kernels(self) -> bool:
@@ -180,6 +170,10 @@ class NativeText:
         """Return the hidden states [tokens, hidden]."""
         return self._model(batch.token_ids, self._attention.step(batch))
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self._model.embed(token_ids)
+        return embedded
+
     def logits(self, rows: Tensor) -> Tensor:
         logits: Tensor = self._model.logits(rows)
         return logits
@@ -197,6 +191,46 @@ class _AdaptedAttention:
 
     def step(self, batch: Batch) -> Step:
         return self._adapt(self._attention.step(batch))
+
+
+def load_model(
+    model: Any,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: LaneOptions,
+    headers: dict[str, TensorHeader] | None = None,
+) -> int:
+    """Load the weights of a model on the meta device; return their bytes in memory.
+
+    With kernels, the layers are packed and replaced by their fast versions. `headers` has the
+    tensors to load; by default, these are the tensors of the text side.
+    """
+    if options.instructions == "plain":
+        load_weights(model, model.weights, spec, dtype, device, headers=headers)
+        return _weight_bytes(model)
+    on_disk = MappedFile(options.mapped_bytes) if options.mapped_bytes else None
+    schemes = group_schemes(model, model.weights, spec) if options.quantize == "own" else {}
+
+    def pack(path: str, groups: Groups | None) -> None:
+        place = {"place": on_disk.store} if on_disk is not None and is_expert(path) else {}
+        pack_linear(model, path, groups, options.quantize, options.instructions, **place)
+        release_freed_memory()
+
+    converter = LayerConverter(pack, schemes)
+    load_weights(model, model.weights, spec, dtype, device, converter, headers)
+    prepare(model, _LAYERS)
+    return _weight_bytes(model) - (on_disk.num_bytes if on_disk else 0)
+
+
+def attention_of(
+    storage: CacheStorage, sinks: Sequence[Tensor], instructions: InstructionSet
+) -> Attention:
+    """Return the attention over a cache; with the instructions "plain", it uses torch."""
+    if instructions == "plain":
+        return plain_attention(storage, sinks)
+    windows = [layer.window for layer in storage.cache]
+    return CpuAttention(storage, windows, sinks, instructions)
 
 
 def _without_weights(spec: ModelSpec) -> Any:
