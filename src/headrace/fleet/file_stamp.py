@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.text.model_names import adapters_of
-from headrace_common.checkpoints.find import place_of
+from headrace_common.checkpoints.find import draft_model, place_of
 from headrace_common.config.settings import ModelConfig
 
 # Maximum number of checked paths per folder, including the paths in subfolders.
@@ -27,7 +27,8 @@ def file_stamp(config: ModelConfig) -> Stamp | None:
         return None
     # A GGUF model may consist of several files, so all files of the folder count.
     folders = [place if place.is_dir() else place.parent, *map(Path, adapters_of(config).values())]
-    if config.draft_model is not None and (draft := place_of(config.draft_model)) is not None:
+    model = draft_model(config.draft)
+    if model is not None and (draft := place_of(model)) is not None:
         folders.append(draft if draft.is_dir() else draft.parent)
     files = [*folders, Path(config.chat_template)] if config.chat_template else folders
     if config.mmproj not in ("auto", "none"):

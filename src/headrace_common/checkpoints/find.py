@@ -89,6 +89,11 @@ def find_here(model: str, revision: str | None = None, mmproj: str = "auto") -> 
     return found and _in(found, quantization, repo, mmproj)
 
 
+def draft_model(draft: str | None) -> str | None:
+    """Return the model that `--draft` names; None if it names none."""
+    return None if draft in ("mtp", "off") else draft
+
+
 def place_of(model: str) -> Path | None:
     """Return the path that a name stands for, even if nothing exists at that path.
 

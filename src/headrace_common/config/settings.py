@@ -238,10 +238,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             title="mtp|off|MODEL",
-            description="What guesses the next tokens (speculative decoding). mtp: the model's "
-            "own MTP layer, which is also the default if the model has one; off: nothing; or a "
-            "small model with the same tokenizer: a folder, a GGUF file, or the name of a model "
-            "on this machine. The text does not change. Works on CPU kernels only",
+            description="What guesses the next tokens (speculative decoding): mtp, the model's own "
+            "MTP layer (the default if it has one); off; or a small model with the same tokenizer: "
+            "a folder, a GGUF file, or the name of a model on this machine. The text does not "
+            "change. Works on CPU kernels only",
         ),
     ] = None
     pooling: Annotated[
@@ -291,11 +291,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     scheduler: SchedulerConfig = SchedulerConfig()
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
-
-    @property
-    def draft_model(self) -> str | None:
-        """Return the model that `draft` names; None if it names none."""
-        return None if self.draft in ("mtp", "off") else self.draft
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):

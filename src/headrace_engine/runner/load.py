@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from headrace_common.cache import KvCacheDtype, bytes_per_position, bytes_per_slot
-from headrace_common.checkpoints.find import find_here
+from headrace_common.checkpoints.find import draft_model, find_here
 from headrace_common.checkpoints.same_tokenizer import check_same_tokenizer
 from headrace_common.checkpoints.spec import ModelSpec, read_spec
 from headrace_common.config.settings import ModelConfig
@@ -223,8 +223,8 @@ def plan_load(config: ModelConfig, folder: Path, checks_kernels: bool = True) ->
             "omit --draft."
         )
     draft = None
-    if config.draft_model is not None:
-        draft = _plan_draft(config, config.draft_model, folder, checks_kernels)
+    if (name := draft_model(config.draft)) is not None:
+        draft = _plan_draft(config, name, folder, checks_kernels)
     elif config.draft != "off" and is_native:
         draft = _plan_mtp(config, spec, device, dtype, choice)
     fits = partial(_check_fits, config, spec, lane_class, dtype, choice[:2])
