@@ -1,4 +1,4 @@
-"""Ends of a server, over a generation and an engine that only wait."""
+"""Starts that fail, and ends of a server over a generation and an engine that only wait."""
 
 import asyncio
 import os
@@ -18,7 +18,8 @@ from headrace.cli.load_lines import LoadLines
 from headrace.metrics.metrics import Metrics
 from headrace.streams.stores.memory import MemoryStore
 from headrace.text.model_names import Models
-from headrace_common.config.settings import HttpConfig, ServerConfig
+from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
+from headrace_common.errors import ModelError
 from headrace_common.loading import STARTING
 
 
@@ -134,3 +135,11 @@ def test_a_server_for_other_machines_without_a_key_says_so(
 ) -> None:
     run(lambda: os.kill(os.getpid(), signal.SIGTERM), host="0.0.0.0")
     assert "other machines can use this server (0.0.0.0) without a key" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_exist_is_reported_before_a_used_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        http = HttpConfig(port=taken.getsockname()[1])
+        config = ServerConfig(models=(ModelConfig(model="smolm2"),), http=http)
+        with pytest.raises(ModelError, match="did you mean smollm2"):
+            module.serve(config, LoadLines(STARTING))

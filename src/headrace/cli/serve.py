@@ -51,6 +51,7 @@ from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace.streams.stores.state_dir import StateError, StateInUse
 from headrace.text.model_names import settled_aliases, with_unique_names
+from headrace_common.checkpoints.find import find_model, place_of
 from headrace_common.config.document import reread_folder
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace_common.config.sources import check_names
@@ -75,6 +76,7 @@ def serve(config: ServerConfig, lines: LoadLines, chooses: bool = False) -> int:
     if config.cluster is None and not has_engine():
         raise ConfigError(WITHOUT_ENGINE)
     check_names(with_unique_names(config.models))
+    _refuse_missing(config)
     raise_descriptors(config.http.max_connections)
     tls = _tls(config.http)
     traces = open_traces(config.otlp_endpoint, os.environ, __version__)
@@ -104,6 +106,20 @@ def serve(config: ServerConfig, lines: LoadLines, chooses: bool = False) -> int:
                 model = read_checked(pinned, fetch_apart(pinned, room))
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener, tls, lines, traces))
+
+
+def _refuse_missing(config: ServerConfig) -> None:
+    """Raise ModelError if the model to load at the start is a path or a name without a model.
+
+    Without this check, a used port would hide a wrong name. Hub ids are not checked, because only
+    the hub knows them.
+    """
+    if (pinned := pinned_model(config)) is None:
+        return
+    place = place_of(pinned.model)
+    if place is not None and not os.path.exists(place):
+        # Raises the error that says which names are possible.
+        find_model(pinned.model)
 
 
 async def _run(
