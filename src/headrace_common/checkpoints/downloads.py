@@ -11,7 +11,7 @@ from headrace_common.errors import ModelError
 
 
 class Downloaded(NamedTuple):
-    """A downloaded model. `headrace serve` accepts `name`.
+    """A downloaded model. `headrace serve` accepts both `name` and `folder`.
 
     `came_at` is in seconds since 1970.
     """
@@ -34,7 +34,7 @@ def remove(name: str) -> Downloaded:
     """
     for found in downloads():
         if found.name in (name, hub_id_of(name).partition(":")[0]):
-            shutil.rmtree(found.folder)
+            shutil.rmtree(_place(found.name))
             return found
     raise ModelError(
         f"No downloaded model is named {name!r}; `headrace ls` lists the names.",
@@ -44,21 +44,24 @@ def remove(name: str) -> Downloaded:
 
 def discard(name: str) -> None:
     """Remove all files of a hub id or a package, including files of an incomplete download."""
+    shutil.rmtree(_place(name), ignore_errors=True)
+
+
+def _place(name: str) -> Path:
+    """Return the folder with all files and revisions of a hub id or a package."""
     from huggingface_hub import constants
 
     if name in PACKAGED:
-        folder = packaged_folder(name)
-    else:
-        repo = hub_id_of(name).partition(":")[0]
-        folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
-    shutil.rmtree(folder, ignore_errors=True)
+        return packaged_folder(name)
+    repo = hub_id_of(name).partition(":")[0]
+    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
 def _packaged() -> Iterator[Downloaded]:
     for name in PACKAGED:
         if (file := packaged_file(name)) is not None:
             facts = file.stat()
-            yield Downloaded(name, facts.st_size, facts.st_ctime, file.parent)
+            yield Downloaded(name, facts.st_size, facts.st_ctime, file.parent.resolve())
 
 
 def _of_hub() -> Iterator[Downloaded]:
@@ -71,4 +74,8 @@ def _of_hub() -> Iterator[Downloaded]:
         return
     for repo in repos:
         if repo.repo_type == "model":
-            yield Downloaded(repo.repo_id, repo.size_on_disk, repo.last_modified, repo.repo_path)
+            newest = max(
+                repo.revisions, key=lambda it: ("main" in it.refs, it.last_modified), default=None
+            )
+            folder = repo.repo_path if newest is None else newest.snapshot_path
+            yield Downloaded(repo.repo_id, repo.size_on_disk, repo.last_modified, folder)
