@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import pytest
+from click.testing import CliRunner, Result
 
 from headrace.cli.chat_files import message_of, read_attachment
 from headrace.cli.chat_screen import place, recovery, told
 from headrace.cli.chat_store import Conversation, Transcripts, words_of
+from headrace.cli.main import cli
 from headrace.client.events import Heartbeat, Progress, Queued
 from headrace_common.errors import ConfigError
 from tests.cli.terminal import terminal
@@ -461,3 +463,26 @@ def test_the_conversation_of_an_older_version_is_the_first(tmp_path: Path) -> No
     for _ in range(2):
         assert Transcripts(tmp_path / "chats").read(1).messages[0]["content"] == "hi"
     assert not (tmp_path / "chat.json").exists()
+
+
+def test_an_empty_stdin_is_an_error_that_says_how_to_chat(tmp_path: Path) -> None:
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    for words in (["chat"], ["chat", "headrace-mini"]):
+        fault = CliRunner().invoke(cli, words, "\n", env=state).exception
+        assert isinstance(fault, ConfigError) and "echo Hello | headrace chat" in str(fault)
+
+
+def test_stored_conversations_are_deleted_by_number_or_all(tmp_path: Path) -> None:
+    def delete(*names: str) -> Result:
+        words = [word for name in names for word in ("--delete", name)]
+        return CliRunner().invoke(cli, ["chat", *words], env={"XDG_STATE_HOME": str(tmp_path)})
+
+    kept = Transcripts(tmp_path / "headrace" / "chats")
+    for _ in range(4):
+        kept.write(Conversation([{"role": "user", "content": "hi"}]))
+    assert delete("2").output == "Deleted conversation 2.\n" and kept.numbers() == [1, 3, 4]
+    for wrong in ("2", "two", "-1"):
+        assert isinstance(delete("4", wrong).exception, ConfigError), wrong
+    assert kept.numbers() == [1, 3, 4]
+    assert delete("all").output.count("Deleted conversation") == 3 and kept.numbers() == []
+    assert delete("all").output == "No conversation is stored.\n"

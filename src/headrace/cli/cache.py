@@ -20,11 +20,11 @@ _FOLDER = click.option(
 )
 
 
-@click.group("cache", cls=Verbs, short_help="Show or clear the prefixes cached on disk.")
+@click.group("cache", cls=Verbs, short_help="Show or clear the starts of prompts cached on disk.")
 def cache() -> None:
-    """Show or clear the prefixes that servers cached on disk.
+    """Show or clear the starts of prompts (prefixes) that servers cached on disk.
 
-    Servers can be running meanwhile. A server computes a removed prefix again.
+    You can do this while servers run. A server computes a removed prefix again when it needs it.
     """
 
 

@@ -8,7 +8,6 @@ from headrace.cli.chat_files import Attachment, message_of
 from headrace.cli.chat_keyboard import Keyboard
 from headrace.cli.chat_screen import Screen
 from headrace.cli.chat_store import Conversation, Message, Transcripts, words_of
-from headrace.cli.stdio import read_stdin
 from headrace.client.client import Client, Stream
 from headrace.client.errors import Refused, Unreachable
 from headrace.client.events import Accepted, Tokens
@@ -194,15 +193,11 @@ class _Reply:
 Act = Callable[[str], None]
 
 
-def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard | None, act: Act) -> None:
-    """Hold a conversation until the input ends. Without a keyboard, send stdin as one message.
+def converse(chat: ChatLoop, screen: Screen, keyboard: Keyboard, act: Act) -> None:
+    """Hold a conversation until the input ends.
 
     `act` handles each line. If a message cannot be sent, its text is put back into the input.
     """
-    if keyboard is None:
-        if piped := read_stdin().strip():
-            chat.ask(piped)
-        return
     draft = ""
     while True:
         text, draft = _read(screen, keyboard, draft), ""

@@ -1,6 +1,8 @@
 """Connects a chat to a server and a conversation, and turns failures into exit codes."""
 
 import contextlib
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.cli import exit_codes
@@ -11,7 +13,7 @@ from headrace.cli.chat_screen import Screen
 from headrace.cli.chat_store import Conversation, table, transcripts
 from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
 from headrace.cli.server_options import WRONG_KEY, key_or_first
-from headrace.cli.stdio import tame
+from headrace.cli.stdio import read_stdin, tame
 from headrace.client.client import Client
 from headrace.client.errors import Refused
 from headrace.client.http import URL
@@ -26,7 +28,7 @@ def run_chat(
     prompt: str = "",
     **conversation: Any,
 ) -> int:
-    """Run a chat, or only send `prompt` and show its answer.
+    """Run a chat, or only send `prompt` or a piped message and show the answer.
 
     Returns the chat's exit code, or that of a private server that failed.
     """
@@ -35,10 +37,8 @@ def run_chat(
             "MODEL starts a server, and --url or --port names a running server; use only one of "
             "the two."
         )
-    if conversation.pop("lists"):
-        print("\n".join(table(transcripts().listed())) or "No conversation is stored yet.")
-        return exit_codes.DONE
     begun = _conversation(**conversation)
+    prompt = prompt or _piped(begun)
     key = key_or_first(api_key)
     end_on_hangup()
     server = private_server(model) if model else contextlib.nullcontext(url or URL)
@@ -58,7 +58,7 @@ def run_chat(
                     chat.show_end()
                 if prompt:
                     chat.ask(prompt)
-                else:
+                elif keys is not None:
                     converse(chat, screen, keys, commands.do)
     except ServerEnded as ended:
         return ended.code
@@ -67,6 +67,44 @@ def run_chat(
             raise
         raise HeadraceError(WRONG_KEY) from error
     return exit_codes.DONE
+
+
+def list_conversations() -> None:
+    """Print the stored conversations."""
+    print("\n".join(table(transcripts().listed())) or "No conversation is stored yet.")
+
+
+def delete_conversations(names: Sequence[str]) -> None:
+    """Delete the conversations with these numbers; the name `all` stands for all of them."""
+    kept = transcripts()
+    for name in names:
+        if name != "all" and not name.isdecimal():
+            raise ConfigError(
+                f"--delete {name}: give the number of a conversation, or all; --list shows them."
+            )
+    numbers = kept.numbers() if "all" in names else sorted(set(map(int, names)))
+    for number in numbers:
+        kept.delete(number)
+        print(f"Deleted conversation {number}.")
+    if not numbers:
+        print("No conversation is stored.")
+
+
+def _piped(begun: Conversation) -> str:
+    """Return the message in stdin, or "" if stdin is a terminal.
+
+    If stdin is empty, a stored conversation is shown without a new message. For a new conversation,
+    raises ConfigError.
+    """
+    if sys.stdin.isatty():
+        return ""
+    text = read_stdin().strip()
+    if not text and not begun.number:
+        raise ConfigError(
+            "There is no message, because stdin is empty. Run the chat in a terminal, pipe a "
+            "message (echo Hello | headrace chat), or name it (headrace run MODEL Hello)."
+        )
+    return text
 
 
 def _conversation(system: str | None, goes_on: bool, number: int | None) -> Conversation:

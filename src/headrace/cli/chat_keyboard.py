@@ -44,7 +44,7 @@ class Keyboard:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Keyboard | None]:
-    """Open the keyboard. Yields None if stdin is not a terminal and is read as one message."""
+    """Open the keyboard. Yields None if stdin is not a terminal."""
     # stdout may be a file, so the prompt may have to go to stderr.
     seen = next((end for end in (sys.stdout, sys.stderr) if end.isatty()), None)
     if not sys.stdin.isatty():

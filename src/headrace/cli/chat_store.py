@@ -61,7 +61,7 @@ class Transcripts:
             if newest is None:
                 raise ConfigError("There is no conversation to continue.")
         elif not (newest := self._path(number)).exists():
-            raise ConfigError(f"There is no conversation {number}; /list or --list shows them.")
+            raise _missing(number)
         return _read(newest)
 
     def listed(self) -> list[Listed]:
@@ -76,10 +76,24 @@ class Transcripts:
             found.append(Listed(int(path.stem), path.stat().st_mtime, num_asked, title))
         return sorted(found, key=lambda it: it.changed_at)[-_MOST_LISTED:]
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of all conversations, in ascending order."""
+        return sorted(int(path.stem) for path in self._paths())
+
+    def delete(self, number: int) -> None:
+        """Delete a conversation. Raises ConfigError if it does not exist or cannot be deleted."""
+        path = self._path(number)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            raise _missing(number) from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be deleted: {error.strerror}.") from None
+
     def write(self, conversation: Conversation) -> None:
         """Write a conversation. A new conversation first gets a number."""
         while not conversation.number:
-            number = 1 + max((int(path.stem) for path in self._paths()), default=0)
+            number = 1 + max(self.numbers(), default=0)
             # If another chat has taken this number, try the next number.
             with contextlib.suppress(FileExistsError):
                 self._claim(number)
@@ -127,8 +141,12 @@ def table(listed: list[Listed]) -> list[str]:
     return rows
 
 
+def _missing(number: int) -> ConfigError:
+    return ConfigError(f"There is no conversation {number}; /list or --list shows them.")
+
+
 def _read(path: Path) -> Conversation:
-    damaged = f"{path} is damaged; remove it."
+    damaged = f"{path} is damaged; delete it with `headrace chat --delete {path.stem}`."
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=Conversation)
     except OSError as error:

@@ -39,7 +39,10 @@ from headrace_common.version import __version__
 from headrace_common.without_engine import WITHOUT_ENGINE, is_missing_engine
 
 _FIELD = click.Option(
-    ["-o", "pairs"], multiple=True, metavar="FIELD=VALUE", help="Field of the request"
+    ["-o", "pairs"],
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Field of the request, such as temperature=0.2; may be repeated",
 )
 _SYSTEM = click.Option(["--system"], metavar="TEXT", help="System message of a new conversation")
 _UNIX_MODULES = ("fcntl", "resource")  # missing on Windows
@@ -137,8 +140,9 @@ def _serve_command() -> click.Command:
     def run(model: str | None, config_file: Path | None, **flags: Any) -> None:
         """Serve MODEL: a folder, a GGUF file, a hub id, or a name of `headrace models available`.
 
-        Without MODEL, the test model headrace-mini is served; on a terminal, the largest downloaded
-        chat model that fits into the memory is served instead.
+        A model that is not on this machine is downloaded first. Without MODEL, the largest
+        downloaded chat model that fits into the memory is served. If there is none, or if stderr is
+        not a terminal, the test model headrace-mini is served.
 
         \b
         headrace serve
@@ -178,8 +182,8 @@ def _generate_command() -> click.Command:
         Without PROMPT, or with -, the prompt is read from stdin. If there are two words, the first
         is the model. A single word is the prompt, unless it names a model: headrace-mini, a name of
         `headrace models available`, a folder, a GGUF file, or a hub id that was downloaded. A path
-        that does not exist is an error. If a limit cuts the text off, stderr has a note. The exit
-        code is then 1 if the text had to follow a schema or a grammar.
+        that does not exist is an error. If a limit cuts the text off, a note on stderr says so, and
+        the exit code is 1 if the text had to follow a schema or a grammar.
 
         \b
         headrace generate "The days of the week are Monday, Tuesday,"
@@ -243,23 +247,35 @@ def _embed_command() -> click.Command:
 
 
 def _chat_command() -> click.Command:
-    def run(model: str | None, pairs: tuple[str, ...], **given: Any) -> None:
+    def run(
+        model: str | None,
+        pairs: tuple[str, ...],
+        lists: bool,
+        deleted: tuple[str, ...],
+        **given: Any,
+    ) -> None:
         """Chat with a running server, or start a server for MODEL that ends with the chat.
 
         Enter sends a message; Alt-Enter, or a backslash before Enter, starts a new line. Pasted
         text and piped input are one message each. Ctrl-C stops an answer; Ctrl-D leaves. /help
-        lists more commands, for example to attach files and to open stored conversations.
+        lists more commands, for example to attach files. Conversations are stored on this machine.
 
         \b
         headrace chat
         headrace chat ./my-model --system "Answer in one sentence."
         headrace chat --list
         headrace chat --resume 3
+        headrace chat --delete 3
         echo "Count to 20." | headrace chat headrace-mini -o temperature=0
         """
-        from headrace.cli.chat_command import run_chat
+        from headrace.cli import chat_command
 
-        sys.exit(run_chat(model, _chat_fields(pairs), **given))
+        if deleted:
+            chat_command.delete_conversations(deleted)
+        if lists:
+            chat_command.list_conversations()
+        if not (deleted or lists):
+            sys.exit(chat_command.run_chat(model, _chat_fields(pairs), **given))
 
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
@@ -275,6 +291,12 @@ def _chat_command() -> click.Command:
             help="Continue the conversation with this number",
         ),
         click.Option(["--list", "lists"], is_flag=True, help="List the stored conversations"),
+        click.Option(
+            ["--delete", "deleted"],
+            multiple=True,
+            metavar="NUMBER|all",
+            help="Delete the stored conversation with this number, or all; may be repeated",
+        ),
         _FIELD,
     ]
     return _command("chat", run, params, "Chat in the terminal.")
@@ -299,10 +321,10 @@ def _run_command() -> click.Command:
         api_key: str | None,
         system: str | None,
     ) -> None:
-        """Chat with MODEL, or answer PROMPT and end.
+        """Chat with MODEL, or only print its answer to PROMPT.
 
         If the server at the default URL has the model, that server answers. Otherwise a server for
-        MODEL starts, and ends with the chat. The rest is as in `headrace chat`.
+        MODEL starts, and ends with the chat. `headrace chat --help` explains the keys.
 
         \b
         headrace run smollm2
@@ -315,7 +337,7 @@ def _run_command() -> click.Command:
         is_there = url is not None or is_served(model, key)
         if is_there:
             fields["model"] = model
-        talk: dict[str, Any] = {"system": system, "goes_on": False, "number": None, "lists": False}
+        talk: dict[str, Any] = {"system": system, "goes_on": False, "number": None}
         own = None if is_there else model
         sys.exit(run_chat(own, fields, url, key, " ".join(words), **talk))
 
@@ -406,7 +428,11 @@ def _config_command() -> click.Command:
 @click.group(cls=Verbs, sections=_SECTIONS)
 @click.version_option(__version__)
 def cli() -> None:
-    """An LLM inference server whose streams are never silent, never stalled, never lost."""
+    """An LLM inference server whose streams are never silent, never stalled, never lost.
+
+    To begin, run `headrace serve smollm2`. It downloads a small chat model (93 MB) and shows the
+    address of a chat page. `headrace models available` lists larger models.
+    """
 
 
 for command in (
