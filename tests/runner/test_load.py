@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import ModelConfig, SchedulerConfig
@@ -15,11 +16,11 @@ from headrace_common.loading import CHECKING, COMPILING, ON_LOADING
 from headrace_common.messages import Loading, Ready
 from headrace_engine.runner import load, room
 from headrace_engine.runner.footprint import footprint
-from headrace_engine.runner.load import load_runner
+from headrace_engine.runner.load import load_runner, plan_load
 from headrace_kernels import ON_COMPILE
 from tests.kernels.own_kernels import compiled_kernels, forbid_kernels, needs_own_kernels
 from tools.harness.drive import generate, random_prompt
-from tools.harness.tiny_models import make_tiny_model
+from tools.harness.tiny_models import make_tiny_image_model, make_tiny_model
 
 POSITION = 3 * 2 * 16 * 2 * 4  # bytes: layers, kv heads, head size, keys and values, float32
 
@@ -130,6 +131,17 @@ def test_a_model_that_leaves_no_room_for_one_sequence_is_refused_before_it_is_re
     error = refusal(folder)
     assert error.code == "model_too_large"
     assert "to cache one sequence" in str(error) and "Close other programs" in str(error)
+
+
+def test_a_model_fits_only_if_its_vision_side_fits(tmp_path: Path, free) -> None:
+    folder = make_tiny_image_model(tmp_path, "Qwen3.5")
+    config = ModelConfig(device="cpu", dtype="float32", max_model_len=64)
+    held = plan_load(config, folder, checks_kernels=False).weights.held
+    text = plan_load(replace(config, lane="native-text"), folder, False).weights.held
+    free((text + held) // 2)
+    with pytest.raises(ModelError, match=r"The weights of .* take") as refused:
+        plan_load(config, folder, checks_kernels=False)
+    assert refused.value.code == "model_too_large"
 
 
 def test_a_load_beside_a_program_that_takes_the_memory_is_given_up_in_time(

@@ -1,6 +1,7 @@
 """Describes the memory of a loaded model, and the number of streams that fit into the memory."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,8 @@ def weights(folder: Path, ready: "Ready | LoadPlan") -> str:
 
     dtype = getattr(torch, ready.dtype)
     spec, is_mapped = read_spec(folder), ready.mapped_bytes > 0
-    needed = footprint(spec, dtype, ready.kernels, ready.quantize, is_mapped)
+    has_encoder = ready.facts.encoder is not None
+    needed = footprint(spec, dtype, ready.kernels, ready.quantize, is_mapped, has_encoder)
     kept = {"none": "", "own": "the file's own format and "}.get(
         ready.quantize, f"{ready.quantize} and "
     )
@@ -99,8 +101,11 @@ def smaller(folder: Path, ready: "Ready | LoadPlan") -> Iterator[str]:
     if ready.kernels == "plain":
         return
     spec, dtype = read_spec(folder), getattr(torch, ready.dtype)
-    held = footprint(spec, dtype, ready.kernels, ready.quantize).held
+    size = partial(
+        footprint, spec, dtype, ready.kernels, has_encoder=ready.facts.encoder is not None
+    )
+    held = size(ready.quantize).held
     for kind in ("int8", "int4"):
-        needed = footprint(spec, dtype, ready.kernels, kind)
+        needed = size(kind)
         if needed.held < held:
             yield f"{needed.held >> 20} MiB with --quantize {kind}"

@@ -196,6 +196,15 @@ def mtp_side(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
     return {name: header for name, header in headers.items() if name.startswith(_MTP)}
 
 
+def beside_text(headers: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Return the tensors of the vision and audio sides."""
+    return {
+        name: header
+        for name, header in headers.items()
+        if name.startswith(_BESIDE) and not name.startswith(_MTP)
+    }
+
+
 class _Stored(msgspec.Struct, frozen=True):
     """A tensor as described in a safetensors file. Other keys in the file are ignored."""
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from headrace_common.checkpoints.headers import read_headers, text_side
+from headrace_common.checkpoints.headers import beside_text, read_headers, text_side
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.messages import InstructionSet, Quantize
 from headrace_engine.models.registry import family, has_head
@@ -51,8 +51,28 @@ def footprint(
     instructions: InstructionSet,
     quantize: Quantize,
     maps_experts: bool = False,
+    has_encoder: bool = False,
 ) -> Footprint:
-    """Return the memory of the weights; with instructions "plain", no kernel packs the weights."""
+    """Return the memory of the weights; with instructions "plain", no kernel packs the weights.
+
+    With `has_encoder`, the lane also loads the vision and audio sides, which no kernel packs.
+    """
+    text = _text_footprint(spec, dtype, instructions, quantize, maps_experts)
+    if not has_encoder:
+        return text
+    beside = beside_text(read_headers(spec)).values()
+    # The text side is loaded first.
+    held = text.held + sum(header.num_values for header in beside) * dtype.itemsize
+    return text._replace(held=held, peak=max(text.peak, held))
+
+
+def _text_footprint(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    instructions: InstructionSet,
+    quantize: Quantize,
+    maps_experts: bool,
+) -> Footprint:
     # Without kernels, memory holds each tensor once: in `dtype`, or in the format of the file.
     if instructions == "plain":
         headers = text_side(read_headers(spec)).values()

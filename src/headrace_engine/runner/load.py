@@ -17,7 +17,7 @@ from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import ModelError
 from headrace_common.layout import MemoryLayout
 from headrace_common.loading import CHECKING, COMPILING, READING, WARMING, tell, tell_weights
-from headrace_common.messages import DraftFacts, InstructionSet, Quantize, Ready
+from headrace_common.messages import DraftFacts, InstructionSet, LaneFacts, Quantize, Ready
 from headrace_engine.runner.drafter import Drafter, MtpDrafter
 from headrace_engine.runner.footprint import Footprint, kept_groups, packed_footprint
 from headrace_engine.runner.lanes.choose import choose_lane
@@ -82,6 +82,11 @@ class LoadPlan(NamedTuple):
         """Return the name of the model, or say whose MTP layer this is."""
         is_own = self.lane_class is MtpLane
         return f"MTP layer of {self.spec.name}" if is_own else self.spec.name
+
+    @property
+    def facts(self) -> LaneFacts:
+        facts: LaneFacts = self.lane_class.traits.facts
+        return facts
 
     @property
     def dtype(self) -> str:
@@ -401,7 +406,8 @@ def _check_fits(
     free, wanted = free_bytes(device), config.kv_cache_memory_bytes
     if draft is not None:
         free = max(0, free - draft.weights.peak)
-    weights = weights_that_fit(spec, dtype, *stored, free)
+    has_encoder = lane_class.traits.facts.encoder is not None
+    weights = weights_that_fit(spec, dtype, *stored, free, has_encoder)
     if not lane_class.traits.has_kernels:
         # For a lane without kernels, the cache's size per token is known only after loading.
         return weights

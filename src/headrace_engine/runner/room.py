@@ -7,7 +7,8 @@ meanwhile.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -35,23 +36,30 @@ def stored_as(quantize: str, name: str, kv_cache_dtype: KvCacheDtype = "auto") -
 
 
 def weights_that_fit(
-    spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, instructions: InstructionSet, free: int
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    quantize: Quantize,
+    instructions: InstructionSet,
+    free: int,
+    has_encoder: bool = False,
 ) -> Footprint:
     """Return the memory of the weights; ModelError with smaller options if weights do not fit.
 
-    If everything else fits, experts may be kept in a mapped file.
+    If everything else fits, experts may be kept in a mapped file. `has_encoder` says whether the
+    lane also loads the vision and audio sides.
     """
-    needed = footprint(spec, dtype, instructions, quantize)
+    size = partial(footprint, spec, dtype, instructions, has_encoder=has_encoder)
+    needed = size(quantize)
     if needed.peak <= free:
         return needed
-    mapped = footprint(spec, dtype, instructions, quantize, maps_experts=True)
+    mapped = size(quantize, maps_experts=True)
     reason = objection(mapped.mapped) if mapped.mapped else None
     if mapped.mapped and mapped.peak <= free and reason is None:
         return mapped
     stored = stored_as(quantize, str(dtype).removeprefix("torch."))
     raise ModelError(
         f"The weights of {spec.name} take {needed} in {stored}, but only {free >> 20} MiB are "
-        f"free; use a smaller model{_remedy(spec, dtype, quantize, instructions, free)}."
+        f"free; use a smaller model{_remedy(size, dtype, quantize, instructions, free)}."
         + (f" Its experts cannot be kept on disk: {reason}" if reason else ""),
         _TOO_LARGE,
     )
@@ -122,7 +130,11 @@ def watch_memory(device: torch.device) -> Iterator[None]:
 
 
 def _remedy(
-    spec: ModelSpec, dtype: torch.dtype, quantize: Quantize, instructions: InstructionSet, free: int
+    size: Callable[[Quantize], Footprint],
+    dtype: torch.dtype,
+    quantize: Quantize,
+    instructions: InstructionSet,
+    free: int,
 ) -> str:
     """Return smaller options as text: the least lossy option that fits, or else the smallest."""
     if dtype == torch.float32 and quantize == "none":
@@ -136,6 +148,6 @@ def _remedy(
     smaller = all_smaller[quantize]
     if instructions == "plain" or not smaller:
         return ""
-    taken = {other: footprint(spec, dtype, instructions, other) for other in smaller}
+    taken = {other: size(other) for other in smaller}
     other = next((name for name, needed in taken.items() if needed.peak <= free), smaller[-1])
     return f" or --quantize {other}, which takes {taken[other]}"
