@@ -25,6 +25,8 @@ class SmallHub(http.server.ThreadingHTTPServer):
     Weights stop half-way while `flows` is not set. `claims` are sizes that it tells instead of the
     true ones; `starts` has the first byte of each request for weights.
 
+    `gguf` is what it says of the repositories' GGUF files.
+
     A hostile hub `also_lists` more files, names another `commit`, sends other `heads` with a file,
     redirects to itself, sends one file without end, or weights `drips` bytes a second.
     """
@@ -40,6 +42,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
         self.claims: dict[str, object] = {}
         self.also_lists: list[dict[str, object]] = []
         self.commit: object = COMMIT
+        self.gguf: object = None
         self.heads: dict[str, str] = {}
         self.redirects = False
         self.endless = ""
@@ -159,6 +162,7 @@ def _info(repo: str, folder: Path, hub: SmallHub) -> dict[str, object]:
     listed = [*files, *hub.also_lists]
     return {
         "_id": "1", "id": repo, "modelId": repo, "sha": hub.commit, "siblings": listed, "tags": [],
+        "gguf": hub.gguf,
     }  # fmt: skip
 
 

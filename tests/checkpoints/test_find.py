@@ -25,7 +25,8 @@ from headrace_common.errors import ModelError
 from headrace_common.checkpoints.find import find_model
 told = []
 try:
-    folder = find_model(sys.argv[1], sys.argv[2] or None, lambda *p: told.append(p))
+    report = lambda *p: told.append(p)
+    folder = find_model(sys.argv[1], sys.argv[2] or None, report, sys.argv[3])
 except ModelError as error:
     print(json.dumps({"code": error.code, "message": str(error)}))
 else:
@@ -49,11 +50,16 @@ def repo(tmp_path: Path) -> Path:
 
 
 def look_up(
-    home: Path, endpoint: str, model: str = REPO, revision: str = "", **variables: str
+    home: Path,
+    endpoint: str,
+    model: str = REPO,
+    revision: str = "",
+    mmproj: str = "auto",
+    **variables: str,
 ) -> dict[str, object]:
     environment = os.environ | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint} | variables
     found = subprocess.run(
-        [sys.executable, "-c", LOOK_UP, model, revision],
+        [sys.executable, "-c", LOOK_UP, model, revision, mmproj],
         capture_output=True,
         text=True,
         env=environment,
@@ -123,7 +129,7 @@ def test_what_is_in_the_cache_is_not_downloaded_again(repo: Path, tmp_path: Path
 def test_a_file_that_was_cut_goes_on_where_it_stopped(repo: Path, tmp_path: Path) -> None:
     content = os.urandom(3_000_000)
     (repo / "model.safetensors").write_bytes(content)
-    home, model = tmp_path / "home", [REPO, ""]
+    home, model = tmp_path / "home", [REPO, "", "auto"]
     with small_hub({REPO: repo}) as hub:
         hub.flows.clear()
         environment = os.environ | {"HF_HOME": str(home), "HF_ENDPOINT": hub.url}
@@ -268,6 +274,28 @@ def test_the_named_quantization_alone_is_downloaded(files: Path, tmp_path: Path)
     assert offline["files"] == found["files"]
     other = look_up(tmp_path / "home", "http://127.0.0.1:9", f"{REPO}:Q4_K_M", **variables)
     assert "not on this machine" in str(other["message"])
+
+
+def test_the_vision_part_comes_with_a_gguf_model(files: Path, tmp_path: Path) -> None:
+    parts = ("mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf")
+    for name in parts:
+        (files / name).write_bytes(name.encode())
+    with small_hub({REPO: files}) as hub:
+
+        def sent(mmproj: str, architecture: object = "qwen35") -> set[str]:
+            hub.asked.clear()
+            hub.gguf = {"architecture": architecture}
+            home = tmp_path / f"{mmproj}-{architecture}"
+            variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+            found = look_up(home, hub.url, f"{REPO}:Q8_0", mmproj=mmproj, **variables)
+            # A file without a vision part is refused if it was named, and ignored otherwise.
+            assert ("message" in found) == (mmproj in parts)
+            fetched = {path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path}
+            return fetched - {"small-Q8_0.gguf"}
+
+        assert sent("auto") == {"mmproj-F16.gguf"}
+        assert sent("mmproj-BF16.gguf") == {"mmproj-BF16.gguf"}
+        assert sent("none") == sent("auto", "gemma3") == set()
 
 
 @pytest.mark.parametrize("model", [REPO, f"{REPO}:Q5_0"])

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from headrace.fleet.served_model import ServedModel
 from headrace.gateway.model_entries import family_of, precision_of
 from headrace_common.checkpoints.find import find_model
+from headrace_common.checkpoints.gguf_file_names import quantization_of
 from headrace_common.checkpoints.gguf_folder import (
     _EXPERTS,
     _SIZES,
     _STATES,
     _llama3,
     gguf_folder,
-    quantization_of,
 )
 from headrace_common.checkpoints.gguf_header import TYPES, read_gguf
 from headrace_common.checkpoints.spec import Defaults, read_spec

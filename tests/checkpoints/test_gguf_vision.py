@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.text.text_model import TextModel
 from headrace_common.checkpoints.find import find_here, find_model, may_have_images
 from headrace_common.checkpoints.gguf_header import read_gguf
-from headrace_common.checkpoints.gguf_vision import MMPROJ, add_vision
+from headrace_common.checkpoints.gguf_vision import MMPROJ, add_vision, best_mmproj
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import ModelConfig
 from headrace_common.config.sources import folder_models
@@ -113,6 +113,30 @@ def test_the_file_beside_a_model_is_used_unless_there_are_several(pair, tmp_path
     assert read_spec(find_model(str(text), mmproj=str(vision))).architecture == spec.architecture
     (offered,) = folder_models(text.parent, "--models-dir")
     assert offered["model"] == str(text)
+
+
+@pytest.mark.parametrize(
+    ("names", "best"),
+    [
+        ([], None),
+        (["mmproj-any.gguf"], "mmproj-any.gguf"),
+        (["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"], "mmproj-F16.gguf"),
+        (["mmproj-model-f16.gguf", "mmproj-model-Q8_0.gguf"], "mmproj-model-f16.gguf"),
+        (["mmproj-F32.gguf", "mmproj-Q8_0.gguf", "mmproj-BF16.gguf"], "mmproj-Q8_0.gguf"),
+        (["mmproj-a-F16.gguf", "mmproj-b-F16.gguf"], None),
+        (["mmproj-Tiny-4B-F16.gguf", "mmproj-Tiny-9B-F16.gguf"], "mmproj-Tiny-9B-F16.gguf"),
+    ],
+)
+def test_of_several_formats_of_a_vision_part_f16_is_best_and_then_the_smallest(
+    names: list[str], best: str | None
+) -> None:
+    sizes = {name: 1 if "Q8_0" in name else 2 for name in names}
+    assert best_mmproj(sizes, "tiny-9b-Q4_K_M.gguf") == best
+
+
+def test_a_named_vision_part_may_be_beside_the_model(pair, tmp_path):
+    text, vision = copy_of(pair, tmp_path / "own")
+    assert find_model(str(text), mmproj=vision.name) == find_model(str(text), mmproj=str(vision))
 
 
 def test_a_link_to_a_model_uses_the_vision_part_beside_the_link(pair, tmp_path):

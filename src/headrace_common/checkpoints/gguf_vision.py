@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headrace_common.checkpoints.gguf_file_names import base_of, quantization_of
 from headrace_common.checkpoints.gguf_header import GgufHeader, fields_checked, read_gguf
 from headrace_common.errors import ModelError
 
@@ -63,18 +64,42 @@ def mmproj_files(folder: Path) -> list[Path]:
         return []
 
 
-def find_mmproj(model: Path, setting: str) -> Path | None:
-    """Return the vision part of a GGUF file: the file in `setting`, or the only mmproj*.gguf.
+def best_mmproj(sizes: Mapping[str, int], model: str) -> str | None:
+    """Return which of several vision parts, given with their sizes, belongs to a GGUF file.
 
-    With `auto`, the folder of the GGUF file is searched. Raises ModelError if `setting` names a
-    file that does not exist.
+    Parts whose names differ only in the quantization are the same part: the F16 file is the best,
+    or else the smallest file. Of different parts, only one whose name contains the model's name is
+    certain. Returns None if no part is certain.
+    """
+    if len({base_of(name) for name in sizes}) > 1:
+        own = base_of(model).lower()
+        sizes = {name: size for name, size in sizes.items() if own in name.lower()}
+        if len({base_of(name) for name in sizes}) != 1:
+            return None
+    return min(sizes, key=lambda it: (quantization_of(it) != "F16", sizes[it], it), default=None)
+
+
+def is_used_unnamed(architecture: str) -> bool:
+    """Whether a GGUF model of this architecture uses a vision part that the user did not name."""
+    projectors = _PROJECTORS.values()
+    return any(architecture in it.families and not it.must_be_named for it in projectors)
+
+
+def find_mmproj(model: Path, setting: str) -> Path | None:
+    """Return the vision part of a GGUF file: the file in `setting`, or the one beside the file.
+
+    `setting` is a path, or the name of a file in the folder of the GGUF file. Raises ModelError if
+    there is no such file.
     """
     if setting == "none":
         return None
     if setting == "auto":
-        found = mmproj_files(model.parent)
-        return found[0] if len(found) == 1 else None
+        sizes = {path.name: _size_of(path) for path in mmproj_files(model.parent)}
+        best = best_mmproj(sizes, model.name)
+        return model.parent / best if best else None
     path = os.path.abspath(os.path.expanduser(setting))
+    if not os.path.isfile(path) and os.path.isfile(model.parent / setting):
+        path = str(model.parent / setting)
     if not os.path.isfile(path):
         raise ModelError(
             f"--mmproj: there is no file {setting!r}. Give the path of the model's mmproj file, or "
@@ -82,6 +107,13 @@ def find_mmproj(model: Path, setting: str) -> Path | None:
             "model_not_found",
         )
     return Path(path)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
 
 
 def refuse_mmproj(header: GgufHeader, path: Path) -> None:

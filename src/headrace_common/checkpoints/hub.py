@@ -1,19 +1,19 @@
 """Finds models in the cache of a Hugging Face hub, or downloads models into the cache.
 
 Only files that Headrace reads are downloaded: configuration, tokenizer, templates, safetensors
-or one GGUF file. Pickles and code are never downloaded.
+or one GGUF file with its vision part. Pickles and code are never downloaded.
 """
 
 import contextlib
 import re
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace_common.checkpoints.gguf_folder import matching, stem_of, which_file
-from headrace_common.checkpoints.gguf_vision import is_mmproj
+from headrace_common.checkpoints.gguf_file_names import matching, stem_of, which_file
+from headrace_common.checkpoints.gguf_vision import best_mmproj, is_mmproj, is_used_unnamed
 from headrace_common.checkpoints.hub_files import fetch_file, hub_file, is_commit, no_bar
 from headrace_common.errors import ModelError
 
@@ -44,13 +44,17 @@ _OTHER_WAYS = (
 
 
 def download(
-    repo: str, revision: str | None, quantization: str | None, on_progress: OnProgress | None
+    repo: str,
+    revision: str | None,
+    quantization: str | None,
+    on_progress: OnProgress | None,
+    mmproj: str = "auto",
 ) -> Path:
     """Download a model and return its snapshot folder.
 
-    Uses the cache if the hub cannot be reached.
+    The vision part of a GGUF model is downloaded too if `mmproj` names it, or if `mmproj` is `auto`
+    and the model would use it. Uses the cache if the hub cannot be reached.
     """
-    import huggingface_hub
     from huggingface_hub import constants
 
     try:
@@ -65,17 +69,9 @@ def download(
     commit = str(info.sha)
     sizes = {file.rfilename: _size(file.size) for file in info.siblings or () if _is_plain(file)}
     wanted = _wanted(repo, sizes, quantization)
-    if len(wanted) > _MAX_FILES:
-        raise ModelError(
-            f"{repo} has {len(wanted)} files to download; the limit is {_MAX_FILES}. Download it "
-            "with another tool, and give the folder of the model.",
-            "invalid_value",
-        )
-    missing = {
-        name: sizes[name]
-        for name in wanted
-        if not isinstance(huggingface_hub.try_to_load_from_cache(repo, name, revision=commit), str)
-    }
+    if wanted[0].endswith(".gguf"):
+        wanted += _vision_part(info, wanted[0], sizes, mmproj)
+    missing = _missing(repo, commit, {name: sizes[name] for name in wanted})
     try:
         # The library downloads larger files with another protocol.
         large = constants.MAX_HTTP_DOWNLOAD_SIZE
@@ -100,6 +96,23 @@ def download(
             f"part is kept. Try again, {_OTHER_WAYS}",
             "download_failed",
         ) from error
+
+
+def _missing(repo: str, commit: str, wanted: dict[str, int]) -> dict[str, int]:
+    """Return the wanted files that are not in the cache, with their bytes."""
+    import huggingface_hub
+
+    if len(wanted) > _MAX_FILES:
+        raise ModelError(
+            f"{repo} has {len(wanted)} files to download; the limit is {_MAX_FILES}. Download it "
+            "with another tool, and give the folder of the model.",
+            "invalid_value",
+        )
+    return {
+        name: size
+        for name, size in wanted.items()
+        if not isinstance(huggingface_hub.try_to_load_from_cache(repo, name, revision=commit), str)
+    }
 
 
 def _ask(repo: str, revision: str | None) -> "ModelInfo":
@@ -209,6 +222,18 @@ def _wanted_gguf(repo: str, files: list[str], quantization: str | None) -> list[
         code = "invalid_value" if chosen else "model_not_found"
         raise ModelError(which_file(repo, files), code)
     return sorted(chosen)
+
+
+def _vision_part(info: "ModelInfo", model: str, sizes: Mapping[str, int], mmproj: str) -> list[str]:
+    """Return the vision part to download with a GGUF file, if any."""
+    if mmproj in sizes and mmproj.endswith(".gguf"):
+        return [mmproj]
+    stated = info.gguf.get("architecture") if isinstance(info.gguf, dict) else None
+    if mmproj != "auto" or (isinstance(stated, str) and not is_used_unnamed(stated)):
+        return []
+    parts = {name: size for name, size in sizes.items() if "/" not in name and is_mmproj(name)}
+    best = best_mmproj(parts, model)
+    return [best] if best else []
 
 
 def _without_weights(repo: str, names: Iterable[str]) -> str:

@@ -138,8 +138,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             title="FILE|auto|none",
-            description="GGUF file with the vision part of a GGUF model. auto: the only "
-            "mmproj*.gguf in the folder of the model's file; none: text only",
+            description="GGUF file with the vision part of a GGUF model. auto: the mmproj*.gguf "
+            "that was downloaded with the model or is in its folder; none: text only",
         ),
     ] = "auto"
     served_model_name: Annotated[
