@@ -185,3 +185,20 @@ def test_a_slow_spell_leaves_what_is_known_of_its_steps():
         model.observe(shape, 2 * usual)
     feed(model, rng, 30)
     assert model.predict(shape) == pytest.approx(usual, rel=0.15)
+
+
+def test_unused_work_is_hoped_to_be_fast_until_it_is_timed_again():
+    rng, model = Random(9), CostModel()
+    feed(model, rng, 100)
+    shape = shape_of([200] * 4, [])
+    usual = model.predict(shape)
+    for _ in range(100):
+        model.forget()
+    assert model.predict(shape) == usual
+    assert 0.6 * usual < model.hope(shape) < 0.8 * usual
+    # One step is enough: the machine has become twice as fast.
+    model.observe(shape, usual / 2)
+    assert model.hope(shape) == model.predict(shape) == pytest.approx(usual / 2, rel=0.1)
+    for _ in range(5000):
+        model.forget()
+    assert 0 < model.hope(shape) < 0.2 * usual

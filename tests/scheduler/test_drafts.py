@@ -106,6 +106,16 @@ def test_the_draft_model_is_used_only_if_it_is_fast_enough() -> None:
     assert num_chosen(0.01) > num_chosen(0.15) > num_chosen(1.0) == 0
 
 
+def test_a_draft_model_that_was_slow_when_it_was_timed_is_tried_again() -> None:
+    engine = started(drafting())
+    timed_draft(engine, STEP_S)
+    engine.scheduler.observe_draft(0, MAX_UNREAD, 1, STEP_S)
+    used = [
+        bool(decode(engine, num_right=1, pass_s=0.1 * STEP_S).chunks[0].guess) for _ in range(300)
+    ]
+    assert not any(used[:50]) and all(used[-40:])
+
+
 def test_a_surer_guess_from_the_text_needs_no_draft_model() -> None:
     engine = started(drafting(make_guesser=lambda _: Sure()))
     (chunk,) = decode(engine).chunks

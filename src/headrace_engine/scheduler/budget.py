@@ -399,6 +399,13 @@ class TimeBudget:
             return 0.0
         return self.draft.predict(drafted) * (self.draft.margin(True) if with_margin else 1.0)
 
+    def seconds_hoped(self, drafted: StepShape | None) -> float:
+        """Return the seconds in the draft model with which to decide whether to use the model.
+
+        While the model is not used, they slowly fall, so that the model is tried again.
+        """
+        return 0.0 if drafted is None else self.draft.hope(drafted)
+
     def predict(self, shape: StepShape) -> float:
         """Return the predicted seconds of a step in the runner; 0 if too few steps were timed."""
         computing = self.model.predict(shape) if self.model.is_measured else 0.0
@@ -530,6 +537,8 @@ class TimeBudget:
         self.learn_encoding(shape, encoding)
         if shape.drafted is not None:
             self.draft.observe(shape.drafted, drafting)
+        elif shape.num_new and not shape.num_prompt_tokens:
+            self.draft.forget()
         if shape.num_new:
             self.learn(shape, computing, is_awaited)
 

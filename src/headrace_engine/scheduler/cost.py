@@ -21,6 +21,8 @@ DRIFT_STEPS = 8
 PACE_WEIGHT = 0.4
 # At a pace from 1/USUAL to USUAL, the machine counts as running at its usual speed.
 USUAL = 1.25
+# The fraction by which each call of `forget` lowers a prediction, and the least share that is left.
+FORGET, LEAST_HOPE = 1 / 256, 1 / 8
 # Fit the coefficients again after this many new samples. A sample in a new ring causes an
 # immediate fit.
 REFIT_EVERY = 8
@@ -235,6 +237,8 @@ class CostModel:
             True: deque(maxlen=NUM_RATIOS),
         }
         self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
+        # The share of the predictions that `hope` returns. The next timed step resets it to 1.
+        self._hope = 1.0
 
     @property
     def coefficients(self) -> Coefficients:
@@ -244,6 +248,19 @@ class CostModel:
     def predict(self, shape: StepShape) -> float:
         with_prompt = shape.num_prompt_tokens > 0
         return self._pace(with_prompt) * self._fitted.seconds(shape, with_prompt)
+
+    def hope(self, shape: StepShape) -> float:
+        """Return the predicted seconds, less what `forget` has subtracted since the last use."""
+        return self._hope * self.predict(shape)
+
+    def forget(self) -> None:
+        """Lower what `hope` returns a little, after a step that did not compute such shapes.
+
+        A cost is only learned from steps that compute something. So work that once took too long
+        to pay would never be tried again, even after it has become fast. If `hope` is more than
+        USUAL times lower than the prediction, the next timed step alone sets the pace.
+        """
+        self._hope = max(LEAST_HOPE, self._hope * (1 - FORGET))
 
     def largest_foreseen(self, context: int) -> int:
         """Return the maximum length of a chunk after `context` computed tokens.
@@ -282,6 +299,11 @@ class CostModel:
         pace = self._pace(with_prompt)
         predicted = pace * self._fitted.seconds(shape, with_prompt)
         ratio = seconds / predicted if predicted > 0 else 1.0
+        if self._hope < 1 / USUAL:
+            pace, ratio = pace * ratio, 1.0
+            self._paces[with_prompt] = pace
+            self._drift.clear()
+        self._hope = 1.0
         is_plausible = 1 / OUTLIER <= ratio <= OUTLIER
         if self.is_measured:
             self._ratios[with_prompt].append(ratio)

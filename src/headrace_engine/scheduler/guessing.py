@@ -94,7 +94,7 @@ class Guessing:
                 continue
             shape = StepShape()
             shape.draft(sequence.num_draft_read, MAX_UNREAD, 0)
-            if step.room is None or self._budget.seconds_drafting(shape.drafted) <= step.room:
+            if step.room is None or self._budget.seconds_hoped(shape.drafted) <= step.room:
                 step.catch_up_by_draft(index, sequence, end)
             return
 
@@ -143,7 +143,7 @@ class Guessing:
             if guesses[number].is_drafted:
                 drafted = _in_draft_model(step, decoders, guesses, counts)
                 shape = replace(shape, drafted=drafted)
-            seconds += self._budget.seconds_drafting(shape.drafted)
+            seconds += self._budget.seconds_hoped(shape.drafted)
             is_over = step.room is not None and seconds - alone > step.room
             if is_over or shape.num_new > self._limits.max_step_tokens:
                 break
