@@ -301,18 +301,6 @@ def test_the_header_of_a_conversation_and_the_field_exclude_each_other(client: C
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "conversation")
 
 
-def test_the_size_of_a_conversation_is_limited(tmp_path: Path) -> None:
-    flags = ("--threads", "1", "--state-dir", str(tmp_path), "--max-body-bytes", "20000")
-    with running_server(*flags) as server:
-        client = Client(server.url)
-        id = client.create()
-        body = {"items": [said("x" * 6000)]}
-        added = [client.http.post(f"/conversations/{id}/items", json=body) for _ in range(4)]
-        assert [answer.status_code for answer in added] == [200, 200, 200, 413]
-        client.http.delete(f"/conversations/{id}/items/{client.items(id)[0]['id']}")
-        assert len(client.items(id)) == 2
-
-
 @needs_redis
 @pytest.mark.slow
 def test_two_gateways_with_one_redis_share_conversations(tmp_path: Path) -> None:

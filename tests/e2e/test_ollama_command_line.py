@@ -92,7 +92,7 @@ def test_show_prints_a_model(client: httpx.Client, name: str, is_older: bool) ->
 
 
 @pytest.mark.parametrize("think", [None, True, False, "max"])
-def test_run_answers_a_prompt_and_stop_frees_the_memory(client: httpx.Client, think: Any) -> None:
+def test_run_answers_a_prompt(client: httpx.Client, think: Any) -> None:
     assert show(client, "mini").status_code == 200
     loaded = lines(client, "/api/generate", model="mini", **GENERATE, think=think)[-1]
     assert loaded["done"] and loaded["done_reason"] == "load"
@@ -106,6 +106,10 @@ def test_run_answers_a_prompt_and_stop_frees_the_memory(client: httpx.Client, th
     messages = [{"role": "user", "content": "Count from 1 to 5."}]
     *parts, last = lines(client, "/api/chat", model="mini", messages=messages, options={})
     assert {part["message"]["role"] for part in parts} == {"assistant"} and last["done"]
+
+
+def test_stop_frees_the_memory(client: httpx.Client) -> None:
+    lines(client, "/api/generate", model="mini", **GENERATE)
     stop(client, "mini")
     eventually(lambda: listed(client, "/api/ps") == {})
 

@@ -4,12 +4,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tools.harness.servers import ServerProcess, running_server
+from tools.harness.servers import ServerProcess
 
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # what every checkout of these tests has been through
@@ -24,12 +23,6 @@ EXPECTED = {
     "X-Conversation-Id": "no byte is missing",
     "kill -9": "data: [DONE]",
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with running_server("--threads", "1") as running:
-        yield running
 
 
 def adapted(text: str, server: ServerProcess) -> str:

@@ -312,3 +312,15 @@ def test_a_conversation_outlives_the_socket_of_its_unstored_response(server: Ser
         with open_socket(server) as socket:
             socket.ask(**COUNT, conversation=id, store=False)
         assert len(client.get(f"/conversations/{id}/items").json()["data"]) == 4
+
+
+def test_a_conversation_is_no_larger_than_a_body_may_be(server: ServerProcess) -> None:
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
+        id = client.post("/conversations", json={}).json()["id"]
+        url = f"/conversations/{id}/items"
+        item = {"type": "message", "role": "user", "content": "x" * 19_600}
+        added = [client.post(url, json={"items": [item]}) for _ in range(4)]
+        assert [answer.status_code for answer in added] == [200, 200, 200, 413]
+        first = client.get(url, params={"order": "asc"}).json()["data"][0]
+        client.delete(f"{url}/{first['id']}")
+        assert len(client.get(url).json()["data"]) == 2

@@ -32,7 +32,7 @@ from headrace_common.worker_jobs import (
 )
 from tests.text.strict_templates import GEMMA
 from tools.harness.histories import History, history
-from tools.harness.servers import running_server
+from tools.harness.servers import ServerProcess, running_server
 
 Json = dict[str, Any]
 COUNT, FIRST = int(os.environ.get("HISTORIES", "300")), int(os.environ.get("SEED", "1"))
@@ -200,10 +200,15 @@ MAX_ADDED = 20
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with running_server("--threads", "1") as running:
+        yield running
+
+
 @contextlib.contextmanager
-def server_and_client() -> Iterator[tuple[httpx.Client, Asker]]:
+def connected(server: ServerProcess) -> Iterator[tuple[httpx.Client, Asker]]:
     with (
-        running_server("--threads", "1") as server,
         httpx.Client(base_url=server.url, timeout=60) as client,
         connect(
             server.url.replace("http", "ws") + "/v1/responses",
@@ -216,8 +221,8 @@ def server_and_client() -> Iterator[tuple[httpx.Client, Asker]]:
 
 
 @pytest.mark.timeout(600)
-def test_a_server_answers_and_stores_them() -> None:
-    with server_and_client() as (client, sender):
+def test_a_server_answers_and_stores_them(server: ServerProcess) -> None:
+    with connected(server) as (client, sender):
         for seed in SEEDS[: max(24, COUNT // 10)]:
             case = history(seed)
             is_response = case.route == "/v1/responses"
@@ -259,11 +264,13 @@ def check_items(client: httpx.Client, id: str, items: list[Json]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_conversation_in_parts_has_the_prompt_of_one_that_is_sent_whole() -> None:
+def test_a_conversation_in_parts_has_the_prompt_of_one_that_is_sent_whole(
+    server: ServerProcess,
+) -> None:
     """Half of the histories are conversations; half continue a response over the WebSocket."""
     cases = [case for case in map(history, SEEDS) if case.route == "/v1/responses"]
     num_compared = 0
-    with server_and_client() as (client, sender):
+    with connected(server) as (client, sender):
         for number, case in enumerate(cases[: max(12, COUNT // 20)]):
             items, is_conversation = case.body["input"], number % 2 == 0
             cut = Random(number).randrange(len(items))
