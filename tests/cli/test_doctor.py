@@ -83,9 +83,9 @@ def test_the_vision_part_of_a_gguf_model_is_named_with_the_reason(
     unused = examine(capsys, str(text), loads=False)[1]["vision"]
     assert unused["verdict"] == "warn" and "is not used: text only" in unused["detail"]
     assert "mm.2.weight is missing" in unused["remedy"]
-    vision.with_name("mmproj-second.gguf").touch()
+    vision.with_name("mmproj-tiny-second.gguf").touch()
     several = examine(capsys, str(text), loads=False)[1]["vision"]
-    assert several["remedy"] == f"Name one with --mmproj: mmproj-second.gguf, {vision.name}."
+    assert several["remedy"] == f"Name one with --mmproj: {vision.name}, mmproj-tiny-second.gguf."
 
 
 def test_how_prompts_are_computed_is_told_with_the_reason(
