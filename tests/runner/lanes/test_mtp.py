@@ -166,6 +166,18 @@ def test_guesses_follow_from_all_tokens_before(
 
 
 @torch.inference_mode()
+def test_tokens_can_be_read_without_a_guess(hybrid: tuple[Path, Formula]) -> None:
+    folder, formula = hybrid
+    draft = Draft(folder, random_prompt(40), [40])
+    for number in range(6):
+        # As for a stream whose guesses do not pay. The layer reads two of the tokens at once.
+        read = {"draft_start": 40, "draft_end": 42} if number == 3 else {}
+        draft.step(len(draft.ids) - 1, 1, **read)
+    draft.num_read = 42
+    assert draft.guess() == formula.guess(draft.ids, NUM_GUESSED)
+
+
+@torch.inference_mode()
 def test_a_prefix_without_hidden_states_only_loses_one_of_them(
     hybrid: tuple[Path, Formula],
 ) -> None:

@@ -88,8 +88,8 @@ class MtpLane:
         ]
         rows = self.read(chunks, token_ids, torch.cat(hidden))
         drafting = [chunk for chunk in chunks if chunk.num_rows]
-        for chunk, row in zip(drafting, rows.split(1), strict=True):
-            self.past(chunk.sequence_id).put(chunk.start + chunk.length - 1, row)
+        for chunk, row in zip(drafting, rows, strict=True):
+            self.past(chunk.sequence_id).put(chunk.start + chunk.length - 1, row[None])
         return rows
 
     def read(
