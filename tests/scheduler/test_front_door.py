@@ -112,3 +112,13 @@ def test_a_preempted_suspect_is_tried_again():
     engine.add(make_submit(2, 16, suspect=True, max_tokens=2))
     engine.run()
     assert (len(engine.tokens[1]), len(engine.tokens[2])) == (30, 2)
+
+
+def test_without_room_a_prompt_advances_although_an_earlier_one_lacks_memory():
+    engine = measured_engine(num_blocks=8, max_step_s=0.001, prompt_share=0.0)
+    engine.add(make_submit(1, 100, arrival=1.0))
+    for _ in range(20):
+        engine.now += 0.005  # overhead, which takes longer than a step may
+        assert ids(engine.step()) == [1]
+    engine.add(make_submit(2, 100, arrival=0.0))
+    assert ids(engine.step()) == [1]

@@ -373,7 +373,8 @@ class Planner:
             step.start_only_before(min(s.due for s in opened))
         for sequence in _in_queue_order(step, opened, waiting):
             goes_on = self._add_prompt(step, room, sequence)
-            if not (goes_on and room.is_open):
+            # Even without room, the first prompt that can advance gets a token.
+            if not goes_on or (step.has_prompt_work and not room.is_open):
                 break
         step.set_cause(room.cause if step.has_prompt_work else "")
 
