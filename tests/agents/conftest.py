@@ -18,15 +18,23 @@ from tools.harness.slow_engine import slow
 
 WITHIN_S = 240.0
 CONTEXT = 131072
+PENALTY = 1.5
 LONG_PROMPT = 10_000  # tokens; what each of them sends before a word of its user's is longer
 
 
 def long_mini() -> Path:
-    """headrace-mini with positions enough for what agents send; what it says there is nonsense."""
+    """Copy headrace-mini with enough positions for the prompts of agents.
+
+    Its answers to them are nonsense. The penalty keeps it from repeating a word without end.
+    """
     folder = BUILD / "mini-long"
     shutil.copytree(find_model("headrace-mini"), folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    sampling = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(
+        json.dumps(sampling | {"repetition_penalty": PENALTY})
+    )
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Clients of a server that is told to stop, also while its engine does not answer."""
+"""Stops a server that has clients, with and without an engine that answers."""
 
 import os
 import signal

@@ -14,7 +14,7 @@ from headrace_engine.models.step import Step
 
 
 class Qwen35Mtp(nn.Module):
-    """One decoder layer over pairs of a hidden state and the embedding of the token that follows.
+    """A decoder layer whose input combines a hidden state with the embedding of the next token.
 
     The model's embeddings and output layer are used too; they are not part of this module.
     """
