@@ -50,9 +50,9 @@ STREAMS: dict[str, Fault] = {
         "A stream that was stopped goes on once its model is back.",
         (
             Edit(
-                "headrace.generation.generation:Generation._host_lost",
-                "self.resumption.keep(host, Stored(it.record, it.log), it.cut)",
-                "self.resumption.keep(host, Stored(it.record, it.log), None)",
+                "headrace.generation.registry:Registry.add",
+                "stream.stop(stop)",
+                "pass",
             ),
         ),
     ),

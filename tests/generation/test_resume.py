@@ -13,9 +13,10 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
+from headrace.generation.store_tasks import _do
 from headrace.streams.events import Error, Finish
 from headrace.streams.record import Names, Record
-from headrace.streams.store import ByConversation
+from headrace.streams.store import ByConversation, ById, WriterRequest
 from headrace.streams.stores.memory import MemoryStore
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
@@ -24,7 +25,7 @@ from headrace_common.messages import FinishReason
 from headrace_common.request import Request
 from headrace_common.sampling import Sampling
 from tests.fleet.fakes import DOWN, READY, FakeEngine
-from tests.generation.fakes import ask, models_of, read
+from tests.generation.fakes import ask, models_of, opened, read, running
 from tools.harness.eventually import settle
 from tools.harness.stream_events import locked, opened_sqlite
 
@@ -63,6 +64,63 @@ async def test_a_stop_whose_engine_is_given_up_returns_and_holds_for_the_next_en
         await settle()
         await engines["a"][1].say(EngineUp(READY))
         assert await end_of(generation) == "cancelled"
+        assert not engines["a"][1].submits
+
+
+async def test_a_stream_that_was_stopped_before_its_engine_was_given_up_needs_no_other_engine(
+    folder: Path,
+) -> None:
+    store = durable_store()
+    async with models_of(folder, "ab", store) as (generation, engines):
+        stream = await ask(generation, "a", OPTED_IN)
+        await engines["a"][0].say(EngineUp(READY))
+        stopping = asyncio.create_task(generation.streams.stop(stream))
+        await settle()
+        await engines["a"][0].say(GIVEN_UP)
+        await stopping
+        assert await end_of(generation) == "cancelled"
+
+
+async def test_a_stop_of_the_only_engine_that_is_given_up_is_refused(folder: Path) -> None:
+    async with running(folder, durable_store()) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN)
+        stopping = asyncio.create_task(generation.streams.stop(stream))
+        await settle()
+        await engine.say(GIVEN_UP)
+        with pytest.raises(RequestError, match="could not be restarted"):
+            await stopping
+
+
+@pytest.mark.parametrize("by", ["client", "another server", "newer request"])
+async def test_a_stop_that_finds_no_writer_holds_for_the_next_writer(folder: Path, by: str) -> None:
+    async with models_of(folder, "ab", durable_store()) as (generation, engines):
+        stream = await ask(generation, "a", OPTED_IN)
+        (old,) = engines["a"]
+        await old.say(EngineUp(READY))
+        await submit_to(old)
+        old.news.put(GIVEN_UP)
+        while not stream.audience.pause.is_set.is_set():
+            await asyncio.sleep(0)
+        if by == "client":  # while the writer is ending
+            assert not stream.ended.is_set()
+            with pytest.raises(RequestError, match="could not be restarted"):
+                await generation.streams.stop(stream)
+        await settle()
+        asked = WriterRequest(stream.record.id, "stop", "cancelled")
+        if by == "another server":
+            await _do(generation.streams, asked)
+        elif by == "newer request":
+            await generation.streams.claim(
+                msgspec.structs.replace(stream.record, id=StreamId("newer"))
+            )
+        generation.fleet.need(generation.fleet.hosts.get("a"))
+        await settle()
+        await engines["a"][1].say(EngineUp(READY))
+        found = await generation.streams.find("", ById(stream.record.id))
+        assert isinstance(found, FinishedStream)
+        end = (await read(found))[-1]
+        code = "replaced" if by == "newer request" else "cancelled"
+        assert isinstance(end, Error) and end.code == code
         assert not engines["a"][1].submits
 
 

@@ -150,11 +150,17 @@ class Generation:
         if host is self.fleet.pinned:
             self.died.set()
             self.streams.close(GONE)
-        streams = self.streams_of(host)
-        for it in streams:
+        left = list[LiveStream]()
+        for it in self.streams_of(host):
+            # A stopped stream ends without another engine. If the server ends too, a stalled store
+            # must not delay the server's end.
+            if it.record.is_durable and it.cut is not None and not self.died.is_set():
+                it.end_now(it.cut)
+                continue
             if it.record.is_durable:
-                self.resumption.keep(host, Stored(it.record, it.log), it.cut)
-        self.writers.let_go(streams, GONE, GONE)
+                self.resumption.keep(host, Stored(it.record, it.log))
+            left.append(it)
+        self.writers.let_go(left, GONE, GONE)
 
     async def host_for(self, name: str | None, waits: bool) -> ModelHost:
         """Return the host of the named model once the host's tokenizer is loaded.

@@ -55,10 +55,6 @@ class ReaderPause:
         if not self._reasons:
             self.is_set.clear()
 
-    def has(self, code: str) -> bool:
-        """Return whether a reason with this code is set."""
-        return any(it.code == code for it in self._reasons)
-
     def check(self) -> None:
         """Raise the newest reason if a reason is set."""
         if self._reasons:

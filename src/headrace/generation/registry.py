@@ -78,6 +78,8 @@ class Registry:
         self.elsewhere = ReaderPause()
         # The reasons why streams get no writer, by stream id. The key None applies to all streams.
         self._closed: dict[StreamId | None, RequestError] = {}
+        # Stops of streams without a writer, by stream id. The next writer of this server ends them.
+        self._stops: dict[StreamId, RequestError] = {}
 
     def __iter__(self) -> Iterator[LiveStream]:
         return iter(list(self._live.values()))
@@ -87,6 +89,8 @@ class Registry:
 
     def add(self, stream: LiveStream) -> None:
         self._live[stream.record.id] = stream
+        if (stop := self._stops.pop(stream.record.id, None)) is not None:
+            stream.stop(stop)
         self._wake()
 
     def close(self, reason: RequestError, stream_id: StreamId | None = None) -> None:
@@ -125,6 +129,20 @@ class Registry:
         """Remove a stream, unless another writer has replaced it."""
         if self._live.get(stream.record.id) is stream:
             del self._live[stream.record.id]
+
+    def pass_on_stop(self, stream: LiveStream) -> None:
+        """Stop the next writer of a stream if this writer was stopped but cannot end the log."""
+        if stream.cut is not None:
+            live = self._live.get(stream.record.id)
+            self._stop_writer(stream.record.id, None if live is stream else live, stream.cut)
+
+    def _stop_writer(
+        self, stream_id: StreamId, writer: LiveStream | None, error: RequestError
+    ) -> None:
+        if writer is not None:
+            writer.stop(error)
+        else:
+            self._stops.setdefault(stream_id, error)
 
     async def find(self, owner: str, name: Name) -> Found | None:
         """Return the stream with this name if the stream belongs to this owner, else None.
@@ -210,17 +228,17 @@ class Registry:
         # A stream that exists earlier could be claimed as a stream of an earlier server.
         if not self.has_taken_up.is_set():
             await self.unless_stalled(record, self.has_taken_up.wait())
-        replaced = None
+        replaced: Stored | None = None
         while True:
-            stored = await self.store.create(record, replaced)
+            stored = await self.store.create(record, replaced.record.id if replaced else None)
             if stored.record.id == record.id:
-                if replaced is not None and (old := self._live.get(replaced)) is not None:
-                    old.stop(cut_by("replaced"))
+                if replaced is not None:
+                    await self._stop_stored(replaced, cut_by("replaced"))
                 return stored
             if record.names.key is not None and stored.record.names.key == record.names.key:
                 _check_same(stored.record, record.names)
                 return stored
-            replaced = stored.record.id
+            replaced = stored
 
     async def keep(self, record: Record) -> Stored:
         """Store a stream in memory.
@@ -258,8 +276,8 @@ class Registry:
         """End a stream; return once the engine has freed the stream's memory. Idempotent.
 
         Raises StoreStalled if the terminal event cannot be stored now. The stream still stops,
-        and the event is stored later. Raises RequestError `server_restarting` if another process
-        would continue the stream.
+        and the event is stored later. Raises RequestError `server_restarting` or `engine_failed` if
+        another process could continue the stream.
         """
         state, asked_at = found.state, time.monotonic()
         if isinstance(found, RemoteStream):
@@ -268,10 +286,9 @@ class Registry:
             found.stop(cut_by("cancelled"))
         if isinstance(found, LiveStream):
             await self.unless_stalled(found.record, found.ended.wait())
-            # After the loss of an engine, the stop holds for the next engine of this server. But
-            # another server, or this one after its restart, would continue the stream.
-            is_left = found.audience.pause.has("server_restarting")
-            if is_left and not await _has_ended(found.log):
+            # The stop holds for the next writer of this server. But another server, or this one
+            # after a restart, would continue the stream.
+            if not await _has_ended(found.log):
                 found.audience.pause.check()
         self.figures.stopped(state, time.monotonic() - asked_at)
 
@@ -304,18 +321,33 @@ class Registry:
                         break
         return log.next_seq
 
-    async def written_here(self, stream_id: StreamId, waits: bool) -> LiveStream | None:
-        """Return a stream that this server writes, or None.
+    def written_here(self, stream_id: StreamId) -> LiveStream | None:
+        """Return a stream that this server writes, or None."""
+        return self._live.get(stream_id)
 
-        If `waits`, wait for the writer of a stream that is still opening or resuming.
+    async def stop_here(self, stream_id: StreamId, error: RequestError) -> None:
+        """Stop a stream that this server writes.
+
+        If the stream is still opening, resuming, or waiting for an engine, it ends as soon as it
+        has a writer. A stream of another server, or a stream that has ended, is ignored.
         """
-        if (live := self._live.get(stream_id)) is not None or not waits:
-            return live
-        with contextlib.suppress(RequestError):
+        if (live := self._live.get(stream_id)) is not None:
+            live.stop(error)
+            return
+        try:
             stored = await self.store.find(ById(stream_id))
-            found = await self.wrap(stored) if stored else None
-            return found if isinstance(found, LiveStream) else None
-        return None
+        except StoreStalled:
+            self._stop_writer(stream_id, self._live.get(stream_id), error)
+        except LogUnsound:
+            # A damaged stream gets no writer.
+            pass
+        else:
+            if stored is not None:
+                await self._stop_stored(stored, error)
+
+    async def _stop_stored(self, stored: Stored, error: RequestError) -> None:
+        if stored.elsewhere is None and not await _has_ended(stored.log):
+            self._stop_writer(stored.record.id, self._live.get(stored.record.id), error)
 
     async def wrap(self, stored: Stored) -> Found:
         """Return a stored stream as a live, remote or finished stream.

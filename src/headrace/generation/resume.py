@@ -79,7 +79,7 @@ class Resumption:
         while True:
             await self._continue(await self._streams.store.orphans())
 
-    def keep(self, host: ModelHost, stored: Stored, cut: RequestError | None) -> None:
+    def keep(self, host: ModelHost, stored: Stored, cut: RequestError | None = None) -> None:
         """Keep a durable stream for a later engine, because its engine could not be restarted.
 
         `cut` is an error that will end the stream, or None.
@@ -120,10 +120,7 @@ class Resumption:
         await self._streams.store.writable.wait()
         await self._resume(Stored(stream.record, stream.log), stream.cut)
         # A client may have stopped the stream while its log was read.
-        if stream.cut is not None:
-            for it in self._streams:
-                if it.record.id == stream.record.id:
-                    it.stop(stream.cut)
+        self._streams.pass_on_stop(stream)
 
     async def _resume(self, stored: Stored, cut: RequestError | None = None) -> None:
         """Continue a stream. If `cut` is not None, only end the stream with the error `cut`."""

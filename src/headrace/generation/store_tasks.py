@@ -31,11 +31,10 @@ async def serve_other_servers(streams: Registry, group: asyncio.TaskGroup) -> No
 
 
 async def _do(streams: Registry, ask: WriterRequest) -> None:
-    stream = await streams.written_here(ask.stream_id, waits=ask.what == "stop")
-    if stream is None:
-        return
     if ask.what == "stop":
-        stream.stop(cut_by(ask.detail))
+        await streams.stop_here(ask.stream_id, cut_by(ask.detail))
+    elif (stream := streams.written_here(ask.stream_id)) is None:
+        return
     elif ask.what == "beat":
         stream.beat(ask.detail, ask.interval_s)
     else:

@@ -153,6 +153,10 @@ class Writers:
             await self._run(host, stream)
             if not stream.record.names.is_opted_in:
                 await stream.audience.abandoned.wait()
+        except asyncio.CancelledError:
+            # A client may have stopped the stream after `let_go`.
+            self._streams.pass_on_stop(stream)
+            raise
         except LogTaken:
             logger.warning("Another server has taken a stream over")
             stream.audience.pause.set(_TAKEN)
