@@ -50,7 +50,7 @@ WAY_IN = (
     Stop(
         "Admission",
         "headrace/generation/generation.py",
-        "Generation.open",
+        "Generation._admit",
         "Limits of the queue, of the key and of the prompt's length are checked here. Afterwards "
         "the request enters the queue and becomes a stream with a log.",
         21,

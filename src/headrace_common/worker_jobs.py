@@ -65,6 +65,12 @@ class CheckedBody(msgspec.Struct, frozen=True):
     # The token ids of `packed`. If they are set, no EncodePrompts job is needed.
     ahead: EncodedAhead | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the fields whose size is not limited otherwise."""
+        ahead = self.ahead.encoded.prompts if self.ahead else ()
+        return len(self.packed) + len(self.kept) + sum(map(len, ahead))
+
 
 class SeenImages(msgspec.Struct, frozen=True):
     """Packed int32 ids of a chat with images, and the inputs for its images."""

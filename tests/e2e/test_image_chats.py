@@ -17,6 +17,7 @@ from PIL import Image
 
 from headrace import LLM, Client, RequestFailed
 from headrace.workers.image_fetch import ImageFetcher
+from headrace.workers.input_memory import InputMemory
 from tools.harness.processes import children, command
 from tools.harness.servers import ServerProcess, running_server
 from tools.harness.sse import data_of
@@ -186,7 +187,8 @@ def test_an_address_is_followed_where_the_server_may(server, folder):
         with pytest.raises(RequestFailed) as refused:
             model.chat(messages, **more)  # this machine is not the public internet
         assert refused.value.code == "image_url_refused"
-        model._host.generation.image_fetcher = ImageFetcher(lambda address: True, 1 << 20)
+        fetcher = ImageFetcher(lambda address: True, 1 << 20, InputMemory())
+        model._host.generation.image_fetcher = fetcher
         assert model.chat(messages, **more).text == expected
         site.shutdown()
 

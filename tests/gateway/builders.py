@@ -49,6 +49,7 @@ from headrace.streams.usage import UsageCounter
 from headrace.text.encoder import Encoder
 from headrace.text.infill import InfillMarks
 from headrace.text.model_names import Models
+from headrace.workers.input_memory import InputMemory
 from headrace.workers.pool import ThreadJobRunner
 from headrace_common.checkpoints.find import find_model
 from headrace_common.checkpoints.sentence_transformers import SentenceSpec
@@ -337,6 +338,7 @@ class FakeQueues:
 
     def __init__(self, generation: "FakeGeneration") -> None:
         self._generation = generation
+        self.inputs = InputMemory()
 
     def stop(self) -> None:
         self._generation.state = "draining"

@@ -15,6 +15,7 @@ import pytest
 from headrace.protocols.worker import Jobs
 from headrace.workers import image_fetch
 from headrace.workers.image_fetch import ImageFetcher, is_public
+from headrace.workers.input_memory import InputMemory
 from headrace.workers.job_queue import OWNER
 from headrace.workers.pool import ThreadJobRunner
 from headrace_common.errors import RequestError
@@ -89,6 +90,10 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.shutdown()
 
 
+def local_fetcher(most_bytes: int = 1000, memory: InputMemory | None = None) -> ImageFetcher:
+    return ImageFetcher(LOOPBACK.__eq__, most_bytes, memory or InputMemory())
+
+
 def fetch(*urls: str, most_bytes: int = 1000, allows: Any = LOOPBACK.__eq__) -> list[bytes]:
     """By the road of a request: its packed chat comes back with the images."""
     given = tuple(b"" if url else b"came along" for url in urls)
@@ -98,7 +103,7 @@ def fetch(*urls: str, most_bytes: int = 1000, allows: Any = LOOPBACK.__eq__) -> 
     async def ask() -> bytes:
         work = ThreadJobRunner(Jobs.__new__(Jobs))
         packed = msgspec.msgpack.encode((chat,))
-        return await ImageFetcher(allows, most_bytes).put(work, (chat,), packed)
+        return await ImageFetcher(allows, most_bytes, InputMemory()).put(work, (chat,), packed)
 
     (found,) = msgspec.msgpack.decode(asyncio.run(ask()), type=tuple[Chat, ...])
     assert found.addresses == () and found.image_params == paths
@@ -165,11 +170,22 @@ def test_a_slow_host_is_given_up(site: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert error.value.code == "image_fetch_failed"
 
 
+async def test_fetched_images_need_room_in_the_memory_for_inputs(site: str) -> None:
+    memory, work = InputMemory(1 << 20), ThreadJobRunner(Jobs.__new__(Jobs))
+    chat = Chat((), images=(b"",), image_params=("p",), addresses=(f"{site}/large",))
+    packed = msgspec.msgpack.encode((chat,))
+    with memory.hold("", 1 << 20), pytest.raises(RequestError) as refused:
+        await local_fetcher(1 << 20, memory).put(work, (chat,), packed)
+    assert refused.value.code == "server_overloaded"
+    assert len(await local_fetcher(1 << 20, memory).put(work, (chat,), packed)) > 64 << 10
+    assert not memory.num_bytes
+
+
 async def test_images_of_a_host_that_is_silent_delay_no_other_key(
     site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_fetch, "_TIMEOUT_S", 50.0)
-    fetcher, work = ImageFetcher(LOOPBACK.__eq__, 1000), ThreadJobRunner(Jobs.__new__(Jobs))
+    fetcher, work = local_fetcher(), ThreadJobRunner(Jobs.__new__(Jobs))
 
     def ask(owner: str, path: str) -> asyncio.Task[bytes]:
         OWNER.set(owner)
@@ -203,7 +219,7 @@ async def test_a_name_that_is_looked_up_for_long_holds_up_no_other_work(
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     chat = Chat((), images=(b"",), image_params=("p",), addresses=("http://slow.example/",))
     work = ThreadJobRunner(Jobs.__new__(Jobs))
-    fetching = asyncio.create_task(ImageFetcher(LOOPBACK.__eq__, 1000).put(work, (chat,), b""))
+    fetching = asyncio.create_task(local_fetcher().put(work, (chat,), b""))
     while not asked.is_set():
         await asyncio.sleep(0.001)
     try:
@@ -224,7 +240,7 @@ async def test_names_that_are_looked_up_for_long_delay_no_other_key(
             may_answer.wait(60)
         return real("127.0.0.1", *rest, **named)
 
-    fetcher, work = ImageFetcher(LOOPBACK.__eq__, 1000), ThreadJobRunner(Jobs.__new__(Jobs))
+    fetcher, work = local_fetcher(), ThreadJobRunner(Jobs.__new__(Jobs))
 
     async def ask(owner: str, url: str) -> bytes:
         OWNER.set(owner)

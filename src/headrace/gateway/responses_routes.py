@@ -24,6 +24,7 @@ from headrace.protocols.openai.responses import ROUTE, ResponseFrames
 from headrace.streams.events import AnyEvent
 from headrace.streams.record import Record
 from headrace.streams.store import ById
+from headrace.workers.input_memory import HeldInput
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
 from headrace_common.worker_jobs import (
@@ -89,10 +90,10 @@ class ResponsesRoutes:
         """Return the number of prompt tokens that a body would have."""
         async with self._bodies.read(request) as body:
             checked = await unless_left(request.receive, self._intake.do(ReadBody(ROUTE), body))
-        owner = self._auth.owner(request.headers)
-        checked = await unless_left(request.receive, self._earlier.restore(checked, owner))
-        counting = self._count(checked, owner)
-        num_tokens = await unless_left(request.receive, counting)
+        with self._hold(request, checked) as held:
+            restoring = self._earlier.restore(checked, held.owner)
+            checked = await unless_left(request.receive, restoring)
+            num_tokens = await unless_left(request.receive, self._count(checked, held))
         counted = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return answer(counted, checked.ignored)
 
@@ -102,25 +103,32 @@ class ResponsesRoutes:
             agent = request.headers.get("user-agent", "")
             reading = self._intake.read_from(agent, ROUTE, body)
             checked = await unless_left(request.receive, reading)
-        compacting = self._compact(checked, self._auth.owner(request.headers))
-        written = await unless_left(request.receive, compacting)
+        with self._hold(request, checked) as held:
+            written = await unless_left(request.receive, self._compact(checked, held))
         return CountedAnswer(written, self._bodies, checked.ignored)
 
-    async def _compact(self, checked: CheckedBody, owner: str) -> bytes:
+    def _hold(self, request: Request, checked: CheckedBody) -> HeldInput:
+        """Count the input of a request that opens no stream itself."""
+        owner = self._auth.owner(request.headers)
+        return self._generation.queues.inputs.hold(owner, checked.num_bytes)
+
+    async def _compact(self, checked: CheckedBody, held: HeldInput) -> bytes:
         host = await self._generation.host_for(checked.fields.get("model"), waits=True)
-        checked = await self._earlier.restore(checked, owner)
-        checked = await self._earlier.before(checked, owner)
-        summary = await self._intake.long_responses.summarize(checked, host, owner)
+        checked = await self._earlier.restore(checked, held.owner)
+        checked = await self._earlier.before(checked, held.owner)
+        held.resize(checked.num_bytes)
+        summary = await self._intake.long_responses.summarize(checked, host, held)
         assert summary is not None, "a summary that was asked for is always written"
         record = summary.record
         job = WriteCompaction(record.id, record.created, summary.text, summary.usage)
         return await self._generation.work.do(job, [checked.kept])
 
-    async def _count(self, checked: CheckedBody, owner: str) -> int:
+    async def _count(self, checked: CheckedBody, held: HeldInput) -> int:
         name = self._generation.fleet.hosts.get(checked.fields.get("model")).name
-        checked = await self._earlier.before(checked, owner)
+        checked = await self._earlier.before(checked, held.owner)
+        held.resize(checked.num_bytes)
         if has_images(checked):
-            return await self._intake.long_responses.count_with_images(checked, name)
+            return await self._intake.long_responses.count_with_images(checked, name, held)
         job = EncodePrompts(_MAX_TOKENS, name)
         encoded = await self._generation.work.do(job, [checked.packed])
         return sum(len(token_ids) // 4 for token_ids in encoded.prompts)

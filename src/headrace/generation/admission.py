@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from headrace.fleet.fleet import Fleet
 from headrace.fleet.model_host import ModelHost
 from headrace.fleet.queue_eta import QueueEta
+from headrace.workers.input_memory import HeldInput, InputMemory
 from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 from headrace_common.messages import Ready
@@ -62,6 +63,11 @@ class QueueTicket:
     def __init__(self, admission: "Admission") -> None:
         self._admission = admission
         self._counts = (0, 0, 0)
+        self._input: HeldInput | None = None
+
+    def take(self, held: HeldInput) -> None:
+        """Count the memory of the request's input, instead of `held`."""
+        self._input = held.move()
 
     def update(self, num_live: int, num_waiting: int, num_tokens: int) -> None:
         """Set the request's current counts.
@@ -74,8 +80,16 @@ class QueueTicket:
             self._admission.count(counts, self._counts)
             self._counts = counts
 
+    def leave(self, num_bytes: int) -> None:
+        """Leave the queue, but continue to count `num_bytes` of the input."""
+        self.update(0, 0, 0)
+        if self._input is not None:
+            self._input.shrink(num_bytes)
+
     def close(self) -> None:
         self.update(0, 0, 0)
+        if self._input is not None:
+            self._input.close()
 
 
 class _Allowance:
@@ -292,6 +306,7 @@ class Queues:
 
     def __init__(self, config: StreamConfig, fleet: Fleet) -> None:
         self.limits = KeyLimits(config)
+        self.inputs = InputMemory(config.max_total_input_bytes)
         self.is_draining = self.is_ending = False
         self._config = config
         self._fleet = fleet

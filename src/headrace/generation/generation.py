@@ -27,6 +27,7 @@ from headrace.streams.record import RENDERING, Names, Record
 from headrace.streams.store import Store, Stored
 from headrace.workers.image_fetch import ImageFetcher, is_public
 from headrace.workers.image_file import Admitted
+from headrace.workers.input_memory import HeldInput
 from headrace.workers.pool import JobRunner
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
@@ -66,10 +67,11 @@ class Generation:
         self.desired = ModelList(changes, self.fleet)
         self.work = work
         self.metrics = metrics
-        allows = is_public if config.http.allow_image_urls else None
-        self.image_fetcher = ImageFetcher(allows, config.http.max_body_bytes)
         self.streams = Registry(store, metrics.server)
         self.queues = Queues(config.streams, self.fleet)
+        allows = is_public if config.http.allow_image_urls else None
+        most = config.http.max_body_bytes
+        self.image_fetcher = ImageFetcher(allows, most, self.queues.inputs)
         self.adapters = AdapterService(self.fleet, self.streams, self._renew_workers)
         self._prefix_misses = PrefixMisses(config.streams.log_prompt_excerpts)
         self.vectors = VectorMaker(self.queues, self.fleet, work)
@@ -190,6 +192,19 @@ class Generation:
         `checked` contains the prompts if `request` contains only stubs of the prompts. If another
         request has just taken the idempotency key, the other request's stream is returned.
         """
+        checked = checked or CheckedBody({}, (), msgspec.msgpack.encode(request.prompts))
+        with self.queues.inputs.hold(names.owner, checked.num_bytes) as held:
+            return await self._admit(request, names, checked, stream_id, held)
+
+    async def _admit(
+        self,
+        request: Request,
+        names: Names,
+        checked: CheckedBody,
+        stream_id: StreamId | None,
+        held: HeldInput,
+    ) -> Found:
+        """Check a request, and start its stream, which takes over the counted input."""
         # While a host is read, another host may replace it, which must be read too.
         while (host := self.fleet.hosts.exact(request.model)).known is None:
             await self.fleet.read(host)
@@ -201,11 +216,11 @@ class Generation:
         asked = Demand(names.owner, names.digest, request.num_choices)
         queue = self.queues.of(host, is_background)
         queue.check(asked, Capacity.of(model.ready), time.monotonic())
-        checked = checked or CheckedBody({}, (), msgspec.msgpack.encode(request.prompts))
         packed = checked.packed
         # A prompt encoded ahead has no images to fetch.
         if checked.ahead is None:
             packed = await self.image_fetcher.put(self.work, request.prompts, packed)
+            held.resize(len(packed) + len(checked.kept))
         admitted = await admit(self.work, model, request, packed, checked.ahead)
         if model.adapters.get(request.model) != adapter:
             # The adapter was unloaded during the checks.
@@ -216,9 +231,11 @@ class Generation:
         record = msgspec.structs.replace(record, is_durable=is_durable)
         asked = asked._replace(num_tokens=record.num_prompt_tokens)
         note(prompt_tokens=asked.num_tokens, **self._prefix_misses.follow(record, model))
+        held.resize(record.num_input_bytes + admitted.num_pixel_bytes)
         # From here on the request counts in the queue, although its stream is not stored yet.
         queue = self.queues.of(host, is_background)
         place = queue.enter(asked, Capacity.of(model.ready), time.monotonic())
+        place.take(held)
         starting = self._begin(host, record, place, admitted)
         if not is_opted_in:
             return await starting

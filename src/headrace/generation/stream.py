@@ -44,7 +44,7 @@ class LiveStream:
     """Writes the log of one stream: takes the engine's messages in order and appends the events.
 
     An instance is created on admission, or from a stored log after a restart. `run` writes the log
-    to the end. Until the end, the instance keeps the queue ticket and the images.
+    to the end. Until the end, the instance keeps the queue ticket and the prepared images.
     """
 
     def __init__(
@@ -235,12 +235,19 @@ class LiveStream:
         self.tell(HeartbeatNews(self.state, "comment"))
 
     def release(self) -> None:
-        """Release the queue ticket, the images and the time limits. Idempotent."""
+        """Release the place in the queue, the prepared images and the time limits. Idempotent.
+
+        The record stays in memory until `close`, as readers may still need it.
+        """
         for limit in self._limits:
             limit.cancel()
         self._limits.clear()
         if self._admitted.pixels is not None:
             self._admitted.close()
+        self._ticket.leave(self.record.num_input_bytes)
+
+    def close(self) -> None:
+        """Stop counting the input, because the stream is not used any more."""
         self._ticket.close()
 
     def _abandon(self) -> None:

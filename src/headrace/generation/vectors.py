@@ -13,6 +13,7 @@ from headrace.generation.admission import Admission, Capacity, Demand, Queues, Q
 from headrace.generation.model_checks import encode, too_long
 from headrace.generation.submission import salt_of
 from headrace.generation.vector_batch import VectorBatch, VectorWork
+from headrace.workers.input_memory import HeldInput
 from headrace.workers.pool import JobRunner
 from headrace_common.errors import RequestError
 from headrace_common.log_context import log_request
@@ -62,12 +63,17 @@ class VectorMaker:
         after each vector. Cancelling the call ends the computation.
         """
         self._fleet.check_line()
-        async with self._fleet.using(request.model) as host:
-            check(host.model)
-            return await self._make(request, host, on_vector)
+        with self._queues.inputs.hold(request.owner, len(request.packed)) as held:
+            async with self._fleet.using(request.model) as host:
+                check(host.model)
+                return await self._make(request, host, on_vector, held)
 
     async def _make(
-        self, request: VectorRequest, host: ModelHost, on_vector: Callable[[], None]
+        self,
+        request: VectorRequest,
+        host: ModelHost,
+        on_vector: Callable[[], None],
+        held: HeldInput,
     ) -> Vectors:
         model, is_background = host.model, request.priority >= BACKGROUND
         if request.model in model.adapters:
@@ -81,6 +87,7 @@ class VectorMaker:
         pooling = pooling_for(model, request.task)
         encoded = await self._tokenized(request, model)
         inputs = encoded.prompts
+        held.resize(len(request.packed) + sum(map(len, inputs)))
         queue = self._queues.of(host, is_background)
         ticket = self._enter(queue, demand, model, inputs)
         began, outcome, num_tokens = time.monotonic(), "client_gone", 0

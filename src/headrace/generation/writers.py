@@ -82,7 +82,10 @@ class Writers:
 
         If `cut` is not None, only end the stream with the error `cut`.
         """
-        place = self._queues.resume(host, stored.record.request.is_background)
+        record = stored.record
+        place = self._queues.resume(host, record.request.is_background)
+        num_bytes = record.num_input_bytes + admitted.num_pixel_bytes
+        place.take(self._queues.inputs.add(record.names.owner, num_bytes))
         stream = self._start(host, stored, builder, place, admitted, used=host)
         stream.end_within(0, self._config.request_timeout_s)
         if cut:
@@ -173,6 +176,7 @@ class Writers:
         finally:
             if not stream.ended.is_set():
                 stream.release()
+            stream.close()
             self._streams.remove(stream)
             # Set `ended` even if another writer continues the stream: this writer appends nothing
             # more.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.fleet.model_host import ModelHost
 from headrace.generation.generation import Generation
 from headrace.generation.registry import Found
 from headrace.intake.conversations import Conversations
@@ -22,6 +23,7 @@ from headrace.protocols.requests import to_request
 from headrace.streams.record import CONVERSATION as CONVERSATIONS
 from headrace.streams.record import Names
 from headrace.text.tool_formats.generic import GENERIC
+from headrace.workers.input_memory import HeldInput
 from headrace.workers.job_queue import LARGE, Body
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError
@@ -165,28 +167,26 @@ class Intake:
 
         `options` replace the body's response options.
         """
-        earlier = self.earlier.get(route)
-        if earlier is not None:
-            checked = await earlier.restore(checked, names.owner)
         offers_tools = openai_chat.offers_tools(checked.fields)
-        stream = await self._generation.streams.find_equal(names)
+        with self._generation.queues.inputs.hold(names.owner, checked.num_bytes) as held:
+            earlier = self.earlier.get(route)
+            if earlier is not None:
+                checked = await earlier.restore(checked, names.owner)
+                held.resize(checked.num_bytes)
+            stream = await self._generation.streams.find_equal(names)
+            if stream is None:
+                checked, host = await self._prepare(checked, names, earlier, held)
         is_attached = stream is not None
         if stream is None:
-            name = checked.fields.get("model")
-            can_wait = names.conversation is None or names.is_in_conversation
-            host = await self._generation.host_for(name, waits=can_wait)
             if earlier is not None:
-                checked = await earlier.before(checked, names.owner)
                 names = msgspec.structs.replace(names, follows=checked.fields.get("follows"))
-                checked = await self.long_responses.shorten(checked, host, names.owner)
-            if host.config.return_progress != "off":
-                checked = _with_progress(checked, host.config.return_progress)
             dialect = dialect_of(route)
             request = to_request(dialect, checked, host.model)
             if options is not None:
                 request = msgspec.structs.replace(request, response_options=options)
             if offers_tools:
                 self._warn_of_tools(host.name, _tool_format(request))
+            # `open` counts the input from here on.
             stream = await self._generation.open(request, names, checked, id or new_id(dialect))
             # Another request can have used the same idempotency key in the meantime.
             is_attached = stream.record.request.response_options is not request.response_options
@@ -195,6 +195,27 @@ class Intake:
             tool_format = _tool_format(stream.record.request)
             ignored += () if tool_format else ("tools",)
         return Opened(stream, is_attached, ignored, tool_format)
+
+    async def _prepare(
+        self,
+        checked: CheckedBody,
+        names: Names,
+        earlier: EarlierResponses | None,
+        held: HeldInput,
+    ) -> tuple[CheckedBody, ModelHost]:
+        """Return a request in its final form, and the host of its model.
+
+        The host's tokenizer is loaded. `held` counts the input.
+        """
+        can_wait = names.conversation is None or names.is_in_conversation
+        host = await self._generation.host_for(checked.fields.get("model"), waits=can_wait)
+        if earlier is not None:
+            checked = await earlier.before(checked, names.owner)
+            held.resize(checked.num_bytes)
+            checked = await self.long_responses.shorten(checked, host, held)
+        if host.config.return_progress != "off":
+            checked = _with_progress(checked, host.config.return_progress)
+        return checked, host
 
     def _warn_of_tools(self, model: str, tool_format: str) -> None:
         """Warn once for each model that was not made for tools."""

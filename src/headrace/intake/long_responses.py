@@ -18,6 +18,7 @@ from headrace.streams.events import Error
 from headrace.streams.record import Names, Record
 from headrace.text.text_model import longest_prompt
 from headrace.workers.image_file import prepare_images
+from headrace.workers.input_memory import HeldInput
 from headrace.workers.loop_slices import slice_of_loop
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
@@ -53,22 +54,23 @@ class LongResponses:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
-    async def shorten(self, checked: CheckedBody, host: ModelHost, owner: str) -> CheckedBody:
+    async def shorten(self, checked: CheckedBody, host: ModelHost, held: HeldInput) -> CheckedBody:
         """Return the request, with a conversation that is compacted or truncated if necessary.
 
+        `held` counts the input of the request, with the images that are fetched here.
         If the summary fails, the conversation stays as it is. Raise RequestError only if the client
         asked for nothing but the summary, or if the conversation exceeds the context.
         """
         if checked.fields.get("is_compaction"):
-            checked = await self._put(await self.summarize(checked, host, owner), checked)
+            checked = await self._put(await self.summarize(checked, host, held), checked)
         elif (threshold := checked.fields.get("context_management")) is not None:
-            checked = await self._compact(checked, host, owner, threshold)
+            checked = await self._compact(checked, host, held, threshold)
         if checked.fields.get("truncation") == "auto":
-            checked = await self._fit(checked, host.model, max_tokens(checked.fields))
+            checked = await self._fit(checked, host.model, max_tokens(checked.fields), held)
         return checked
 
     async def summarize(
-        self, checked: CheckedBody, host: ModelHost, owner: str, is_asked: bool = True
+        self, checked: CheckedBody, host: ModelHost, held: HeldInput, is_asked: bool = True
     ) -> Summary | None:
         """Have the model summarize the conversation of a request.
 
@@ -80,7 +82,7 @@ class LongResponses:
         try:
             if checked.fields.get("truncation") == "auto":
                 # The request for the summary adds a message of fewer than 256 tokens.
-                checked = await self._fit(checked, host.model, num_tokens + 256)
+                checked = await self._fit(checked, host.model, num_tokens + 256, held)
             job = SummarizeResponse(num_tokens, is_asked)
             packed = msgspec.msgpack.encode(checked)
             asked = await self._generation.work.do(job, [packed])
@@ -88,7 +90,7 @@ class LongResponses:
                 return None
             dialect = dialect_of(ROUTE)
             request = to_request(dialect, asked, host.model)
-            names = Names(owner=owner, can_attach=False)
+            names = Names(owner=held.owner, can_attach=False)
             id = StreamId(dialect.ID_PREFIX + secrets.token_hex(16))
             stream = await self._generation.open(request, names, asked, id)
             return await stream.audience.pause.unless(_summary_of(stream))
@@ -96,7 +98,7 @@ class LongResponses:
             raise _failed(error) from None
 
     async def _compact(
-        self, checked: CheckedBody, host: ModelHost, owner: str, threshold: int
+        self, checked: CheckedBody, host: ModelHost, held: HeldInput, threshold: int
     ) -> CheckedBody:
         """Replace the items by a summary if the prompt has `threshold` tokens or does not fit.
 
@@ -107,8 +109,8 @@ class LongResponses:
         threshold = threshold or model.max_model_len * 3 // 4
         longest = longest_prompt(model, model.max_model_len, max_tokens(checked.fields))
         if has_images(checked):
-            checked = await self._with_images(checked)
-            num_tokens = await self.count_with_images(checked, model.names[0])
+            checked = await self._with_images(checked, held)
+            num_tokens = await self.count_with_images(checked, model.names[0], held)
         else:
             if checked.ahead is None:
                 salt = cache_salt(checked.fields)
@@ -120,7 +122,7 @@ class LongResponses:
         if not threshold or num_tokens < min(threshold, longest + 1):
             return checked
         try:
-            summary = await self.summarize(checked, host, owner, is_asked=False)
+            summary = await self.summarize(checked, host, held, is_asked=False)
         except RequestError:
             if num_tokens > longest and checked.fields.get("truncation") != "auto":
                 raise
@@ -136,7 +138,7 @@ class LongResponses:
         return await self._generation.work.do(put, [msgspec.msgpack.encode(checked)])
 
     async def _fit(
-        self, checked: CheckedBody, model: ServedModel, num_answer: int | None
+        self, checked: CheckedBody, model: ServedModel, num_answer: int | None, held: HeldInput
     ) -> CheckedBody:
         """Return the request without its oldest items if the prompt leaves no room for an answer.
 
@@ -153,24 +155,26 @@ class LongResponses:
         job = FitResponse(room, longest, model.number)
         if has_images(checked):
             job = FitImages(room, longest, model.number)
-            checked = await self._with_images(checked)
+            checked = await self._with_images(checked, held)
         return await self._generation.work.do(job, [msgspec.msgpack.encode(checked)])
 
-    async def count_with_images(self, checked: CheckedBody, model: str) -> int:
+    async def count_with_images(self, checked: CheckedBody, model: str, held: HeldInput) -> int:
         """Return the number of tokens of a prompt with images."""
-        checked = await self._with_images(checked)
+        checked = await self._with_images(checked, held)
         seen = await prepare_images(self._generation.work, checked.packed, model)
         seen.close()
         return sum(map(len, seen.prompts)) // 4
 
-    async def _with_images(self, checked: CheckedBody) -> CheckedBody:
+    async def _with_images(self, checked: CheckedBody, held: HeldInput) -> CheckedBody:
         """Return the request with the images that it names by URL."""
         (stub,) = checked.stubs
         assert isinstance(stub, Chat)
         fetcher, work = self._generation.image_fetcher, self._generation.work
         packed = await fetcher.put(work, (stub,), checked.packed)
         stub = msgspec.structs.replace(stub, image_params=(), addresses=())
-        return msgspec.structs.replace(checked, stubs=(stub,), packed=packed)
+        checked = msgspec.structs.replace(checked, stubs=(stub,), packed=packed)
+        held.resize(checked.num_bytes)
+        return checked
 
 
 def has_images(checked: CheckedBody) -> bool:

@@ -385,6 +385,7 @@ def _unbounded(config: ServerConfig) -> ServerConfig:
         config.streams,
         max_num_queued_reqs=sys.maxsize,
         max_num_queued_tokens=sys.maxsize,
+        max_total_input_bytes=sys.maxsize,
         queue_timeout_s=0.0,
         linger_s=0.0,
     )

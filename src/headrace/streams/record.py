@@ -121,6 +121,11 @@ class Record(msgspec.Struct, frozen=True):
         )
         return "continue" if continues else "fresh"
 
+    @property
+    def num_input_bytes(self) -> int:
+        """Return the memory of the fields that grow with the request's body."""
+        return sum(map(len, self.prompts)) + len(self.images) + len(self.request.kept)
+
     def prompt_ids(self, prompt: int) -> list[int]:
         return list(array("i", self.prompts[prompt]))
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpcore
 import httpx
 
+from headrace.workers.input_memory import InputMemory
 from headrace.workers.job_queue import OWNER
 from headrace.workers.pool import JobRunner
 from headrace_common.errors import RequestError
@@ -112,12 +113,19 @@ class ImageFetcher:
     """Fetches the images that prompts name by URL, and puts the images into the prompts.
 
     `allows` returns whether the fetcher may connect to an address. If `allows` is None, no images
-    are fetched. `most_bytes` limits the images of a request together.
+    are fetched. `most_bytes` limits the images of a request together, and `memory` the images of
+    all requests.
     """
 
-    def __init__(self, allows: Callable[[Address], bool] | None, most_bytes: int) -> None:
+    def __init__(
+        self,
+        allows: Callable[[Address], bool] | None,
+        most_bytes: int,
+        memory: InputMemory,
+    ) -> None:
         self._allows = allows
         self._most_bytes = most_bytes
+        self._memory = memory
         # A separate pool, so that slow name lookups do not delay other work in threads.
         self._threads = ThreadPoolExecutor(_REQUESTS_AT_ONCE, "image's host")
         self._free = asyncio.Semaphore(_REQUESTS_AT_ONCE)
@@ -133,7 +141,10 @@ class ImageFetcher:
         for prompt in prompts:
             if isinstance(prompt, Chat) and any(prompt.addresses):
                 images = await self._fetch_all(prompt)
-                return await work.do(PutImages((*map(len, images),)), [packed, *images])
+                sizes = tuple(map(len, images))
+                # The job may wait in a queue, where no slot limits the images any more.
+                with self._memory.hold(OWNER.get(), sum(sizes)):
+                    return await work.do(PutImages(sizes), [packed, *images])
         return packed
 
     async def _fetch_all(self, chat: Chat) -> list[bytes]:

@@ -27,6 +27,10 @@ class PixelFile:
             self._fd = open_memory_file("pixels")
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._fd is None else os.fstat(self._fd).st_size
+
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
@@ -52,6 +56,10 @@ class Admitted(NamedTuple):
     changes: tuple[str, ...] = ()
     # The engine's report when it became ready. It has the limits that admission checked.
     ready: Ready | None = None
+
+    @property
+    def num_pixel_bytes(self) -> int:
+        return 0 if self.pixels is None else self.pixels.num_bytes
 
     def close(self) -> None:
         if self.pixels is not None:

@@ -341,10 +341,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     max_connections: Annotated[
-        Count,
-        Meta(
-            description="Largest number of connections, if the limit on open files allows that many"
-        ),
+        Count, Meta(description="Largest number of connections, if the limit on open files allows")
     ] = 4096
     headers_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds in which a request's headers must be complete")
@@ -400,6 +397,10 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
             "in 600 s, and at least one context. An empty queue accepts any prompt "
             "that fits the context"
         ),
+    ] = None
+    max_total_input_bytes: Annotated[
+        Count | None,
+        Meta(description="Largest size of all held inputs in bytes. Default: 1/8 of the memory"),
     ] = None
     queue_timeout_s: Annotated[
         float,
