@@ -7,10 +7,13 @@ import msgspec
 import pytest
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient
+from starlette.types import ASGIApp
 
+from headrace.gateway import state_routes
 from headrace.gateway.auth import Auth
 from headrace.gateway.model_entries import model_kind
-from headrace.gateway.polled_events import Watch
+from headrace.gateway.model_routes import ModelRoutes
+from headrace.gateway.polled_events import PolledState, Watch
 from headrace.gateway.state_routes import ManageRoutes, Snapshot
 from headrace.generation.event_builder import ChoiceProgress
 from headrace.streams.events import Finish, Timings, Usage
@@ -246,6 +249,16 @@ def test_metrics_go_by_vllms_names_if_asked() -> None:
 
 async def watch(shown: list[Snapshot], num_frames: int, heartbeat_s: float = 100) -> list[str]:
     """The first frames of a watch that sees these snapshots, the last one for ever."""
+
+    def read() -> Snapshot:
+        return shown.pop(0) if len(shown) > 1 else shown[0]
+
+    routes = ManageRoutes(FakeGeneration())  # type: ignore[arg-type]
+    app = Watch(PolledState(read, routes.changed, 0), b": \n\n", heartbeat_s)
+    return await frames_of(app, num_frames)
+
+
+async def frames_of(app: ASGIApp, num_frames: int) -> list[str]:
     frames: list[str] = []
     enough = asyncio.Event()
 
@@ -261,11 +274,6 @@ async def watch(shown: list[Snapshot], num_frames: int, heartbeat_s: float = 100
         if len(frames) == num_frames:
             enough.set()
 
-    def read() -> Snapshot:
-        return shown.pop(0) if len(shown) > 1 else shown[0]
-
-    routes = ManageRoutes(FakeGeneration())  # type: ignore[arg-type]
-    app = Watch(read, routes.changed, b": \n\n", 0, heartbeat_s)
     async with asyncio.timeout(10):
         await app({"type": "http"}, receive, send)
     return frames[:num_frames]
@@ -280,6 +288,27 @@ async def test_a_stream_shows_the_state_at_once_and_after_each_change() -> None:
 async def test_a_stream_without_changes_shows_signs_of_life() -> None:
     frames = await watch([{"n": 1}], 3, heartbeat_s=0)
     assert frames[1] == frames[2] == ": \n\n"
+
+
+async def test_watchers_share_each_reading_and_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation, readings = FakeGeneration(), 0
+
+    def read(*_: object) -> Any:
+        nonlocal readings
+        readings += 1
+        return [{"id": "a", "status": {"value": "loaded"}}]
+
+    monkeypatch.setattr(state_routes, "snapshot", read)
+    monkeypatch.setattr(ModelRoutes, "_entries", read)
+    manage = ManageRoutes(generation)  # type: ignore[arg-type]
+    models = ModelRoutes(generation, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(manage, "_with_uptime", lambda shown: {"shown": shown})
+    manage._watched.interval_s = models._statuses.interval_s = 100
+    for number, route in enumerate((manage.stream, models.events), 1):
+        for _ in range(3):
+            (frame,) = await frames_of(await route(None), 1)  # type: ignore[arg-type]
+            assert "loaded" in frame
+        assert readings == number
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from headrace.gateway.codex_catalog import catalog
 from headrace.gateway.delivery import unless_left
 from headrace.gateway.http_responses import answer
 from headrace.gateway.model_entries import entry_of
-from headrace.gateway.model_events import changed
+from headrace.gateway.model_events import Statuses, changed
 from headrace.gateway.model_view import view_of, views_of
-from headrace.gateway.polled_events import Watch
+from headrace.gateway.polled_events import PolledState, Watch
 from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.protocols.requests import decode
@@ -31,6 +31,7 @@ class ModelRoutes:
     def __init__(self, generation: Generation, bodies: Bodies) -> None:
         self._generation = generation
         self._bodies = bodies
+        self._statuses = PolledState(self._read_statuses, changed)
 
     async def models(self, request: Request) -> ASGIApp:
         """List all models and downloads with their states.
@@ -51,7 +52,10 @@ class ModelRoutes:
 
     async def events(self, request: Request) -> ASGIApp:
         """Send each change in the list of models as an event."""
-        return Watch(lambda: {it["id"]: it["status"] for it in self._entries()}, changed, b": \n\n")
+        return Watch(self._statuses, b": \n\n")
+
+    def _read_statuses(self) -> Statuses:
+        return {it["id"]: it["status"] for it in self._entries()}
 
     def _entries(self) -> list[dict[str, Any]]:
         pulls = self._generation.desired.pulls

@@ -21,7 +21,7 @@ from headrace.gateway.listing import ANTHROPIC_PAGING, page
 from headrace.gateway.metrics_routes import FigureRoutes
 from headrace.gateway.model_entries import anthropic_entry, entry_of
 from headrace.gateway.model_view import status_of, view_named, views_of
-from headrace.gateway.polled_events import Watch
+from headrace.gateway.polled_events import PolledState, Watch
 from headrace.generation.generation import Generation
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import kind_of
@@ -152,12 +152,13 @@ class ManageRoutes:
         self._generation = generation
         self.figures = FigureRoutes(generation)
         self._began = time.monotonic()
+        self._watched = PolledState(lambda: snapshot(generation), self.changed)
 
     async def state(self, request: Request) -> ASGIApp:
         return answer(self._with_uptime(snapshot(self._generation)))
 
     async def stream(self, request: Request) -> ASGIApp:
-        return Watch(lambda: snapshot(self._generation), self.changed, _HEARTBEAT)
+        return Watch(self._watched, _HEARTBEAT)
 
     def changed(self, before: Snapshot | None, now: Snapshot) -> bytes:
         """Return the event for a changed snapshot, or nothing if only the times have changed."""
