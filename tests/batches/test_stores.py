@@ -51,6 +51,18 @@ async def lapse(shelf: BatchStore, id: str) -> None:
     assert await link.command("DEL", claim_key(link, id)) == 1
 
 
+async def append_unanswered(shelf: BatchStore, command: Callable[..., Awaitable[object]]) -> None:
+    """Append a line with `command` in place of Redis's, and without its answer."""
+
+    async def unanswered(*words: object) -> None:
+        await command(*words)
+        raise TimeoutError
+
+    with pytest.MonkeyPatch.context() as lost, pytest.raises(StoreStalled):
+        lost.setattr(shelf.blobs._link, "command", unanswered)
+        await shelf.blobs.append("out", b"one\n", "batch")
+
+
 def shelf_test(test: Test) -> Callable[..., None]:
     @pytest.mark.parametrize(
         "opened", [opened_folder, pytest.param(opened_in_redis, marks=needs_redis)]
@@ -155,17 +167,8 @@ async def test_results_whose_answer_was_lost_are_there_once_when_asked_again(
 
     monkeypatch.setattr(redis_store, "RETRY_S", 0.0)
     async with opened_in_redis(tmp_path) as (shelf, _):
-        link = shelf.blobs._link
-        command = link.command
-
-        async def unheard(*words: object) -> None:
-            await command(*words)
-            raise TimeoutError
-
         assert await shelf.records.claim("batch")
-        with monkeypatch.context() as lost, pytest.raises(StoreStalled):
-            lost.setattr(link, "command", unheard)
-            await shelf.blobs.append("out", b"one\n", "batch")
+        await append_unanswered(shelf, shelf.blobs._link.command)
         for line in (b"one\n", b"two\n"):
             await shelf.blobs.append("out", line, "batch")
         assert await shelf.blobs.read("out", 0, 100) == b"one\ntwo\n"
@@ -179,20 +182,16 @@ async def test_a_write_of_an_earlier_run_that_comes_late_changes_nothing(
 
     monkeypatch.setattr(redis_store, "RETRY_S", 0.0)
     async with opened_in_redis(tmp_path) as (shelf, _):
-        link, sent = shelf.blobs._link, []
-        command = link.command
+        sent: list[tuple[object, ...]] = []
 
         async def delay(*words: object) -> None:
             sent.append(words)
-            raise TimeoutError
 
         assert await shelf.records.claim("batch")
-        with monkeypatch.context() as lost, pytest.raises(StoreStalled):
-            lost.setattr(link, "command", delay)
-            await shelf.blobs.append("out", b"one\n", "batch")
+        await append_unanswered(shelf, delay)
         await lapse(shelf, "batch")
         assert await shelf.records.claim("batch")
-        assert await command(*sent[0]) == -1
+        assert await shelf.blobs._link.command(*sent[0]) == -1
         assert await shelf.blobs.read("out", 0, 100) == b""
         await shelf.blobs.append("out", b"one\n", "batch")
 

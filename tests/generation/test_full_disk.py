@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,20 @@ async def serving(
             yield generation, engine, store
     finally:
         await store.close()
+
+
+def create_last(
+    store: SqliteStore, disk: contextlib.ExitStack, directory: Path
+) -> Callable[..., Awaitable[Stored]]:
+    """Return a `create` after whose first call the disk is stuck until `disk` is closed."""
+    create = store.create
+
+    async def create_and_lock(*claim: Any) -> Stored:
+        created = await create(*claim)
+        disk.enter_context(locked(directory))
+        return created
+
+    return create_and_lock
 
 
 async def refused(work: Awaitable[Any]) -> RequestError:
@@ -87,14 +101,7 @@ async def test_a_request_that_cannot_be_stored_is_refused_and_generates_nothing(
 ) -> None:
     async with serving(folder, tmp_path) as (generation, engine, store):
         with contextlib.ExitStack() as disk:
-            create = store.create
-
-            async def create_last(*claim: Any) -> Stored:
-                created = await create(*claim)
-                disk.enter_context(locked(tmp_path))
-                return created
-
-            monkeypatch.setattr(store, "create", create_last)
+            monkeypatch.setattr(store, "create", create_last(store, disk, tmp_path))
             error = await refused(generation.open(make_request(), OPTED_IN))
             assert error.code == "storage_unavailable"
         (stream,) = generation.streams
@@ -108,14 +115,7 @@ async def test_a_request_with_a_key_that_cannot_be_stored_goes_on_once_the_disk_
     names = Names(key="k", digest=b"1")
     async with serving(folder, tmp_path) as (generation, engine, store):
         with contextlib.ExitStack() as disk:
-            create = store.create
-
-            async def create_last(*claim: Any) -> Stored:
-                created = await create(*claim)
-                disk.enter_context(locked(tmp_path))
-                return created
-
-            monkeypatch.setattr(store, "create", create_last)
+            monkeypatch.setattr(store, "create", create_last(store, disk, tmp_path))
             error = await refused(generation.open(make_request(), names))
             assert error.code == "storage_unavailable"
             assert not engine.submits
