@@ -279,3 +279,28 @@ async def test_of_many_downloads_that_were_begun_before_a_restart_some_go_on(
         states = [pull.state for pull in made.all()]
     most = pulls.MAX_AT_ONCE
     assert states == most * ["downloading"] + (20 - most) * ["stopped"]
+
+
+def test_a_short_name_or_code_of_another_version_leaves_the_other_downloads(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "pulled.json"
+    entries: list[dict[str, str]] = [
+        {"model": "owner/name", "state": "here"},
+        {"model": "not-in-the-catalog", "state": "here"},
+        {"model": "deleted-from-it", "state": "deleted"},
+        {"model": "owner/other", "state": "failed", "code": "code-of-the-future", "message": "x"},
+    ]
+    file.write_text(json.dumps(entries))
+    made = Pulls(file)
+    assert (made.here, made.deleted) == (("owner/name",), ("deleted-from-it",))
+    unknown, other = made.find("not-in-the-catalog"), made.find("owner/other")
+    assert unknown and unknown.state == "failed" and unknown.error
+    assert unknown.error.code == "model_not_found" and "hub id" in unknown.error.message
+    assert other and other.error and other.error.code == "download_failed"
+
+
+def test_a_list_with_a_name_of_no_model_is_moved_aside(tmp_path: Path) -> None:
+    file = tmp_path / "pulled.json"
+    file.write_text(json.dumps([{"model": "../\0", "state": "deleted"}]))
+    assert Pulls(file).deleted == () and not file.exists()

@@ -7,6 +7,7 @@ were running.
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.fleet.atomic_file import StateFile
 from headrace.fleet.download_process import DownloadProcess
@@ -295,6 +297,11 @@ class Pulls:
             logger.error("The list of downloads could not be saved (%s).", error.strerror)
 
 
+_SHORT_NAME = re.compile(r"[\w.-]+")
+_NO_SHORT_NAME = (
+    "This version of Headrace does not know this short name; remove the model, and download it by "
+    "its hub id (owner/name)."
+)
 _INVALID_ID = (
     "model must be the id of a model on the hub (owner/name, or owner/name:Q4_K_M for one of its "
     "GGUF files), or a name that GET /models/available lists."
@@ -350,8 +357,21 @@ def _read(file: Path | None) -> tuple[StoredPull, ...]:
 
 
 def _decode(content: bytes) -> tuple[StoredPull, ...]:
-    kept = _KEPT.decode(content)
-    for one in kept:
-        if not can_be_fetched(one.model) or (one.code and one.code not in KINDS):
-            raise ValueError("the list names a model that cannot be downloaded")
-    return kept
+    return tuple(map(_supported, _KEPT.decode(content)))
+
+
+def _supported(kept: StoredPull) -> StoredPull:
+    """Return the entry in a form that this version supports.
+
+    Another version may have had other short names and error codes. Raises ValueError for a name
+    that no version supports.
+    """
+    if kept.code and kept.code not in KINDS:
+        kept = replace(kept, code="download_failed")
+    if can_be_fetched(kept.model):
+        return kept
+    if not _SHORT_NAME.fullmatch(kept.model):
+        raise ValueError("the list names a model that cannot be downloaded")
+    if kept.state == "deleted":
+        return kept
+    return StoredPull(kept.model, "failed", "model_not_found", _NO_SHORT_NAME)
