@@ -59,6 +59,21 @@ def test_tensors_that_overlap_or_do_not_fill_their_place_are_damage(
         read_file(file)
 
 
+@pytest.mark.parametrize("metadata", [1, "x", [], {"format": 1}, {"format": None}, FINE])
+def test_metadata_that_the_library_refuses_is_named(metadata: Any, tmp_path: Path) -> None:
+    header = json.dumps({"a": FINE, "__metadata__": metadata}).encode()
+    file = written(tmp_path / "x.safetensors", header)
+    with pytest.raises(ModelError, match=r"__metadata__ in x\.safetensors .* download") as refused:
+        read_file(file)
+    assert refused.value.code == "model_corrupt"
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}])
+def test_metadata_may_be_missing_or_hold_strings(metadata: Any, tmp_path: Path) -> None:
+    header = json.dumps({"a": FINE, "__metadata__": metadata}).encode()
+    assert [*read_file(written(tmp_path / "x.safetensors", header))] == ["a"]
+
+
 @pytest.mark.parametrize(
     "raw", [b"", b"\0" * 7, b"\xff" * 8, (2**63).to_bytes(8, "little") + b"{}"]
 )

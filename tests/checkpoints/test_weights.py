@@ -49,6 +49,20 @@ def refusal(folder: Path) -> ModelError:
     return caught.value
 
 
+def test_a_header_that_only_the_library_refuses_is_damage(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", **QWEN2)
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    # The model does not use this buffer, so its type is not checked.
+    buffer = b'{"position_ids":{"dtype":"I3","shape":[0],"data_offsets":[0,0]},'
+    header = buffer + raw[9 : 8 + length]
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+    error = refusal(folder)
+    assert error.code == "model_corrupt"
+    assert "model.safetensors of tiny is not a valid safetensors file" in str(error)
+
+
 def test_queries_keys_and_values_are_stacked_in_that_order(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny", **QWEN2)
     stored = load_file(folder / "model.safetensors")

@@ -237,13 +237,14 @@ def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, Tens
     _check_number(raw.count(b":") // 4, path.name)
     try:
         content = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        content.pop("__metadata__", None)
+        metadata = content.pop("__metadata__", msgspec.Raw(b"null"))
         entry = msgspec.json.Decoder(_Stored)
         stored = {name: entry.decode(it) for name, it in content.items()}
     except (ValueError, RecursionError) as error:
         raise _damaged(path) from error
     if any(len(name) > _MAX_NAME for name in stored):
         raise _damaged(path)
+    _check_metadata(path, metadata)
     place = 0
     for it in sorted(stored.values(), key=lambda it: it.data_offsets):
         first, end = it.data_offsets
@@ -257,6 +258,18 @@ def read_file(path: Path, max_header_bytes: int = 100_000_000) -> dict[str, Tens
         name: TensorHeader(it.dtype, it.shape, it.data_offsets, path.name, name)
         for name, it in stored.items()
     }
+
+
+def _check_metadata(path: Path, metadata: msgspec.Raw) -> None:
+    """Raise ModelError for metadata that the safetensors library would refuse."""
+    try:
+        msgspec.json.decode(metadata, type=dict[str, str] | None)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            f"__metadata__ in {path.name} of {path.parent.name} must be an object of strings; "
+            "download the file again, or save it again with the safetensors library.",
+            "model_corrupt",
+        ) from error
 
 
 def _damaged(path: Path) -> ModelError:

@@ -4,13 +4,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from headrace_common.checkpoints.adapters import AdapterFiles
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.errors import ModelError
 from headrace_engine.weights.gguf_weights import GgufFile
+from headrace_engine.weights.safetensors_file import open_safetensors
 
 # The largest allowed value in a factor and the largest allowed change of a weight. The weights of
 # models are far below this limit.
@@ -31,7 +31,7 @@ class AdapterTensors:
             pairs = (header for it in files.factors.values() for header in (it.down, it.up))
             file: Any = GgufFile(files.path, spec, {it.stored_as: it for it in pairs})
         else:
-            file = safe_open(files.path, framework="pt")
+            file = open_safetensors(files.path)
         self._file = self._stack.enter_context(file)
 
     def __enter__(self) -> "AdapterTensors":

@@ -4,7 +4,6 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from headrace_common.checkpoints.adapters import AdapterFiles, read_adapter
 from headrace_common.checkpoints.spec import ModelSpec
 from headrace_common.errors import ModelError
 from headrace_engine.weights.adapter_weights import AdapterTensors
+from headrace_engine.weights.safetensors_file import open_safetensors
 from headrace_engine.weights.weights import text_headers
 
 
@@ -74,7 +74,7 @@ def _changed(spec: ModelSpec, adapter: str, files: AdapterFiles) -> dict[str, di
 
 def _write(source: Path, target: Path, changed: dict[str, str], adapter: AdapterTensors) -> None:
     with ExitStack() as files:
-        file = files.enter_context(safe_open(source, framework="pt"))
+        file = files.enter_context(open_safetensors(source))
         tensors: dict[str, Tensor] = {}
         for name in file.keys():  # noqa: SIM118
             tensors[name] = file.get_tensor(name)

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from headrace_common.checkpoints.headers import MXFP4, TensorHeader, read_headers, text_side
@@ -16,6 +15,7 @@ from headrace_common.loading import tell_weights
 from headrace_engine.weights.gguf_groups import Groups, GroupScheme, common_scheme, empty_groups
 from headrace_engine.weights.gguf_weights import GgufFile
 from headrace_engine.weights.mxfp4 import copy_groups, values_of
+from headrace_engine.weights.safetensors_file import open_safetensors
 
 Table = Mapping[str, tuple[str, ...]]
 """Maps each module to the checkpoint modules whose rows are stacked. A `*` stands for a number."""
@@ -199,7 +199,7 @@ class Checkpoint:
         if path.suffix == ".gguf":
             own = {key: header for key, header in self.headers.items() if header.file == name}
             return GgufFile(path, self._spec, own)
-        return safe_open(path, framework="pt")
+        return open_safetensors(path)
 
     def are_equal(self, names: Sequence[str], others: Sequence[str]) -> bool:
         return all(
