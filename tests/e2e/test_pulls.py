@@ -144,7 +144,8 @@ def test_a_model_is_downloaded_and_served_beside_the_one_that_was_there(shared: 
 def test_a_model_of_the_catalog_is_pulled_by_its_short_name(shared: Shared) -> None:
     listed = httpx.get(f"{shared.url}/models/available", timeout=LIMIT_S).json()
     (entry,) = (it for it in listed["data"] if it["id"] == "qwen3-0.6b")
-    assert entry["fits"] == (entry["memory_bytes"] <= listed["memory_bytes"])
+    assert entry["fits"] == (entry["memory_bytes"] <= listed["usable_bytes"])
+    assert listed["usable_bytes"] == listed["memory_bytes"] * 3 // 4
     assert pull(shared.url, entry["id"]).json() == {"success": True}
     eventually(lambda: value(shared.url, "qwen3-0.6b") == "unloaded", within_s=LIMIT_S)
     assert ask(shared.url, "qwen3-0.6b").status_code == 200

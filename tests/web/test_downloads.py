@@ -24,7 +24,7 @@ window.fetch = async (url, options) => {
     parameters, bytes: 639e6, license: "Apache-2.0", memory_bytes: 1.9e9, fits, ...more });
   const data = [of("huge", 30.5, false, { active: 3.3 }), of("smollm2", 0.135, true),
     of("someone/a-model", 0.6, true)];
-  return Response.json({ data, memory_bytes: 8.6e9 });
+  return Response.json({ data, memory_bytes: 8.6e9, usable_bytes: 6.4e9 });
 };
 """
 CATALOG = """
@@ -90,7 +90,8 @@ def test_the_picker_offers_models_and_each_row_shows_its_download(
     assert page.find("#model").get_attribute("value") == "headrace-mini"
     facts = "0.6 billion parameters · 639.0 MB · 1.9 GB of memory · Apache-2.0"
     assert page.texts("#pulled li:last-child .what") == [f"short answers{facts}"]
-    assert page.texts("#memory") == ["The server's machine has 8.6 GB of memory."]
+    memory = "The server's machine has 8.6 GB of memory; a model may use 6.4 GB of it."
+    assert page.texts("#memory") == [memory]
     assert page.texts("#too-large summary") == ["1 model needs more memory than that"]
     assert not page.find("#too-large li").is_displayed()
     assert "30.5 billion parameters, 3.3 active" in page.texts("#too-large li")[0]

@@ -15,7 +15,7 @@ from headrace.cli.logs import say
 from headrace.cli.models import gigabytes
 from headrace.fleet.model_check import check_model
 from headrace.text.template import ChatTemplate
-from headrace_common.checkpoints.catalog import catalog, memory_for
+from headrace_common.checkpoints.catalog import catalog, memory_for, usable_bytes
 from headrace_common.checkpoints.downloads import downloads
 from headrace_common.checkpoints.find import MINI
 from headrace_common.checkpoints.gguf_file_names import labels, stem_of
@@ -49,7 +49,7 @@ def with_best_model(config: ServerConfig) -> ServerConfig:
     is_named = first.model != MINI or others or "HEADRACE_MODEL" in os.environ
     if is_named or first.adapter or config.cluster is not None or not sys.stderr.isatty():
         return config
-    memory = installed_bytes()
+    memory = usable_bytes(installed_bytes())
     try:
         found = sorted(_local_models(), key=lambda it: it.num_bytes, reverse=True)
     # A cache that cannot be read must not keep the server from starting.

@@ -141,8 +141,8 @@ def _serve_command() -> click.Command:
         """Serve MODEL: a folder, a GGUF file, a hub id, or a name of `headrace models available`.
 
         A model that is not on this machine is downloaded first. Without MODEL, the largest
-        downloaded chat model that fits into the memory is served. If there is none, or if stderr is
-        not a terminal, the test model headrace-mini is served.
+        downloaded chat model that fits into three quarters of the memory is served. If there is
+        none, or if stderr is not a terminal, the test model headrace-mini is served.
 
         \b
         headrace serve

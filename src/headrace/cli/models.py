@@ -80,7 +80,7 @@ def downloaded(as_json: bool) -> None:
 @click.option("--all", "shows_all", is_flag=True, help="Also show models too large for the memory")
 @click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON")
 def available(word: str | None, shows_all: bool, as_json: bool) -> None:
-    """List models that have a short name and fit into this machine's memory.
+    """List models that have a short name and fit into three quarters of this machine's memory.
 
     With WORD, only models whose name, kind or description contains WORD are listed. Every other
     model of the Hugging Face hub is named by its id. --json adds parameters, license and source.
@@ -89,16 +89,16 @@ def available(word: str | None, shows_all: bool, as_json: bool) -> None:
     headrace models available
     headrace models available coding --all
     """
-    from headrace_common.checkpoints.catalog import catalog
+    from headrace_common.checkpoints.catalog import catalog, usable_bytes
     from headrace_common.system.memory_limits import installed_bytes
 
-    memory = installed_bytes()
+    usable = usable_bytes(installed_bytes())
     known = [
         it
         for it in catalog().values()
         if (word or "").lower() in f"{it.name} {it.kind} {it.about}".lower()
     ]
-    found = [it for it in known if shows_all or it.memory_bytes <= memory]
+    found = [it for it in known if shows_all or it.memory_bytes <= usable]
     if as_json:
         click.echo(msgspec.json.encode(found).decode())
         return
@@ -112,7 +112,8 @@ def available(word: str | None, shows_all: bool, as_json: bool) -> None:
     if found:
         print_table(rows)
     if hidden := len(known) - len(found):
-        click.echo(f"{hidden} more need over {gigabytes(memory)} of memory; --all shows them.")
+        limit = f"{gigabytes(usable)}, three quarters of the memory"
+        click.echo(f"{hidden} more need over {limit}; --all shows them.")
     if not known:
         click.echo(f"No model matches {word!r}; without a word, all models are listed.")
 

@@ -18,7 +18,7 @@ from headrace.gateway.polled_events import PolledState, Watch
 from headrace.gateway.request_bodies import Bodies
 from headrace.generation.generation import Generation
 from headrace.protocols.requests import decode
-from headrace_common.checkpoints.catalog import CatalogEntry
+from headrace_common.checkpoints.catalog import CatalogEntry, usable_bytes
 from headrace_common.checkpoints.catalog import catalog as short_names
 from headrace_common.errors import RequestError
 from headrace_common.system.memory_limits import installed_bytes
@@ -45,10 +45,12 @@ class ModelRoutes:
         return answer({"object": "list", "data": entries, "models": catalog(served)})
 
     async def available(self, request: Request) -> ASGIApp:
-        """List the models of the catalog, and whether each fits into this machine's memory."""
+        """List the models of the catalog, and whether each fits into the usable memory."""
         memory = installed_bytes()
-        entries = [catalog_entry(entry, memory) for entry in short_names().values()]
-        return answer({"object": "list", "data": entries, "memory_bytes": memory})
+        usable = usable_bytes(memory)
+        entries = [catalog_entry(entry, usable) for entry in short_names().values()]
+        facts = {"memory_bytes": memory, "usable_bytes": usable}
+        return answer({"object": "list", "data": entries, **facts})
 
     async def events(self, request: Request) -> ASGIApp:
         """Send each change in the list of models as an event."""
@@ -139,12 +141,12 @@ def _origin(pull: Pull | None) -> dict[str, bool]:
     return {} if pull is None else {"pulled": True}
 
 
-def catalog_entry(entry: CatalogEntry, memory: int) -> dict[str, Any]:
+def catalog_entry(entry: CatalogEntry, usable: int) -> dict[str, Any]:
     """Describe a model that can be downloaded, as the list of available models shows it."""
     facts: dict[str, Any] = msgspec.to_builtins(entry)
     facts["id"] = facts.pop("name")
     needed = entry.memory_bytes
-    return facts | {"memory_bytes": needed, "fits": needed <= memory}
+    return facts | {"memory_bytes": needed, "fits": needed <= usable}
 
 
 def pull_entry(pull: Pull) -> dict[str, Any]:

@@ -33,11 +33,11 @@ const remove = (model) => tell("DELETE", `/models?model=${encodeURIComponent(mod
 async function offer() {
   const response = await ask("/models/available").catch(() => null);
   if (!response?.ok) return;
-  const { data, memory_bytes: memory } = await response.json();
+  const { data, memory_bytes: memory, usable_bytes: usable } = await response.json();
   for (const one of data) rowOf(one.id).describe(one);
   const num = data.filter(({ fits }) => !fits).length;
   $("memory").hidden = !memory;
-  $("memory").textContent = `The server's machine has ${bytes(memory)} of memory.`;
+  $("memory").textContent = `The server's machine has ${bytes(memory)} of memory; a model may use ${bytes(usable)} of it.`;
   $("too-large").hidden = !num;
   $("too-large").firstElementChild.textContent = `${num} ${num === 1 ? "model needs" : "models need"} more memory than that`;
 }

@@ -40,6 +40,14 @@ def memory_for(num_bytes: int) -> int:
     return round(num_bytes * (1 + _CACHE_SHARE)) + _PROCESS_BYTES
 
 
+def usable_bytes(installed: int) -> int:
+    """Return how much of the installed memory a model and its server may use: three quarters.
+
+    The rest is left to the system and other programs.
+    """
+    return installed * 3 // 4
+
+
 @functools.cache
 def catalog() -> dict[str, CatalogEntry]:
     """Return the entries by name, in the order of their memory."""
