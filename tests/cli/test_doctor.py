@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 
 from headrace.cli.capacity import cache_bytes
-from headrace.cli.doctor import doctor
+from headrace.cli.doctor import _model, doctor
+from headrace.cli.doctor_report import verdict
 from headrace.text.tokenizer import Tokenizer
+from headrace_common.config.settings import ModelConfig
 from headrace_common.config.sources import load
 from headrace_common.layout import MemoryLayout
 from tests.kernels.own_kernels import HAS_OWN, needs_own_kernels
@@ -388,3 +391,18 @@ def test_the_verdict_comes_first(capsys: pytest.CaptureFixture[str], tmp_path: P
     os.truncate(folder / "model.safetensors", 100)
     broken = report(capsys, str(folder))[0]
     assert broken.startswith("Something is broken: model: ") and "truncated" in broken
+
+
+def test_the_catalog_says_whether_a_model_fits_before_its_download(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("headrace.cli.doctor.installed_bytes", lambda: 8_000_000_000)
+    (small,) = _model(ModelConfig(model="qwen3-4b"), None, loads=False)
+    assert small.detail == (
+        "qwen3-4b has not been downloaded; it needs about 4.1 GB of memory, and fits into 6.0 GB, "
+        "three quarters of this machine's memory"
+    )
+    (large,) = _model(ModelConfig(model="qwen3-8b"), None, loads=False)
+    assert "needs about 7.0 GB of memory, and does not fit into 6.0 GB" in large.detail
+    assert verdict([large]) == f"This machine can serve. {large.detail}."

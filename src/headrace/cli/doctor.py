@@ -28,6 +28,7 @@ from headrace.cli.doctor_machine import Finding, Verdict, machine
 from headrace.cli.doctor_report import MACHINE, SERVER, print_report
 from headrace.cli.listener import find_neighbour
 from headrace.cli.load_lines import LoadLines
+from headrace.cli.models import gigabytes
 from headrace.cli.state import is_redis, streams_folder
 from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import OTHER_DESCRIPTORS
@@ -39,6 +40,7 @@ from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats.generic import GENERIC
 from headrace.text.tool_formats.table import tool_format
+from headrace_common.checkpoints.catalog import catalog, usable_bytes
 from headrace_common.checkpoints.find import can_be_fetched, find_here, find_model
 from headrace_common.checkpoints.headers import read_headers, text_side
 from headrace_common.checkpoints.spec import read_spec
@@ -48,6 +50,7 @@ from headrace_common.loading import READING
 from headrace_common.messages import Ready
 from headrace_common.plan import UNIT_ROWS
 from headrace_common.request import Chat
+from headrace_common.system.memory_limits import installed_bytes
 from headrace_common.without_engine import WITHOUT_ENGINE, has_engine
 
 if TYPE_CHECKING:
@@ -220,8 +223,7 @@ def _model(config: ModelConfig, text: Path | None, loads: bool) -> Iterator[Find
     try:
         folder = find_here(config.model, config.revision, config.mmproj)
         if folder is None and can_be_fetched(config.model):
-            remedy = "It will be downloaded when it is first served."
-            yield Finding("model", "warn", f"{config.model} has not been downloaded", remedy)
+            yield _missing(config.model)
             return
         folder = folder or find_model(config.model, mmproj=config.mmproj)
         yield _files(folder)
@@ -235,6 +237,21 @@ def _model(config: ModelConfig, text: Path | None, loads: bool) -> Iterator[Find
             yield Finding("loss", "ok", words)
     except HeadraceError as error:
         yield Finding("model", "fail", str(error))
+
+
+def _missing(model: str) -> Finding:
+    """Describe a model that is not downloaded. The catalog knows the size of some models."""
+    remedy = "It will be downloaded when it is first served."
+    detail = f"{model} has not been downloaded"
+    if (entry := catalog().get(model)) is None:
+        return Finding("model", "warn", f"{detail}, so whether it fits is unknown", remedy)
+    usable = usable_bytes(installed_bytes())
+    detail += f"; it needs about {gigabytes(entry.memory_bytes)} of memory, and "
+    room = f"{gigabytes(usable)}, three quarters of this machine's memory"
+    if entry.memory_bytes <= usable:
+        return Finding("model", "warn", f"{detail}fits into {room}", remedy)
+    remedy = "Choose a smaller model: headrace models available."
+    return Finding("model", "warn", f"{detail}does not fit into {room}", remedy)
 
 
 def _files(folder: Path) -> Finding:

@@ -38,7 +38,7 @@ def verdict(found: list[Finding]) -> str:
     subjects = {(it.group, it.subject.removeprefix(f"{it.group}: ")): it.detail for it in found}
     told = [_about(name, subjects) for name in names]
     text = f"This machine can serve {'; '.join(told)}." if told else "This machine can serve."
-    text += "".join(f" {it.detail}, so whether it fits is unknown." for it in missing)
+    text += "".join(f" {it.detail}." for it in missing)
     num = sum(it.verdict == "warn" for it in found) - len(missing)
     return text + f" There {'is 1 warning' if num == 1 else f'are {num} warnings'}." * (num > 0)
 
