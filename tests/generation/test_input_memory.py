@@ -13,6 +13,7 @@ from headrace.generation.generation import PLAIN, Generation
 from headrace.generation.stream import LiveStream
 from headrace.intake.intake import Intake
 from headrace.streams.record import Names
+from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace.workers.image_file import Admitted, PixelFile
 from headrace.workers.input_memory import InputMemory
@@ -188,6 +189,19 @@ async def test_texts_to_embed_count_while_they_wait(folder: Path) -> None:
         making.cancel()
         await asyncio.wait([making])
         assert not generation.queues.inputs.num_bytes
+
+
+async def test_streams_in_memory_are_deleted_soon_if_their_inputs_are_large(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.generation.registry._MAX_UNSWEPT", LARGE)
+    store = MemoryStore()
+    async with running(folder, store, max_kept_stream_bytes=1) as (generation, engine):
+        await held(generation, engine, Names(key="k"))
+        await engine.finish(engine.newest, FinishReason.LENGTH)
+        assert len(store._entries) == 1
+        await held(generation, engine, Names(key="next"))
+        await until(lambda: len(store._entries) == 1)
 
 
 def test_an_input_that_shrinks_makes_room() -> None:

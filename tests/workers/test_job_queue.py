@@ -54,6 +54,18 @@ async def test_owners_take_turns(size: int) -> None:
     assert await taken(line, 7) == "abcabaa"
 
 
+async def test_large_jobs_that_wait_are_limited_by_their_bytes() -> None:
+    line = JobQueue(2, max_bytes=2 * LARGE)
+    first, _ = put(line, "", LARGE, LARGE)
+    with pytest.raises(RequestError) as refused:
+        put(line, "", LARGE)
+    assert refused.value.code == "server_overloaded"
+    put(line, "", SMALL)
+    line.leave(first)
+    put(line, "", LARGE)
+    put(JobQueue(2, max_bytes=1), "", LARGE)
+
+
 async def test_of_a_key_one_large_job_is_in_work_and_its_small_ones_pass() -> None:
     line = JobQueue(3)
     put(line, "a", LARGE, LARGE, SMALL)

@@ -31,7 +31,7 @@ from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
 from headrace_common.log_context import begin_notes, log_request
 from headrace_common.system import awake
-from headrace_common.worker_jobs import ReadBody
+from headrace_common.worker_jobs import CheckedBody, ReadBody
 
 MAX_RUNNING = 256
 HELLO_S = 5.0
@@ -195,17 +195,20 @@ class RealtimeSocket:
             watching = self._tasks.create_task(self._watch_drain())
             try:
                 while True:
-                    message = await self._socket.receive()
-                    # Thousands of small frames can already have arrived.
-                    await slice_of_loop()
-                    if message.get("code") == GOING_AWAY:
-                        await self._shut_down()
-                    await self._handle_frame(message)
+                    # No variable here keeps the frame, which can be large, until the next frame.
+                    await self._take(await self._socket.receive())
             except ClientLeft:
                 for request in self._requests.values():
                     request.left.set()
             finally:
                 watching.cancel()
+
+    async def _take(self, message: Message) -> None:
+        # Thousands of small frames can already have arrived.
+        await slice_of_loop()
+        if message.get("code") == GOING_AWAY:
+            await self._shut_down()
+        await self._handle_frame(message)
 
     async def _shut_down(self) -> None:
         """Wait a few seconds until running requests have ended, then close the socket."""
@@ -339,24 +342,29 @@ class RealtimeSocket:
             raise RequestError("route_not_found", message, "route")
         names = [text_of(fields, name, None) for name in ("conversation_id", "idempotency_key")]
         patience_s = self._sockets.config.linger_s if names == [None, None] else None
-        opening = self._open(request, route, bytes(fields.pop("body")), *names)
+        opening = self._open(request, route, fields, *names)
         return OpenedStream(await unless_left(request.receive, opening, patience_s))
 
     async def _open(
         self,
         request: SocketRequest,
         route: str,
-        body: bytes,
+        fields: dict[str, msgspec.Raw],
         conversation: str | None,
         key: str | None,
     ) -> Found:
-        intake = self._sockets.intake
-        with self._sockets.bodies.hold(len(body)):
-            checked = await intake.read(ReadBody(route), [body])
+        checked = await self._read(route, fields)
         names = names_of(self._owner, checked, conversation, key)
         if request.is_stopped:
             raise RequestError("cancelled", "The request was stopped.")
-        return (await intake.open(route, checked, names)).stream
+        return (await self._sockets.intake.open(route, checked, names)).stream
+
+    async def _read(self, route: str, fields: dict[str, msgspec.Raw]) -> CheckedBody:
+        """Read the body, and free the frame. The request may have to wait long for its model."""
+        body = bytes(fields["body"])
+        fields.clear()
+        with self._sockets.bodies.hold(len(body)):
+            return await self._sockets.intake.read(ReadBody(route), [body])
 
     async def _attach(self, fields: dict[str, msgspec.Raw]) -> OpenedStream:
         stream_id = text_of(fields, "stream", 256)

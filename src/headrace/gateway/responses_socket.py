@@ -138,6 +138,8 @@ class ResponseSocket:
                     # Thousands of small messages can already have arrived.
                     await slice_of_loop()
                     await self._take(message, tasks)
+                    # The message can be large, and the next message may come much later.
+                    del message
                 if message.get("code") == GOING_AWAY:
                     if self._answering:
                         await asyncio.wait(self._answering, timeout=FAREWELL_S)
@@ -279,7 +281,8 @@ def _read_head(message: Message) -> tuple[str | None, RequestError | None]:
         if text_of(fields, "type", 64) != "response.create":
             raise RequestError("invalid_value", "type must be response.create.", "type")
     except RequestError as fault:
-        return stream_id, fault
+        # The traceback would keep the message.
+        return stream_id, fault.with_traceback(None)
     return stream_id, None
 
 

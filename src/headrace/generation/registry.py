@@ -67,8 +67,10 @@ class Registry:
         self.figures = figures
         # Streams that the server keeps for a while after their end, although no client opted in.
         self._kept = MemoryStore()
-        # Bytes added to `_kept` since its last sweep.
-        self._num_unswept = 0
+        # Bytes added to `_kept` and to `store` since their last sweeps.
+        self._num_unswept = self._num_unswept_stored = 0
+        # Set when `store` should be swept soon.
+        self.is_sweep_due = asyncio.Event()
         self._live: dict[StreamId, LiveStream] = {}
         # Set when a stream is added or closed. A new event then replaces the set event.
         self._added = asyncio.Event()
@@ -232,6 +234,10 @@ class Registry:
         while True:
             stored = await self.store.create(record, replaced.record.id if replaced else None)
             if stored.record.id == record.id:
+                self._num_unswept_stored += record.num_input_bytes
+                if self._num_unswept_stored > _MAX_UNSWEPT:
+                    self._num_unswept_stored = 0
+                    self.is_sweep_due.set()
                 if replaced is not None:
                     await self._stop_stored(replaced, cut_by("replaced"))
                 return stored
@@ -245,7 +251,7 @@ class Registry:
 
         For a while after the stream's end, clients can find the stream by id.
         """
-        self._num_unswept += len(record.request.kept)
+        self._num_unswept += record.num_input_bytes
         if self._num_unswept > _MAX_UNSWEPT:
             await self.sweep()
         return await self._kept.create(record)

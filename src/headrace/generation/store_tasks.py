@@ -42,7 +42,7 @@ async def _do(streams: Registry, ask: WriterRequest) -> None:
 
 
 async def sweep(streams: Registry, config: StreamConfig) -> None:
-    """Delete expired streams once a minute."""
+    """Delete expired streams once a minute, and after much data was added."""
     keep_s = config.keep_streams_hours * 3600.0
     retention = Retention(keep_s, config.max_kept_streams, config.max_kept_stream_bytes)
     while True:
@@ -50,4 +50,6 @@ async def sweep(streams: Registry, config: StreamConfig) -> None:
         with contextlib.suppress(StoreStalled):
             totals = await streams.store.sweep(retention, time.time())
             streams.figures.swept("durable", totals.num_bytes)
-        await asyncio.sleep(_SWEEP_INTERVAL_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(streams.is_sweep_due.wait(), _SWEEP_INTERVAL_S)
+        streams.is_sweep_due.clear()

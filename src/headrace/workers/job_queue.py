@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 
 from headrace_common.errors import RequestError
+from headrace_common.system.memory_limits import installed_bytes
 
 OWNER: ContextVar[str] = ContextVar("owner", default="")
 """The API key whose client this task serves; empty if the server has no keys."""
@@ -20,6 +21,9 @@ MAX_LARGE_OF_KEY = 8
 _TINY_BITS = 12
 # The maximum number of waiting jobs per key, or of all jobs if the server has no keys.
 _MAX_WAITING = 1024
+# The maximum size of all waiting jobs, as a share of the machine's memory. A small request can
+# cause a large job, for example if the request names a stored conversation.
+_MAX_SHARE = 8
 
 Body = Sequence[bytes | bytearray]
 """The pieces of a body, in order."""
@@ -65,7 +69,9 @@ class JobQueue:
     worker remains for the jobs of other keys.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, max_bytes: int | None = None) -> None:
+        """Set the limits; if `max_bytes` is None, a share of the machine's memory is the limit."""
+        self._max_bytes = max_bytes or installed_bytes() // _MAX_SHARE
         self._most_of_key = max(1, num_workers - 1)
         # Waiting jobs by owner. The owner whose turn is next comes first.
         self._small: dict[str, list[QueuedJob]] = {}
@@ -86,6 +92,9 @@ class JobQueue:
         num_waiting = len(waiting.get(job.owner, ()))
         if num_waiting >= _MAX_WAITING:
             raise _TOO_MANY.with_traceback(None)
+        num_bytes = self._num_bytes()
+        if job.is_large and num_bytes and num_bytes + job.size > self._max_bytes:
+            raise _TOO_LARGE.with_traceback(None)
         if job.owner and job.is_large:
             num_large = num_waiting + self._num_large_running(job.owner)
             if num_large > MAX_LARGE_OF_KEY:
@@ -142,6 +151,9 @@ class JobQueue:
                 return _pop(self._small, owner)
         return None
 
+    def _num_bytes(self) -> int:
+        return sum(job.size for jobs in self._large.values() for job in jobs)
+
     def _num_running(self, owner: str) -> int:
         return sum(job.owner == owner for job in self._running)
 
@@ -162,6 +174,11 @@ SHUTDOWN = RequestError("server_shutdown", "The server is shutting down.", retry
 _TOO_MANY = RequestError(
     "server_overloaded",
     f"{_MAX_WAITING} requests are waiting to be read, which is the limit; try again later.",
+    retry_after_s=5,
+)
+_TOO_LARGE = RequestError(
+    "server_overloaded",
+    "The requests that wait to be read take too much memory; try again later.",
     retry_after_s=5,
 )
 _TOO_MANY_OF_KEY = RequestError(
