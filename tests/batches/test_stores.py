@@ -196,6 +196,76 @@ async def test_a_write_of_an_earlier_run_that_comes_late_changes_nothing(
         await shelf.blobs.append("out", b"one\n", "batch")
 
 
+@needs_redis
+@pytest.mark.parametrize("holder", ["", "batch"])
+async def test_a_repeated_write_that_comes_late_changes_nothing_after_later_writes(
+    holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.batches import redis_store
+
+    monkeypatch.setattr(redis_store, "RETRY_S", 0.0)
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        link, sent = shelf.blobs._link, []
+        command = link.command
+
+        async def delay_first(*words: object) -> object:
+            sent.append(words)
+            if len(sent) == 1:
+                raise TimeoutError
+            return await command(*words)
+
+        assert await shelf.records.claim("batch")
+        for write in (
+            lambda: shelf.blobs.append("out", b"one\n", holder),
+            lambda: shelf.records.put(BATCH, "batch", b"new"),
+        ):
+            sent.clear()
+            with monkeypatch.context() as late:
+                late.setattr(link, "command", delay_first)
+                await write()
+            await shelf.blobs.append("out", b"two\n", holder)
+            await shelf.records.put(BATCH, "batch", b"begun", "batch")
+            await command(*sent[0])
+        assert await shelf.blobs.read("out", 0, 100) == b"one\ntwo\n" + b"two\n" * (not holder)
+        assert await shelf.records.get(BATCH, "batch") == b"begun"
+
+
+async def test_a_record_whose_writer_was_cancelled_is_found_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = folder_batch_store(tmp_path).records
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def slowly(*given: object) -> None:
+        is_writing.set()
+        assert may_write.wait(20)
+        replace(*given)
+
+    replace = folder._replace
+    monkeypatch.setattr(folder, "_replace", slowly)
+    writing = asyncio.create_task(records.put(BATCH, "batch", b"record"))
+    assert await asyncio.to_thread(is_writing.wait, 20)
+    writing.cancel()
+    may_write.set()
+    await asyncio.wait((writing,))
+    assert await records.get(BATCH, "batch") == b"record"
+
+
+async def test_a_new_record_that_was_reported_as_not_stored_is_not_found_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = folder_batch_store(tmp_path).records
+
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "sync_folder", broken)
+        with pytest.raises(StoreStalled):
+            await records.put(BATCH, "batch", b"record")
+    assert await folder_batch_store(tmp_path).records.all(BATCH) == []
+
+
 async def test_a_folder_keeps_what_was_there_but_for_uploads_that_never_ended(
     tmp_path: Path,
 ) -> None:

@@ -106,8 +106,12 @@ class FolderRecords(_InThread):
         return set(self._known[kind])
 
     async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
-        await self._do(lambda: _replace(self._folder / kind / id, record))
-        self._known[kind][id] = record
+        def write() -> None:
+            _replace(self._folder / kind / id, record)
+            # In the thread, so that a caller that is cancelled meanwhile leaves both or none.
+            self._known[kind][id] = record
+
+        await self._do(write)
 
     async def get(self, kind: str, id: str) -> bytes | None:
         return self._known[kind].get(id)
@@ -117,8 +121,12 @@ class FolderRecords(_InThread):
 
     async def remove(self, kind: str, id: str) -> None:
         if id in self._known[kind]:
-            await self._do(lambda: _remove(self._folder / kind / id))
-            self._known[kind].pop(id, None)
+
+            def remove() -> None:
+                _remove(self._folder / kind / id)
+                self._known[kind].pop(id, None)
+
+            await self._do(remove)
 
     async def claim(self, id: str, is_held: bool = False) -> bool:
         return True
@@ -160,14 +168,20 @@ class FolderBlobs(_InThread):
 
 
 def _replace(path: Path, data: bytes) -> None:
-    fresh = path.with_name(f".{path.name}")
+    fresh, is_new = path.with_name(f".{path.name}"), not path.exists()
     try:
         _write(fresh, 0, data)
         os.replace(fresh, path)
     except OSError:
         drop_partial(fresh)
         raise
-    sync_folder(path.parent)
+    try:
+        sync_folder(path.parent)
+    except OSError:
+        # The caller reports that nothing is stored, so the next server must not find the record.
+        if is_new:
+            drop_partial(path)
+        raise
 
 
 def _remove(path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 
-from headrace.batches.records import STOP
+from headrace.batches.records import BATCH, STOP
 from headrace.batches.store import NOBODY, BatchStore, ClaimLost
 from headrace.streams.store import Store, StoreStalled
 from headrace.streams.stores.redis import RedisStore
@@ -30,18 +30,23 @@ return 1
 """
 _APPEND = """
 if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return -1 end
-if redis.call('GET', KEYS[3]) == ARGV[3] then return 0 end
+local last, writer, append, content = redis.call('GET', KEYS[3]), ARGV[3], ARGV[4], ARGV[5]
+if last then
+  local its_writer, its_append, its_content = string.match(last, '^(%S+) (%S+) (%S+)$')
+  local is_stored = its_append and (its_append >= append or its_content == content)
+  if its_writer == writer and is_stored then return 0 end
+end
 local left, number = ARGV[2], 0
 while #left > 0 do
   local key = KEYS[1] .. ':' .. number
-  local room = ARGV[4] - redis.call('STRLEN', key)
+  local room = ARGV[6] - redis.call('STRLEN', key)
   if room > 0 then
     redis.call('APPEND', key, string.sub(left, 1, room))
     left = string.sub(left, room + 1)
   end
   number = number + 1
 end
-redis.call('SET', KEYS[3], ARGV[3], 'EX', 3600)
+redis.call('SET', KEYS[3], writer .. ' ' .. append .. ' ' .. content, 'EX', 3600)
 return 1
 """
 _REMOVE = """
@@ -103,6 +108,10 @@ class RedisRecords:
         self._claims = claims
 
     async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
+        if kind == BATCH and not holder:
+            # A repeated command that arrives late must not undo the progress of the batch.
+            await _ask(self._link, "HSETNX", self._key(kind), id, record)
+            return
         keys = (self._key(kind), claim_key(self._link, holder))
         claim = self._claims.value(holder) if holder else ""
         if await _ask(self._link, "EVAL", _PUT, 2, *keys, claim, id, record) == -1:
@@ -147,14 +156,14 @@ class RedisBlobs:
 
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
         self._num_appends += 1
-        ours = f"{self._gateway}:{self._num_appends}"
-        # A repeated command with the same token adds nothing. The server that holds the claim on a
-        # batch may also repeat the whole call. The hash of the data as token then ensures that no
-        # line is stored twice.
-        token = hashlib.sha256(data).hexdigest() if holder else ours
+        # A repeated command adds nothing, even if Redis receives it only after later appends of the
+        # same writer. The server that holds the claim on a batch may also repeat the whole call;
+        # then the hash of the data ensures that no line is stored twice.
+        number = f"{self._num_appends:016d}"
+        content = hashlib.sha256(data).hexdigest() if holder else number
         keys = (self._key(id), claim_key(self._link, holder), self._key(f"{id}:last"))
         claim = self._claims.value(holder) if holder else ""
-        words = (*keys, claim, data, token, PART_BYTES)
+        words = (*keys, claim, data, claim or self._gateway, number, content, PART_BYTES)
         if await _ask(self._link, "EVAL", _APPEND, 3, *words) == -1:
             raise ClaimLost
 

@@ -15,6 +15,7 @@ class Records(Protocol):
     async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
         """Store a record durably, completely or not at all.
 
+        Without a holder, a BATCH record can only be created and not replaced in a shared store.
         `holder` is the id of a batch, or NOBODY for a write that needs no claim. Raises ClaimLost
         if this server does not hold the claim on the batch.
         """
