@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,8 @@ from headrace.batches.batches import Batches, NewBatch
 from headrace.batches.folder import folder_batch_store
 from headrace.batches.records import BATCH, OPEN, STOP, BatchRecord, encode_record, now_s
 from headrace.batches.store import BatchStore
-from headrace_common.config.settings import BatchConfig, ServerConfig
+from headrace.streams.store import StoreStalled
+from headrace_common.config.settings import BatchConfig, HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
 from tests.batches.fakes import FakeAnswers
 from tests.batches.test_run import until
@@ -23,11 +25,11 @@ CONFIG = ServerConfig(batches=BatchConfig(key_file_bytes=1000, max_file_bytes=80
 
 
 class Server:
-    def __init__(self, shelf: BatchStore) -> None:
+    def __init__(self, shelf: BatchStore, config: ServerConfig = CONFIG) -> None:
         self.shelf = shelf
         self.answers = FakeAnswers()
         self.answers.gate.clear()
-        self.batches = Batches(shelf, CONFIG, None, self.answers)
+        self.batches = Batches(shelf, config, None, self.answers)
 
     async def begin(self, owner: str, number: int, num_lines: int = 20) -> BatchRecord:
         """A batch that was checked before."""
@@ -63,6 +65,18 @@ async def test_keys_share_alike_whatever_the_number_of_their_batches(server: Ser
     task.cancel()
     keys = Counter(it.key for it in server.answers.asked)
     assert len(keys) == 80 and set(keys.values()) == {1}
+
+
+async def test_a_line_that_is_longer_than_a_body_of_a_request_is_answered(tmp_path: Path) -> None:
+    # A request of Anthropic's API becomes a line, which is longer than the request.
+    config = msgspec.structs.replace(CONFIG, http=HttpConfig(max_body_bytes=20))
+    server = Server(folder_batch_store(tmp_path), config)
+    await server.begin("ann", 1, num_lines=1)
+    server.answers.gate.set()
+    task = asyncio.create_task(server.batches.run())
+    await until(lambda: len(server.answers.asked) == 1 and not server.batches._runs)
+    task.cancel()
+    assert (await server.batches.get("ann", "batch_1", "openai")).counts == {"succeeded": 1}
 
 
 async def test_a_key_sees_its_own_batches_alone(server: Server) -> None:
@@ -181,6 +195,23 @@ async def test_uploads_that_began_together_share_the_quota_though_each_ends_befo
     assert "has 2 files" in refused.message
     assert sorted(it.num_bytes for it in await files.of("ann")) == [0, 600]
     assert await server.shelf.blobs.read(two._id, 0, 10) == b""
+
+
+async def test_an_upload_whose_record_was_not_confirmed_leaves_no_record_without_a_file(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, put = server.batches.files, server.shelf.records.put
+
+    async def put_unconfirmed(*given: Any) -> None:
+        await put(*given)
+        raise StoreStalled("no answer")
+
+    monkeypatch.setattr(server.shelf.records, "put", put_unconfirmed)
+    with pytest.raises(StoreStalled):
+        async with await files.begin("ann") as upload:
+            await upload.write(b"{}\n")
+            await upload.finish("a", "batch")
+    assert await files.of("ann") == []
 
 
 async def test_what_has_expired_is_swept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headrace.batches import answers, lines
-from headrace.batches.answers import LineCheck, Verdict
+from headrace.batches.answers import LineAnswers, LineCheck, LineRequest, Verdict
 from headrace.batches.folder import folder_batch_store
 from headrace.batches.records import BatchRecord
 from headrace.protocols import batch_lines
@@ -67,6 +68,17 @@ def one(given: Any) -> bytes:
 
 def told(found: Verdict) -> list[tuple[int, str, str | None]]:
     return [(fault.line, fault.code, fault.param) for fault in found.faults]
+
+
+async def test_a_line_that_no_worker_can_open_gets_an_error_as_its_result() -> None:
+    class NoWork:
+        async def do(self, job: object, body: Body) -> None:
+            raise RequestError("request_too_large", "This takes too much memory.")
+
+    generation: Any = SimpleNamespace(work=NoWork())
+    answering: Any = LineAnswers(generation, None)  # type: ignore[arg-type]
+    answer = await answering.answer(LineRequest(ROUTE, "ann", "batch_1:1", one(("a", {}))))
+    assert answer[:2] == ("a", 413)
 
 
 async def test_good_lines_are_counted(tmp_path: Path) -> None:

@@ -200,6 +200,77 @@ async def test_a_server_whose_claim_lapsed_leaves_the_batch_to_whoever_has_it(
         assert (await night.stored()).status == "completed"
 
 
+@needs_redis
+async def test_a_server_that_slept_through_its_claim_starts_no_other_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "TICK_S", 60.0)
+    async with opened_in_redis(tmp_path) as (shelf, other):
+        assert other is not None
+        night, share = await Night(shelf).prepare(), 4
+        night.answers.gate.clear()
+        assert await shelf.records.claim(night.batch.id)
+        run = BatchRun(night.bench, night.batch, lambda: share)
+        task = asyncio.create_task(run.run())
+        await until(lambda: len(night.answers.asked) == 4)
+        await lapse(shelf, night.batch.id)
+        assert await other.records.claim(night.batch.id)
+        share = 5
+        run._changed.set()
+        with pytest.RaisesGroup(ClaimLost):
+            await asyncio.wait_for(task, 5)
+        assert len(night.answers.asked) == 4
+
+
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+@pytest.mark.parametrize("reason", ["cancelled", "expired"])
+async def test_a_batch_whose_lines_cannot_be_checked_now_ends_when_it_is_stopped(
+    api: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    night = Night(tmp_path, api=api)
+    night.batch = msgspec.structs.replace(night.batch, status="validating", output_id=None)
+    if reason == "expired":
+        night.batch = msgspec.structs.replace(night.batch, created_at=now_s() - 3600)
+
+    async def refuse(lines: bytes) -> None:
+        raise LATER
+
+    monkeypatch.setattr(night.answers, "read_models", refuse)
+    task = await (await night.prepare()).begin()
+    if reason == "cancelled":
+        await night.shelf.records.put(STOP, night.batch.id, b"")
+    await asyncio.wait_for(task, 20)
+    batch = await night.stored()
+    assert batch.status == reason
+    assert await night.shelf.records.all(OPEN) == []
+    if api == "anthropic":
+        assert batch.output_id is not None and batch.num_lines == 20
+        results = await night.results(batch.output_id)
+        assert Counter(it["custom_id"] for it in results) == Counter(night.ids)
+
+
+async def test_a_batch_whose_file_is_gone_fails_and_says_how_many_lines_have_no_result(
+    tmp_path: Path,
+) -> None:
+    night = await Night(tmp_path).prepare()
+    await night.blobs.remove("in")
+    await night.blobs.append("in", b'{"custom_id":"l0","body":{}}\n')
+    await (await night.begin())
+    batch = await night.stored()
+    assert batch.status == "failed" and batch.counts == {"succeeded": 1}
+    (fault,) = batch.faults
+    assert fault.code == "file_not_found" and "19 of 20 lines" in fault.message
+
+
+async def test_no_late_save_follows_the_end_of_a_batch(tmp_path: Path) -> None:
+    night = await Night(tmp_path).prepare()
+    run = BatchRun(night.bench, await night.stored(), lambda: 4)
+    await run.run()
+    await night.shelf.records.remove(BATCH, night.batch.id)
+    await run._save("cancelling")
+    assert await night.shelf.records.all(BATCH) == []
+
+
 async def test_an_expired_batch_answers_no_further_line(tmp_path: Path) -> None:
     night = Night(tmp_path)
     night.batch = msgspec.structs.replace(night.batch, created_at=now_s() - 3600)

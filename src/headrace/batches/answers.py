@@ -14,7 +14,7 @@ from headrace.generation.registry import Found
 from headrace.intake.answers import AnswerBody
 from headrace.intake.intake import Intake, names_of
 from headrace.intake.vectors import Requester
-from headrace.protocols.batch_lines import MAX_FAULTS
+from headrace.protocols.batch_lines import MAX_FAULTS, custom_id_of
 from headrace.protocols.dialect import DIALECTS, ErrorFormat, dialect_of
 from headrace.protocols.openai import chunks as openai
 from headrace.protocols.vectors import embeddings, rerank, score
@@ -131,8 +131,10 @@ class LineAnswers:
         Any other error becomes the line's answer.
         """
         begin_request(asked.key)
-        line = await self._generation.work.do(OpenLine(), [asked.line])
+        custom_id = None
         try:
+            line = await self._generation.work.do(OpenLine(), [asked.line])
+            custom_id = line.custom_id
             status, body = await self._answer(asked, line.body)
             if len(body) > MAX_ANSWER_BYTES:
                 message = f"The answer has {len(body)} bytes, and a batch stores at most "
@@ -149,7 +151,10 @@ class LineAnswers:
             logger.exception("A line of a batch failed")
             failure = RequestError("internal_error", "The server failed on this request.")
             status, body = self._failed(asked, failure)
-        return LineAnswer(line.custom_id, status, body)
+        if custom_id is None:
+            # No worker could open the line.
+            custom_id = await asyncio.to_thread(custom_id_of, asked.line)
+        return LineAnswer(custom_id, status, body)
 
     async def forget(self, asked: LineRequest) -> None:
         """Stop and delete the stream of a line, if one exists."""

@@ -68,11 +68,17 @@ class Batches:
         most = config.http.max_body_bytes
         check = LineCheck(shelf.blobs, work, answers, most)
         self._dependencies = BatchDependencies(
-            shelf, self.files, answers, check, config.batches.max_batch_lines, most
+            shelf,
+            self.files,
+            answers,
+            check,
+            config.batches.max_batch_lines,
+            # All lines were accepted. A line of Anthropic's API is longer than its request.
+            config.batches.max_file_bytes,
         )
         self._runs: dict[str, BatchRun] = {}
         self._news = asyncio.Event()
-        # Held while a batch is created or a file is deleted. Otherwise, a key could exceed
+        # Held while a batch is created or files are deleted. Otherwise, a key could exceed
         # MAX_OPEN, and a new batch could lose its input file.
         self._changing = asyncio.Lock()
 
@@ -241,4 +247,5 @@ class Batches:
                 await self.remove(batch)
             elif not batch.has_ended and batch.id.encode() not in listed:
                 await self._records.put(OPEN, batch.id, batch.id.encode())
-        await self.files.sweep(await self._in_use())
+        async with self._changing:
+            await self.files.sweep(await self._in_use())

@@ -141,7 +141,8 @@ class Upload:
     async def __aexit__(self, *why: object) -> None:
         self._files.count(self._owner, -self.num_bytes)
         if not self._is_finished:
-            await self._batch_store.blobs.remove(self._id)
+            # The file's record may be stored although the store has not confirmed it.
+            await self._files.remove(self._id)
 
     async def write(self, data: bytes) -> None:
         """Add bytes.

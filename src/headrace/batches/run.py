@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.batches.answers import LineAnswers, LineCheck, LineRequest, retrying
+from headrace.batches.answers import (
+    LineAnswer,
+    LineAnswers,
+    LineCheck,
+    LineRequest,
+    Verdict,
+    retrying,
+)
 from headrace.batches.files import Files
 from headrace.batches.lines import answered, lines_of
 from headrace.batches.records import (
@@ -30,6 +37,8 @@ from headrace.protocols.batch_lines import FORMS, custom_id_of
 from headrace.streams.store import StoreStalled
 from headrace.workers.job_queue import LARGE, OWNER
 from headrace_common.errors import RequestError
+from headrace_common.system.race import race
+from headrace_common.worker_jobs import LineFault
 
 TICK_S = 1.0
 # The maximum number of results, and of their bytes, in one write.
@@ -118,10 +127,14 @@ class BatchRun:
 
     async def _begin(self) -> bool:
         """Check all lines; return whether to answer them."""
-        check = self._dependencies.check.verdict
-        verdict = await retrying(partial(check, self.batch, self._dependencies.max_lines))
         # In Anthropic's API, a line's fault becomes the line's result.
         is_apart = self.batch.api == "openai"
+        verdict = await self._verdict()
+        if verdict is None and is_apart:
+            # Unchecked lines get no results: a file can have far more lines than a batch may have.
+            await self._close(_ENDS[self._stop_reason])
+            return False
+        verdict = verdict or Verdict(0, ())
         known: dict[str, Any] = {"num_lines": verdict.num_lines}
         if verdict.faults and is_apart:
             await self._close("failed", faults=verdict.faults, **known)
@@ -130,6 +143,12 @@ class BatchRun:
         known["error_id"] = await self._new_file("errors") if is_apart else None
         await self._save("in_progress", **known)
         return True
+
+    async def _verdict(self) -> Verdict | None:
+        """Check all lines. Return None if the batch should stop first."""
+        check = partial(self._dependencies.check.verdict, self.batch, self._dependencies.max_lines)
+        async with race(retrying(check), self._until(lambda: False)) as (checking, _):
+            return await checking if checking.done() else None
 
     async def _new_file(self, what: str) -> str:
         batch = self.batch
@@ -142,9 +161,18 @@ class BatchRun:
         """Record the end of the batch, after all results are written."""
         for id, num_bytes in self._sizes.items():
             await retrying(partial(self._dependencies.files.resized, id, num_bytes))
+        counts, num_results = dict(self._counts), sum(self._counts.values())
+        num_lost = self.batch.num_lines - num_results
+        if num_lost > 0:
+            message = f"The file of this batch is not complete any more: {num_lost} of "
+            message += f"{self.batch.num_lines} lines have no result. Send these lines again."
+            fault = LineFault(1, "file_not_found", message)
+            await self._close("failed", counts=counts, faults=(fault,))
+            return
         if not self._stop_reason:
             await self._save("finalizing")
-        await self._close(_ENDS[self._stop_reason], counts=dict(self._counts))
+        # The lines of a batch that was stopped before their check were not counted.
+        await self._close(_ENDS[self._stop_reason], counts=counts, num_lines=num_results)
 
     async def _close(self, status: str, **fields: Any) -> None:
         await self._save(status, **fields)
@@ -175,6 +203,9 @@ class BatchRun:
     async def _save(self, status: str = "", **fields: Any) -> None:
         """Save the batch with these fields and, unless `status` is empty, with the new status."""
         async with self._saving:
+            # The batch may have been deleted since its end.
+            if self.batch.has_ended:
+                return
             batch = msgspec.structs.replace(self.batch, **fields)
             batch = batch.moved(status) if status else batch
             put = partial(self._records.put, BATCH, batch.id, encode_record(batch), batch.id)
@@ -209,10 +240,20 @@ class BatchRun:
 
     async def _answer(self, number: int, line: bytes) -> None:
         asked = self._asked(number, line)
-        answer = await retrying(partial(self._dependencies.answers.answer, asked))
+        answer = await retrying(partial(self._attempt, asked))
         kind = SUCCEEDED if answer.status == 200 else ERRORED
         data = self._format.answered(self._id(number), *answer)
         self._results.put_nowait(_Result(number, kind, data, asked))
+
+    async def _attempt(self, asked: LineRequest) -> LineAnswer:
+        """Answer a line if this server still holds the claim on the batch.
+
+        This server may have been suspended. Another server can then have answered the line and
+        deleted the line's stream, so the line would be computed twice.
+        """
+        if not await self._records.claim(self.batch.id, is_held=True):
+            raise ClaimLost
+        return await self._dependencies.answers.answer(asked)
 
     async def _cancel_lines(self) -> None:
         """Cancel the lines that are being answered. Results that exist are still written."""
