@@ -154,7 +154,7 @@ GENERATION: dict[str, Fault] = {
     "a_cut_stream_keeps_its_ticket": Fault(
         "queue ticket leaked",
         "After some cancelled requests the queue counts as full for good.",
-        (Edit(f"{_STREAM}.release", "self._ticket.close()", ""),),
+        (Edit(f"{_STREAM}.release", "self._ticket.leave(self.record.num_input_bytes)", ""),),
     ),
     "a_recovered_stream_submits_twice": Fault(
         "submitted twice",
@@ -274,11 +274,8 @@ GENERATION: dict[str, Fault] = {
         (
             Edit(
                 "headrace.generation.store_tasks:sweep",
-                "await asyncio.sleep(_SWEEP_INTERVAL_S)",
-                """
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(_SWEEP_INTERVAL_S)
-                """,
+                "with contextlib.suppress(TimeoutError):",
+                "with contextlib.suppress(TimeoutError, asyncio.CancelledError):",
             ),
         ),
     ),

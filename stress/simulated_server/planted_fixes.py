@@ -61,7 +61,7 @@ STREAMS: dict[str, Fault] = {
         "A request that was given up while its stream was being stored never ends.",
         (
             Edit(
-                "headrace.generation.generation:Generation.open",
+                "headrace.generation.generation:Generation._admit",
                 "return await uncut(starting)",
                 "return await starting",
             ),
@@ -300,8 +300,8 @@ BATCHES: dict[str, Fault] = {
         (
             Edit(
                 "headrace.batches.redis_store:RedisBlobs.append",
-                "token = hashlib.sha256(data).hexdigest() if holder else ours",
-                "token = ours",
+                "content = hashlib.sha256(data).hexdigest() if holder else number",
+                "content = number",
             ),
         ),
     ),
