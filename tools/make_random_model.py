@@ -68,7 +68,7 @@ SHAPES = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
     },
-    # A draft model for `qwen3-0.6b`. It reads about a thirteenth of the weights for each token.
+    # A draft model for `qwen3-0.6b`. For each token, it reads about a thirteenth as many weights.
     "draft": _DENSE
     | {
         "num_hidden_layers": 6,

@@ -3,9 +3,9 @@
 A block is stored in words of 4 bytes. A word holds four int8 numbers, two bfloat16 numbers or one
 float32 number. Keys are [dim, positions] and values are [positions, dim]. A word of bfloat16 joins
 two neighbours along the first dimension. So a vector of words holds 16 positions of the keys or 16
-columns of the values. With int8, the same 64 bytes hold 16 numbers of the first line, then 16 of
-the second line, and so on. Contiguous bytes are widened fastest. Keys and values are multiplied in
-the same way as packed weights, so no sum runs across the lanes of a vector.
+columns of the values. With int8, these 64 bytes hold 16 numbers of the first line, then 16 numbers
+of the second line, and so on, because contiguous bytes are the fastest to widen. Keys and values
+are multiplied in the same way as packed weights, so no sum runs across the lanes of a vector.
 
 A head's part of an int8 block ends with a float32 scale for each position (see blocks_int8.py).
 """
@@ -55,7 +55,7 @@ def positions_of(cache: Any, dim: int) -> int:
 def per_word(cache: Any, dim: int) -> int:
     """Return how many numbers a word holds in a cache [blocks, kv_heads, numbers of a block].
 
-    Without words, bytes are stored like words of one number each.
+    If the block's shape does not allow words of four bytes, the result for bytes is 1.
     """
     size = positions_of(cache, dim)
     if cache.itemsize == 1:
@@ -223,7 +223,7 @@ def score(q: Any, past: Any, blocks: Any, room: Any, scores: Any) -> None:
 def mix(weights: Any, past: Any, blocks: Any, count: int, room: Any, acc: Any) -> None:
     """Add weights [rows, positions] times the first `count` values to acc [rows, dim].
 
-    The blocks contain the values. If a word holds more positions, the next weights up to the end of
+    The blocks contain the values. If a word holds several positions, the weights up to the end of
     the last word are read too and must be 0.
     """
     keys, values, table, kv = past

@@ -2,8 +2,8 @@
 
 Each key and each value of a head has one scale: number = byte * scale. The scale is chosen when the
 position is written, from this position alone. So all later steps read the same numbers, however a
-prompt was cut. Scales never enter a tile: the scores are multiplied with the scales of the keys,
-and the weights are multiplied with the scales of the values.
+prompt was cut. Matrix products use the bytes without scales. Afterwards, the scores are multiplied
+by the scales of the keys. The weights are multiplied by the scales of the values beforehand.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def _scales(block: Any, size: int) -> Any:
 
 @njit(inline="always")
 def _byte_at(first: int, second: int, width: int, has_words: bool) -> int:
-    """Return the index of a byte in a matrix [.., width], which is stored in words or by rows."""
+    """Return the index of a byte in a matrix [.., width], stored in words or row by row."""
     if not has_words:
         return first * width + second
     word = first // _PER_WORD * width + second // LANES * LANES

@@ -111,8 +111,8 @@ def _fault(
 ) -> str | None:
     """Return why an instruction set cannot be used; None if the set can be used.
 
-    asked: whether weights are rounded to 8 bits, and whether keys and values are rounded to 8 bits.
-    Compares a few rows with torch's results.
+    Compares a few rows with torch's results. asked: two flags, the first for weights in 8 bits and
+    the second for keys and values in 8 bits.
     """
     if instructions == "plain":
         return None

@@ -34,7 +34,7 @@ class PackedStep(Protocol):
 
 
 class CacheMemory(Protocol):
-    """The cache tensors of each layer; a tensor is empty if its layer stores nothing of the kind.
+    """The cache tensors of each layer; a tensor is empty if its layer does not store such data.
 
     Kernels choose the order of the numbers inside a head. `inputs` are the last inputs of
     convolutions. In an int8 cache, the last dimension of keys and values has 4 more bytes, for the

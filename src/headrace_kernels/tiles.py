@@ -286,9 +286,10 @@ def _add_bytes(
 ) -> list[Any]:
     """Add the products of four floats of each row with words of four bytes, as in `block_tile`.
 
-    The 64 bytes of 16 words hold all numbers 0 first, then all numbers 1, and so on. starts: the
-    address of each vector of words. at: the number of the line. All numbers k are used up before
-    the next are loaded, because 16 registers do not hold more.
+    A vector of 16 words has 64 bytes: first number 0 of every word, then number 1 of every word,
+    and so on. starts: the address of each vector of words. at: the number of the line. The numbers
+    k of all words are used up before the numbers k + 1 are loaded, because 16 registers do not
+    hold more.
     """
     kind = ir.VectorType(ir.IntType(8), LANES)
     first = builder.mul(at, _I64(16))

@@ -22,7 +22,7 @@ _MAX_SHOWN = 5
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """Events of one log as one client received them.
+    """Events of one log, as received by one client.
 
     `start` is the number of the first event, and `hashes` has one entry for each event. A snapshot
     contains all events that existed when it was made. `via` names the gateway or the balancer.

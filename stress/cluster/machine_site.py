@@ -18,8 +18,8 @@ from stress.cluster.relay import Weather
 from stress.site import START_S, Death
 from tools.harness.eventually import eventually
 
-# After a fault has ended, connections may still break for this long, until HAProxy and the gateways
-# have noticed which connections over the broken link have ended.
+# After a fault has ended, connections may still break for this long, because HAProxy and the
+# gateways only gradually notice which connections over the broken link have ended.
 _AFTERMATH_S = 12.0
 _DAY_S = 86_400
 
@@ -162,7 +162,7 @@ class MachineFaults:
                 await self._break_redis(fault, rng)
             else:
                 await self._break_gateway(fault, gateway, rng)
-        # The run ends after a number of kills. Each fault counts as one, because few are kills.
+        # The run ends after a number of kills. Every fault counts as a kill, as few faults kill.
         return 1
 
     async def _break_gateway(self, fault: str, gateway: GatewayNode, rng: random.Random) -> None:
@@ -208,7 +208,7 @@ class MachineFaults:
             self._site.problems.append(f"{gateway.machine.name} did not start again")
 
     async def _break_redis(self, fault: str, rng: random.Random) -> None:
-        """Break Redis for less than 8 s: after that, new streams end with an error by design."""
+        """Break Redis for less than 8 s, because after 8 s new streams end with an error."""
         cluster = self._cluster
         old, new = cluster.primary, cluster.replica
         if fault == "redis-paused":

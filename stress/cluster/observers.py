@@ -14,8 +14,8 @@ from tools.harness.sse import frames_of
 OWN_KEY, FOREIGN_KEY = "sk-own-0123456789abcdef", "sk-foreign-0123456789abcdef"
 _PAUSE_S = 0.4
 _ANSWER_S = 20.0
-# One read in _FOLLOWS follows the log to its end. Of the others, one in _FOREIGN is made by a
-# client with another key.
+# One of _FOLLOWS reads follows the log to its end. Of the others, one of _FOREIGN reads comes from
+# a client with another key.
 _FOREIGN, _FOLLOWS = 10, 4
 # Only this many of the newest streams are read.
 _NEWEST = 12

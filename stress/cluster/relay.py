@@ -26,7 +26,7 @@ class Weather(msgspec.Struct, frozen=True):
 
     `delay_s` and `spread_s`: each piece takes this long, and a random time up to `spread_s` more.
     `stall`: the probability that a piece takes `stall_s` longer, as a repeated packet does.
-    `up` and `down`: whether bytes to and from the server arrive; else they wait.
+    `up` and `down`: whether bytes to the server, and bytes from the server, arrive; else they wait.
     `loses`: whether bytes that would wait are discarded instead, as if their sender had given up.
     """
 

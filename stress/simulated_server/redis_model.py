@@ -46,7 +46,7 @@ class RedisModel:
         # The host that appends, by stream and epoch.
         self._writers: dict[tuple[bytes, int], str] = {}
         self._epochs: dict[bytes, int] = {}
-        # The wrong appends. The server answers them nevertheless, as a real one does.
+        # The appends that break a rule. The model answers them nevertheless, as a real Redis does.
         self._problems: list[str] = []
         self._listener: Any = None
         self._clients: dict[_Client, None] = {}

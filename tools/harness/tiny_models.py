@@ -564,8 +564,8 @@ def make_draft_model(model: Path, folder: Path, num_layers: int) -> Path:
 def add_mtp_layer(folder: Path, is_right: bool = False) -> Path:
     """Add a random MTP layer to a tiny Qwen3.5 or Qwen3-Next; return the folder.
 
-    If `is_right` is true, no layer of the model changes a token's embedding any more. Then the MTP
-    layer predicts the same tokens as the model.
+    If `is_right` is true, the layers of the model leave each token's embedding unchanged. Then the
+    MTP layer predicts the same tokens as the model.
     """
     file = folder / "model.safetensors"
     torch.manual_seed(7)

@@ -151,7 +151,7 @@ class Batches:
         for id in (*own, batch.input_id if batch.api == "anthropic" else None):
             if id is not None:
                 await self.files.remove(id)
-        # A stop that met the end of the batch is still stored.
+        # If the batch ended while it was being stopped, the stop is still stored.
         for kind in (STOP, BATCH):
             await self._records.remove(kind, batch.id)
 

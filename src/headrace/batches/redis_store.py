@@ -77,7 +77,7 @@ async def _ask(link: Link, *words: Argument) -> object:
 
 
 class _Claims:
-    """The values with which this server holds the claims on batches, by batch.
+    """The value that this server stores in Redis for each batch that it has claimed.
 
     Each new claim gets a higher value. So a write of an earlier run that arrives late changes
     nothing in a later run of the same server.

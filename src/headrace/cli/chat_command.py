@@ -75,7 +75,7 @@ def list_conversations() -> None:
 
 
 def delete_conversations(names: Sequence[str]) -> None:
-    """Delete the conversations with these numbers; the name `all` stands for all of them."""
+    """Delete the conversations with these numbers; `all` deletes every conversation."""
     kept = transcripts()
     for name in names:
         if name != "all" and not name.isdecimal():

@@ -31,9 +31,9 @@ class DownloadWait(NamedTuple):
 def download_wait(
     route: Route, checked: CheckedBody, names: Names, stream_id: StreamId, is_loading: bool = True
 ) -> DownloadWait:
-    """Describe the data during the wait for a streamed answer.
+    """Describe the data that a client receives while it waits for a streamed answer.
 
-    If not `is_loading`, the client waits for the compaction of its conversation.
+    If `is_loading` is false, the client waits for the compaction of its conversation.
     """
     headers = {"content-type": dialect_of(route).FRAMING.MEDIA_TYPE}
     if is_loading:

@@ -29,7 +29,7 @@ _TRY_AGAIN_LATER = 1013
 class UnreadMessages:
     """Limits the memory for messages that the application has not received yet, on all sockets.
 
-    Beyond the limit, the connection whose message became large first is cut.
+    Beyond the limit, the connection that has had a large message for the longest time is cut.
     """
 
     def __init__(self, max_message_bytes: int) -> None:

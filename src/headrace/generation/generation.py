@@ -270,7 +270,7 @@ class Generation:
             else:
                 await stream.accept()
         except BaseException as error:
-            # With a key, the client's next attempt finds the stream, which waits for the store.
+            # With a key, the stream waits for the store, and the client's retry finds the stream.
             if record.names.key is None or not isinstance(error, RequestError):
                 stream.stop(error if isinstance(error, RequestError) else _LEFT)
                 stream.audience.close()

@@ -258,7 +258,7 @@ class Host:
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this process is a fork, in which the model's threads do not run."""
+        """Return whether this process is a fork, in which the model's threads do not run."""
         return os.getpid() != self._process_id
 
     # The methods below run on the event loop.

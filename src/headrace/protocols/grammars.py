@@ -66,7 +66,7 @@ NO_GRAMMAR = MadeGrammar("", None)
 class _Part(NamedTuple):
     """A JSON Schema within a grammar. A lenient part loses keywords that cannot be enforced.
 
-    `notation` is set for the arguments of a call that are not one JSON object.
+    `notation` is set if the schema describes a call's arguments that are not one JSON object.
     """
 
     name: str

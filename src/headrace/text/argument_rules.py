@@ -1,4 +1,4 @@
-"""Writes the schema of a call's arguments as grammars, for formats that write no JSON object."""
+"""Writes grammars for the arguments of calls, in formats where these are not a JSON object."""
 
 import json
 import re
@@ -16,9 +16,9 @@ class ArgumentNotation(NamedTuple):
     """How the arguments of a call are written.
 
     `opening`, `comma` and `closing` are Lark. `separator` is the text between a name and a value.
-    `whole` is the rule of arguments whose names are not known; `{}` in it stands for a JSON object.
-    Values are JSON. But if `quote`, a token, is set, it encloses strings without limits and the
-    strings of an enum.
+    `whole` is the rule if the schema does not list all names; `{}` in it stands for a JSON object.
+    Values are JSON, with one exception: if the token `quote` is set, it encloses the strings of an
+    enum, and strings whose length and pattern the schema does not limit.
     """
 
     opening: str

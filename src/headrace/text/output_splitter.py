@@ -14,8 +14,8 @@ from headrace.text.tool_formats.table import format_of
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace_common.request import Channels
 
-# After so many texts that began like a call and were none, the rest of an answer is no call. Each
-# of these texts is read again, so the number bounds the time for an answer that repeats a marker.
+# After this many texts that began like a call but were not calls, the rest of the answer is text.
+# Each of these texts is read again, so the number limits the time if an answer repeats a marker.
 _MAX_FAILED = 32
 
 

@@ -67,9 +67,9 @@ def mmproj_files(folder: Path) -> list[Path]:
 def best_mmproj(sizes: Mapping[str, int], model: str) -> str | None:
     """Return which of several vision parts, given with their sizes, belongs to a GGUF file.
 
-    Parts whose names differ only in the quantization are the same part: the F16 file is the best,
-    or else the smallest file. Of different parts, only one whose name contains the model's name is
-    certain. Returns None if no part is certain.
+    Files whose names differ only in the quantization are the same part; of these, the F16 file is
+    returned, or else the smallest. If there are different parts, only a part whose name contains
+    the model's name is certain to belong to the file. Returns None if no part is certain.
     """
     if len({base_of(name) for name in sizes}) > 1:
         own = base_of(model).lower()
@@ -80,7 +80,7 @@ def best_mmproj(sizes: Mapping[str, int], model: str) -> str | None:
 
 
 def is_used_unnamed(architecture: str) -> bool:
-    """Whether a GGUF model of this architecture uses a vision part that the user did not name."""
+    """Return whether a GGUF model of this architecture uses a vision part that was only found."""
     projectors = _PROJECTORS.values()
     return any(architecture in it.families and not it.must_be_named for it in projectors)
 

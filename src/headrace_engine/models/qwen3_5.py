@@ -190,7 +190,7 @@ class Qwen35(nn.Module):
 
     @staticmethod
     def with_one_layer(config: Qwen35Config) -> Qwen35Config:
-        """Return the config of a model with one attention layer, as an MTP layer is."""
+        """Return the config of a model whose only layer has attention, as an MTP layer does."""
         text = msgspec.structs.replace(config.text, windows=(None,))
         return msgspec.structs.replace(config, text=text, kinds=(_ATTENTION,))
 

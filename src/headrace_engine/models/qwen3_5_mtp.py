@@ -20,7 +20,7 @@ class Qwen35Mtp(nn.Module):
     """
 
     def __init__(self, model: Qwen35) -> None:
-        """Take the layer, the last norm and the rotary settings of a model with one layer."""
+        """Take the layer, the last norm and the rotary settings from a model with one layer."""
         super().__init__()
         hidden, eps = model.norm.weight.shape[0], model.norm.eps
         self.cache = model.cache

@@ -67,7 +67,7 @@ class _BatchedStep(NaiveStep):
         batch = self._batch
         lasts = batch.starts[chunks, None] // self._storage.block_size
         numbers = np.arange(int(lasts.max()) + 1)
-        # Padding with blocks of other sequences could bring their NaN along.
+        # Blocks of other sequences are no padding, because 0 times their NaN would be NaN.
         table = batch.block_table[chunks[:, None], np.minimum(numbers, lasts)]
         return _Group(
             self._on_device(batch.first_rows[chunks]),
@@ -76,9 +76,9 @@ class _BatchedStep(NaiveStep):
         )
 
     def _write(self, memory: Tensor, new: Tensor) -> None:
-        """Write the new rows, after clearing the blocks that begin with one of them.
+        """Write the new rows, after clearing the blocks that begin with a new row.
 
-        Decode chunks read whole blocks. An old NaN would survive an attention weight of 0.
+        Decode chunks read whole blocks, and 0 times an old NaN would be NaN.
         """
         if len(self._begun):
             memory.index_fill_(0, self._begun, 0)

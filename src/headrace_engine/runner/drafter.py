@@ -103,10 +103,10 @@ class Drafter:
         )
 
     def after(self, chunks: Sequence[Chunk], sequences: Mapping[SequenceId, SequenceState]) -> None:
-        """Take the hidden states of the served model, which has just computed the chunks."""
+        """Let the drafter use the hidden states that the served model has just computed."""
 
     def end(self, sequence_id: SequenceId) -> None:
-        """Forget a sequence."""
+        """Release what is stored for a sequence."""
 
     def _reads(self, chunk: Chunk) -> bool:
         """Return whether `run` reads tokens of the chunk."""
@@ -131,9 +131,9 @@ class Drafter:
     ) -> None:
         """Append a token to each guess.
 
-        A request that draws at random uses the random number with which the served model will
-        draw the same token. So both models often draw the same token, even if several tokens are
-        likely.
+        If a request draws at random, the draft model uses the random number with which the served
+        model will draw the token at the same position. So both models often draw the same token,
+        even if several tokens are likely.
         """
         logits = self._lane.logits(rows)[:, : self._num_ids].numpy()
         for row, chunk in zip(logits, drafting, strict=True):
@@ -192,7 +192,10 @@ class MtpDrafter(Drafter):
         return super()._reads(chunk) and not _reads_prompt(chunk)
 
     def _first(self, chunk: Chunk) -> int:
-        """Read the correct tokens of the last guess again, with the model's hidden states."""
+        """Return where the last guess began, because its correct tokens must be read again.
+
+        The second time, the layer reads them with the served model's hidden states.
+        """
         first = min(self._guessed_from.pop(chunk.sequence_id, chunk.draft_start), chunk.draft_start)
         if chunk.is_drafted:
             self._guessed_from[chunk.sequence_id] = chunk.draft_end
@@ -200,7 +203,7 @@ class MtpDrafter(Drafter):
 
 
 def _reads_prompt(chunk: Chunk) -> bool:
-    """Return whether the draft model reads tokens that the chunk itself computes, in a prompt."""
+    """Return whether the draft model reads prompt tokens that the same chunk computes."""
     return not chunk.guess and chunk.draft_end > max(chunk.start, chunk.draft_start)
 
 

@@ -87,7 +87,7 @@ def _text_footprint(
 
 
 def packed_footprint(model: nn.Module, dtype: torch.dtype, quantize: Quantize) -> Footprint:
-    """Return the memory of a model without weights, none of which stay in the format of files."""
+    """Return the memory for the weights of `model`, which has none yet; all will be packed."""
     return _packed_one_by_one(model.to(dtype), quantize, {}, maps_experts=False)
 
 

@@ -79,7 +79,7 @@ class LoadPlan(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name of the model, or say whose MTP layer this is."""
+        """Return the model's name; for an MTP layer, a description with the model's name."""
         is_own = self.lane_class is MtpLane
         return f"MTP layer of {self.spec.name}" if is_own else self.spec.name
 
@@ -301,7 +301,7 @@ def _plan_mtp(
 def _without_shortage(
     draft: LoadPlan, fits: Callable[[LoadPlan | None], Footprint]
 ) -> LoadPlan | None:
-    """Return the MTP layer, or None if the model then lacks memory; the user did not ask for it."""
+    """Return an MTP layer that the user did not ask for, or None if memory is too short for it."""
     try:
         is_short = fits(draft).mapped > 0
     except ModelError:

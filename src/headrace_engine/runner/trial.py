@@ -27,8 +27,8 @@ _TRIALS = ((4, 1), (16, 1), (64, 8, 1))
 
 The prompt chunks have four different sizes, so that the trials use every kernel.
 """
-# The context and the numbers of read and chosen tokens in the trials of a draft model. The context
-# is not computed, because the time does not depend on the numbers in the cache.
+# For each trial of a draft model: the length of the context, and how many tokens are read and
+# chosen. The context is not computed, because the time does not depend on the cache's values.
 _DRAFTS = ((0, 1, 1), (0, 1, 4), (0, 2, 8), (0, 64, 1), (448, 64, 1), (448, 1, 4))
 _NUM_DRAFT_ROUNDS = 3
 _NUM_ROUNDS = 4
@@ -92,7 +92,7 @@ def _trial(runner: Runner, layout: MemoryLayout, lengths: tuple[int, ...]) -> It
 
 
 def timed_drafts(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, int, int, float]]:
-    """Let the draft model read some tokens and choose a guess, and time the draft model.
+    """Time how long the draft model takes to read some tokens and to choose a guess.
 
     Yields the context, the numbers of read and chosen tokens, and the seconds. The first times are
     not yielded, because they include warming up.

@@ -400,9 +400,9 @@ class TimeBudget:
         return self.draft.predict(drafted) * (self.draft.margin(True) if with_margin else 1.0)
 
     def seconds_hoped(self, drafted: StepShape | None) -> float:
-        """Return the seconds in the draft model with which to decide whether to use the model.
+        """Return the seconds in the draft model that decide whether the model is used.
 
-        While the model is not used, they slowly fall, so that the model is tried again.
+        While the model is not used, the result slowly falls, so that the model is tried again.
         """
         return 0.0 if drafted is None else self.draft.hope(drafted)
 

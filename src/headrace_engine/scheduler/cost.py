@@ -254,11 +254,11 @@ class CostModel:
         return self._hope * self.predict(shape)
 
     def forget(self) -> None:
-        """Lower what `hope` returns a little, after a step that did not compute such shapes.
+        """Slightly lower the result of `hope`, after a step without work of this kind.
 
-        A cost is only learned from steps that compute something. So work that once took too long
-        to pay would never be tried again, even after it has become fast. If `hope` is more than
-        USUAL times lower than the prediction, the next timed step alone sets the pace.
+        The cost model only learns from work that is done. So work that once took too long to be
+        worth doing would never be tried again, even after it has become fast. If `hope` is more
+        than USUAL times lower than the prediction, only the next timed step decides the pace.
         """
         self._hope = max(LEAST_HOPE, self._hope * (1 - FORGET))
 

@@ -86,7 +86,7 @@ class Guessing:
         return guess if guess.num_expected > own.num_expected else own
 
     def _catch_up(self, step: PlannedStep, decoders: list[Sequence]) -> None:
-        """Let the draft model read tokens of the first sequence with MAX_UNREAD unread tokens."""
+        """Let the draft model read tokens of the first sequence that has MAX_UNREAD unread ones."""
         for index, sequence in enumerate(decoders):
             chunk, end = step.chunks[index], sequence.num_draft_read + MAX_UNREAD
             is_late = end <= chunk.start and not chunk.is_drafted
@@ -101,9 +101,9 @@ class Guessing:
     def _limit(self, sequence: Sequence, num_to_recompute: int) -> int:
         """Return how many tokens may be guessed for a sequence.
 
-        The limit is 0 for a suspect of a failed step, and while another launched step names
-        the sequence. A chunk with guesses never ends where a snapshot is due. The chunk computes
-        `num_to_recompute` tokens again; these tokens count towards the limit of guesses.
+        The limit is 0 if the sequence is suspected of having made a step fail, and while another
+        launched step includes the sequence. A chunk with guesses never ends where a snapshot is
+        due. The chunk computes `num_to_recompute` tokens again, which lower the limit.
         """
         most = self._limits.max_guess - num_to_recompute
         most = min(most, sequence.max_total - sequence.num_tokens - 1)

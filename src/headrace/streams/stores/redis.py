@@ -269,7 +269,7 @@ class RedisStore:
 
     def _take_ask(self, words: list[str]) -> None:
         what, *details, id = words
-        # A stream that is being claimed may belong to this gateway in a moment.
+        # A stream that is being claimed may soon belong to this gateway.
         is_claimed = what == "stop" and self._num_claims > 0
         if StreamId(id) in self.tails.own or is_claimed:
             interval_s = float(details[1]) if what == "beat" else 0.0
@@ -285,7 +285,7 @@ class RedisStore:
 
     @contextlib.contextmanager
     def _claiming(self) -> Iterator[None]:
-        """Mark a claim as in progress: Redis may already assign streams that are unknown here."""
+        """Count a claim in progress: Redis may assign a stream before this gateway knows of it."""
         self._num_claims += 1
         try:
             yield

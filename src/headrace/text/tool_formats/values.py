@@ -37,7 +37,7 @@ def value_of(text: str, is_text: bool) -> Any:
 
 
 def with_texts(name: str, arguments: dict[str, Any], is_text: IsText) -> Call:
-    """Return a call whose numbers are texts where the tool declares a string.
+    """Return the call with numbers turned into texts where the tool declares a string.
 
     A model may omit the quotes of a text that looks like a number.
     """

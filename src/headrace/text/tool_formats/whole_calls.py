@@ -5,8 +5,8 @@ from collections.abc import Callable
 from headrace.text.tool_formats.format import Call, CallDelta
 from headrace.text.tool_formats.values import deltas_of
 
-# The number of markers `end` that may turn out not to end the calls. Each try parses the whole
-# text, so the number bounds the time for an answer that repeats the marker.
+# How many of the markers `end` may turn out not to end the calls. Each try parses the whole text,
+# so the number limits the time if an answer repeats the marker.
 _MAX_TRIES = 32
 
 

@@ -25,7 +25,7 @@ from headrace_engine.weights.weights import sources_of
 
 logger = logging.getLogger(__name__)
 
-# How many hidden states of each sequence are kept. A token is read at most 64 steps after it was
+# How many hidden states are kept for each sequence. A token is read at most 64 steps after it was
 # drawn, unless several sequences have to catch up at the same time.
 _NUM_KEPT = 128
 
@@ -33,13 +33,13 @@ _NUM_KEPT = 128
 class MtpLane:
     """The MTP layer of a model, as a small draft model with one layer.
 
-    At position i, the layer reads token i and the model's hidden state of position i - 1. Training
-    counts the same pair as position i - 1, but rotary positions only depend on distances. Counted
-    like this, a block of the cache depends only on the tokens up to its end, as in every other
-    model. So blocks can be shared.
+    At position i, the layer reads token i and the model's hidden state of position i - 1. In
+    training, this pair has position i - 1, but only distances between positions matter. With
+    position i, a block of the cache depends only on the tokens up to the block's end, as in every
+    other model. So blocks can be shared.
 
-    A hidden state that is not known counts as zeros: before token 0, after a prefix that was taken
-    from the cache, and where too many tokens were not read in time.
+    Zeros replace an unknown hidden state: before token 0, after a prefix from the cache, and if
+    the layer was too many tokens behind.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class MtpLane:
             self._storage.copy_block(each.source, each.target)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        """Compute the chunks; return the hidden state of the last token of chunks with a row.
+        """Compute the chunks; return the hidden state of the last token of each chunk with a row.
 
-        This hidden state also stands for the model's own, until the model has computed the token.
+        This hidden state replaces the model's own until the model has computed the token.
         """
         hidden = [
             self.past(chunk.sequence_id).get(chunk.start - 1, chunk.start + chunk.length - 1)
@@ -95,7 +95,7 @@ class MtpLane:
     def read(
         self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"], hidden: Tensor
     ) -> Tensor:
-        """Compute the chunks; `hidden` has the hidden state before each token."""
+        """Compute the chunks; `hidden` has the hidden state of the position before each token."""
         batch = pack(chunks, token_ids, self._storage.block_size, self.device)
         embedded = self._served.embed(batch.token_ids)
         out: Tensor = self._model(embedded, hidden, self._attention.step(batch))
@@ -105,7 +105,7 @@ class MtpLane:
         return self._served.logits(rows)
 
     def past(self, sequence_id: SequenceId) -> "_PastStates":
-        """Return the hidden states that are kept of a sequence."""
+        """Return the hidden states that are stored for a sequence."""
         if sequence_id not in self._past:
             self._past[sequence_id] = _PastStates(self._size, self.dtype)
         return self._past[sequence_id]
