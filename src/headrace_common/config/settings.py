@@ -400,7 +400,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_total_input_bytes: Annotated[
         Count | None,
-        Meta(description="Largest size of all held inputs in bytes. Default: 1/8 of the memory"),
+        Meta(description="Most bytes of inputs of all requests together. Default: 1/8 of memory"),
     ] = None
     queue_timeout_s: Annotated[
         float,
