@@ -230,19 +230,24 @@ async def test_a_repeated_write_that_comes_late_changes_nothing_after_later_writ
         assert await shelf.records.get(BATCH, "batch") == b"begun"
 
 
-async def test_a_record_whose_writer_was_cancelled_is_found_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    records = folder_batch_store(tmp_path).records
-    is_writing, may_write = threading.Event(), threading.Event()
+def pause(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, threading.Event]:
+    """Let a function of the folder store set the first event and wait for the second."""
+    is_writing, may_write, write = threading.Event(), threading.Event(), getattr(folder, name)
 
     def slowly(*given: object) -> None:
         is_writing.set()
         assert may_write.wait(20)
-        replace(*given)
+        write(*given)
 
-    replace = folder._replace
-    monkeypatch.setattr(folder, "_replace", slowly)
+    monkeypatch.setattr(folder, name, slowly)
+    return is_writing, may_write
+
+
+async def test_a_record_whose_writer_was_cancelled_is_found_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = folder_batch_store(tmp_path).records
+    is_writing, may_write = pause(monkeypatch, "_replace")
     writing = asyncio.create_task(records.put(BATCH, "batch", b"record"))
     assert await asyncio.to_thread(is_writing.wait, 20)
     writing.cancel()
@@ -285,15 +290,7 @@ async def test_what_is_removed_as_it_is_written_stays_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = folder_batch_store(tmp_path).blobs
-    is_writing, may_write = threading.Event(), threading.Event()
-
-    def slowly(*given: object) -> None:
-        is_writing.set()
-        assert may_write.wait(20)
-        append(*given)
-
-    append = folder._write
-    monkeypatch.setattr(folder, "_write", slowly)
+    is_writing, may_write = pause(monkeypatch, "_write")
     writing = asyncio.create_task(blobs.append("out", b"one\n"))
     assert await asyncio.to_thread(is_writing.wait, 20)
     writing.cancel()

@@ -14,7 +14,7 @@ from headrace_engine.models.step import Step
 
 
 class Qwen35Mtp(nn.Module):
-    """A decoder layer whose input combines a hidden state with the embedding of the next token.
+    """Predicts the token after the next one, from a hidden state and the next token's embedding.
 
     The model's embeddings and output layer are used too; they are not part of this module.
     """
