@@ -72,7 +72,7 @@ async def read(reader: framing.FrameReader) -> AnyMessage | None:
     except (EOFError, ConnectionError):
         return None
     except msgspec.DecodeError:
-        logger.exception("The other side sent something that is not a message")
+        logger.exception("A message between the gateway and an engine could not be decoded")
         return None
 
 

@@ -54,7 +54,8 @@ class CapturedForward(Generic[Batch]):
             steady, graph, result = self._captured or self._capture(batch)
         except CannotCapture as error:
             logger.info(
-                "Small steps run without replay, because this call cannot be captured: %s", error
+                "Small steps run more slowly, because one of their calls cannot be recorded: %s",
+                error,
             )
             self._is_off = True
             return self._forward(batch)

@@ -118,7 +118,7 @@ def test_the_models_own_mtp_layer_is_used_unless_it_is_switched_off(
     assert found.position_bytes == 2 * 2 * 32 * 2
     assert draft(draft="off") is draft(scheduler=SchedulerConfig(guess="off")) is None
     assert draft(dtype="float32") is draft(kernels="plain") is None
-    with pytest.raises(ModelError, match="--draft mtp needs guesses"):
+    with pytest.raises(ModelError, match="--draft mtp needs --guess auto"):
         draft(draft="mtp", dtype="float32")
 
     def fits(*arguments: object) -> Footprint:

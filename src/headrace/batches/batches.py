@@ -213,7 +213,8 @@ class Batches:
             await run.run()
         except* ClaimLost:
             logger.warning(
-                "The claim on a batch was lost; the server that claims the batch next continues it"
+                "This server stopped a batch, because it lost its claim on the batch; another "
+                "server can take the batch over"
             )
         # The failure concerns one batch, not the server.
         except* Exception:

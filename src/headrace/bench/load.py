@@ -71,7 +71,10 @@ class Background:
                     task.result()
                     raise ServerSaid(f"A stream ended before its token {_NUM_SETTLED}.")
             if time.perf_counter() > deadline:
-                raise ServerSaid("The streams did not start; does the server run that many?")
+                raise ServerSaid(
+                    f"Not all of the {len(self._prompts)} streams started within "
+                    f"{_START_WITHIN_S:g} s; use fewer streams."
+                )
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:

@@ -157,7 +157,7 @@ def mixed(urls: tuple[str, ...], file: Path | None, folder: Path | None, **given
 )
 @click.option(
     "--streams", type=Several(click.IntRange(1, 1024)), metavar="LIST",
-    help="Numbers of streams, such as 2,8, instead of those of the grid",
+    help="Numbers of streams, such as 2,8, instead of those of the profile",
 )  # fmt: skip
 @click.option(
     "--rates", type=Several(click.FloatRange(0, 1000, min_open=True)), metavar="LIST",

@@ -231,7 +231,7 @@ class Unshared:
 
     async def asked(self) -> WriterRequest:
         await asyncio.Event().wait()
-        raise AssertionError("nobody asks")
+        raise AssertionError("no other server can send a request")
 
     def tell(self, about: Callable[[], bytes]) -> None:
         """Do nothing: no other server reads this store."""

@@ -97,7 +97,7 @@ def bounded_format(method: Any, formatted: Callable[..., str] | None) -> Callabl
 
     def wrapper(*arguments: Any, **named: Any) -> str:
         if _NESTED_FIELD.search(text.replace("{{", "")):
-            raise Overrun("formatted a text with a width that is an argument")
+            raise Overrun("used an argument as the width of a formatted text")
         widths = sum(map(_of_digits, _NUMBERS.findall(text)))
         each = _printed((*arguments, *named.values()), is_quoted="!" in text)
         check_size(len(text) + widths + text.count("{") * each)

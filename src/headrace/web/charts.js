@@ -152,7 +152,7 @@ export function drawGaps(canvas, gaps, target) {
   text(pen, "0 ms", 0, height - 6);
   const isNear = target != null && target <= most;
   const x = isNear ? (target / most) * num * wide : 0;
-  const end = longer ? `${longer} beyond ${most.toFixed(0)} ms` : `${most.toFixed(0)} ms`;
+  const end = longer ? `${longer} longer than ${most.toFixed(0)} ms` : `${most.toFixed(0)} ms`;
   // Leave room for the label of the target.
   if (width - x > 150) text(pen, end, width, height - 6, "right");
   if (target != null && !isNear) text(pen, `stall target ${target} ms →`, width, 9, "right");

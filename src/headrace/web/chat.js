@@ -343,7 +343,7 @@ function openChoices(isOwn) {
   $("choices-title").textContent = isOwn ? "Options of this conversation" : "Settings";
   for (const name of ["key-field", "look", "scope"]) $(name).hidden = isOwn;
   $("advanced").open = isLocked && !isOwn;
-  $("numbers").replaceChildren(...ADVANCED.map((name) => el("label", {}, name[0].toUpperCase() + name.slice(1).replaceAll("_", " "), el("input", { name, type: "number", step: "any", placeholder: "as the model" }))));
+  $("numbers").replaceChildren(...ADVANCED.map((name) => el("label", {}, name[0].toUpperCase() + name.slice(1).replaceAll("_", " "), el("input", { name, type: "number", step: "any", placeholder: "model default" }))));
   for (const field of form.elements) if (field.name) field.value = chosen[field.name] ?? "";
   $("fault").textContent = "";
   form.onsubmit = (event) => keepChoices(event, isOwn);

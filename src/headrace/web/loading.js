@@ -34,7 +34,7 @@ export function showLoad(box) {
   const share = progress === null ? "" : `${Math.round(100 * progress)} %`;
   const figures = [share, detail].filter(Boolean).join(" ");
   const words = `The server is ${stage}${figures && `: ${figures}`}`;
-  const bar = box.querySelector("progress") ?? el("progress", { "aria-label": "Load of the model" });
+  const bar = box.querySelector("progress") ?? el("progress", { "aria-label": "Loading progress of the model" });
   if (progress === null) bar.removeAttribute("value");
   else bar.value = progress;
   if (!bar.parentNode) box.append(el("span", { class: "what" }), el("span"), bar);

@@ -159,7 +159,7 @@ def fields_checked() -> Iterator[None]:
         yield
     except (TypeError, ValueError, ArithmeticError, LookupError, struct.error) as error:
         raise ModelError(
-            "The fields of the GGUF file do not fit together; download it again.", "model_corrupt"
+            "A field of the GGUF file is missing or invalid; download it again.", "model_corrupt"
         ) from error
 
 

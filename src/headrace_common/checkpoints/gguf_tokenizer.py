@@ -65,7 +65,7 @@ def build_tokenizer(header: GgufHeader) -> Tokenizer:
     # Fields may have wrong types. The library is written in Rust and may panic.
     except BaseException as error:
         kept = error if isinstance(error, Exception) else None
-        raise _unusable("its fields do not fit together") from kept
+        raise _unusable("one of its fields is missing or invalid") from kept
 
 
 def _build(header: GgufHeader) -> Tokenizer:
@@ -107,7 +107,7 @@ def _byte_level(fields: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer
         bpe = models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS_FIRST)
     # The library raises a plain Exception, for example if a merge has unknown tokens.
     except Exception:
-        raise _unusable("its merges do not fit its tokens") from None
+        raise _unusable("its merges are invalid") from None
     tokenizer = Tokenizer(bpe)
     if name in _NO_SPLIT_OF_ITS_OWN:
         tokenizer.pre_tokenizer = splitters.ByteLevel(add_prefix_space=False)

@@ -47,8 +47,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Milliseconds | None,
         Meta(
             description="Limit on the time between two tokens of a stream while other clients' "
-            "prompts are computed, or off. Default: 200 on a CPU and 50 on CUDA, rising to at "
-            "most 500 while shorter steps would read prompts at less than 80 % of the best rate"
+            "prompts are computed, or off. Default: 200 on a CPU and 50 on CUDA; up to 500 if "
+            "prompts would otherwise run at less than 80 % of their best throughput"
         ),
     ] = None
     max_step_ms: Annotated[
@@ -86,7 +86,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=4096,
-            description="Largest number of prompts that are being read at the same time; later "
+            description="Largest number of prompts that are computed at the same time; later "
             "prompts wait",
         ),
     ] = 4
@@ -103,7 +103,7 @@ class PrefixCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
             "engines find them. It contains the tokens of prompts and answers. auto: "
             "$XDG_CACHE_HOME/headrace/prefixes, if the folder is on a local disk. Default: "
             "auto for headrace serve, but none with --state-dir none or --cluster, and none "
-            "for LLM",
+            "for the Python class LLM",
         ),
     ] = None
     prefix_cache_disk_bytes: Annotated[
@@ -393,14 +393,14 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: Annotated[
         Count | None,
         Meta(
-            description="Largest number of waiting prompt tokens. Default: as many as can be read "
-            "in 600 s, and at least one context. An empty queue accepts any prompt "
+            description="Largest number of waiting prompt tokens. Default: as many as can be "
+            "computed in 600 s, and at least one context. An empty queue accepts any prompt "
             "that fits the context"
         ),
     ] = None
     max_total_input_bytes: Annotated[
         Count | None,
-        Meta(description="Most bytes of inputs of all requests together. Default: 1/8 of memory"),
+        Meta(description="Memory in bytes for the inputs of all requests. Default: 1/8 of memory"),
     ] = None
     queue_timeout_s: Annotated[
         float,

@@ -280,7 +280,7 @@ class Gemma4(nn.Module):
 
 
 class Gemma4Unified(Gemma4):
-    """The 12B model: like the other dense models, but its config has other defaults."""
+    """The 12B model: like the other dense models, but its config has different defaults."""
 
     @staticmethod
     def read(config: dict[str, Any]) -> Gemma4Config:
@@ -361,7 +361,9 @@ def _full_heads(config: dict[str, Any], kinds: list[str]) -> tuple[int, int]:
         heads = own.get("head_dim") or config["head_dim"], own.get("num_key_value_heads")
         found[kind].add((heads[0], heads[1] or kv_heads))
     if found[_LOCAL] - {(config["head_dim"], kv_heads)} or len(found[_FULL]) != 1:
-        raise ModelError("Layers of one kind with different heads are not supported natively.")
+        raise ModelError(
+            "Layers of one type with different heads (number or size) are not supported natively."
+        )
     return found[_FULL].pop()
 
 

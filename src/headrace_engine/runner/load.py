@@ -283,8 +283,8 @@ def _plan_mtp(
     can_guess = config.scheduler.guess != "off" and not is_exact
     if is_asked and not can_guess:
         raise ModelError(
-            "--draft mtp needs guesses: --guess auto, Headrace's kernels, and bfloat16 or fewer "
-            "bits. Change these settings, or omit --draft."
+            "--draft mtp needs --guess auto, compiled kernels (not --kernels plain), and bfloat16 "
+            "or quantized weights. Change these settings, or omit --draft."
         )
     layer = mtp_layer(spec) if can_guess else None
     if is_asked and layer is None:
@@ -307,7 +307,7 @@ def _without_shortage(
     except ModelError:
         is_short = True
     if is_short:
-        logger.info("The %s is left out, because memory is short.", draft.name)
+        logger.info("There is not enough memory for the %s, so it is not used.", draft.name)
     return None if is_short else draft
 
 

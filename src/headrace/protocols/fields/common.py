@@ -43,7 +43,8 @@ class LogitBias(msgspec.Struct, frozen=True):
             pairs = items_of(value, path, 0, _MAX_BIASES)
             return dict(_bias_pair(*each) for each in pairs)
         if type(value) is not dict:
-            raise wrong_type(value, path, "an object of biases by token id, or an array of pairs")
+            allowed = "an object of token ids and biases, or an array of pairs [token id, bias]"
+            raise wrong_type(value, path, allowed)
         if len(value) > _MAX_BIASES:
             message = f"{path} has {len(value)} entries; it may have {_MAX_BIASES}."
             raise RequestError("invalid_value", message, path)

@@ -133,7 +133,8 @@ def check_template_fields(fields: dict[str, Any]) -> None:
     for name in _NOT_REPLACEABLE:
         if name in fields.get("chat_template_kwargs", {}):
             path = f"chat_template_kwargs.{name}"
-            raise RequestError("invalid_value", f"{path} cannot be replaced; leave it out.", path)
+            message = f"The server sets {path} itself; leave it out."
+            raise RequestError("invalid_value", message, path)
     if not fields.get("continue_final_message"):
         return
     if fields.get("add_generation_prompt"):

@@ -96,8 +96,8 @@ def relevance(vectors: bytes, num: int, applies_sigmoid: bool) -> "array[float]"
     if len(scores) != num:
         raise RequestError(
             "unsupported_operation",
-            f"This model sorts texts into {len(scores) // num} classes and gives no relevance; "
-            "serve a cross-encoder with one label.",
+            f"This model is a classifier with {len(scores) // num} labels, so it cannot score "
+            "relevance; serve a cross-encoder with one label.",
             "model",
         )
     if applies_sigmoid:

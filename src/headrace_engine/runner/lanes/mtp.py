@@ -151,8 +151,8 @@ def mtp_layer(spec: ModelSpec) -> Any | None:
     if headers and headers.keys() != expected:
         example = min(headers.keys() ^ expected)
         logger.info(
-            "The MTP layers of %s are not used; only a single layer in the form of Qwen3.5 is "
-            "supported, and %s does not fit.",
+            "The MTP layers of %s are not used. Only a single layer with the tensors of "
+            "Qwen3.5's MTP layer is supported, and %s is missing or unknown.",
             *(spec.name, example),
         )
     return model if headers.keys() == expected else None

@@ -204,8 +204,8 @@ class GenericMultimodal(SlotLane):
         self._contents.clear()
         if (cut - whole).abs().max() > TOLERANCE.get(self.dtype, 5e-2) * whole.abs().max():
             raise ModelError(
-                f"{spec.architecture} gives other results when a prompt is cut into chunks, "
-                "because text attends to later tokens. Models that do this are not supported."
+                f"The results of {spec.architecture} change when a prompt is cut into chunks, "
+                "because its text tokens attend to later tokens. Such models are not supported."
             )
 
     def _probe(self, ids: "array[int]", cut: int) -> Tensor:
