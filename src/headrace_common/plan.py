@@ -32,7 +32,8 @@ UNIT_ROWS = 16
 class EncoderStage(NamedTuple):
     """A part of an encoding that has to be complete before the next part begins.
 
-    Each unit computes `num_rows` tokens of the encoder. Units of one kind share a cost model.
+    A stage consists of units. A unit is the smallest part of the work that a step can run: it
+    computes `num_rows` tokens in one layer. Units of one kind share a cost model.
     """
 
     kind: int

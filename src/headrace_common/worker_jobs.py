@@ -187,8 +187,8 @@ class FitImages(FitResponse, frozen=True, tag=True):
 class SummarizeResponse(Job[CheckedBody], frozen=True, tag=True):
     """Turn the request of a response into a request for a summary of its conversation.
 
-    The packed bytes are the request's CheckedBody. If a summary would replace no item, the result
-    has no stubs unless `is_asked`.
+    The packed bytes are the request's CheckedBody. If a summary could not replace any item, `stubs`
+    of the result is empty unless `is_asked`.
     """
 
     max_tokens: int
@@ -208,7 +208,7 @@ class PutSummary(Job[CheckedBody], frozen=True, tag=True):
 
 
 class WriteCompaction(Job[bytes], frozen=True, tag=True):
-    """Write the answer of /v1/responses/compact. The packed bytes are the request's kept data."""
+    """Write the answer of /v1/responses/compact. The packed bytes are the request's `kept`."""
 
     stream_id: str
     created: int

@@ -38,24 +38,24 @@ def fits_vectors(size: int, dim: int) -> bool:
 class Past(NamedTuple):
     """The cached keys and values of one kv head, with the block table of one sequence."""
 
-    keys: Any  # [blocks, kv_heads, numbers of a block]
-    values: Any
+    keys: Any  # [blocks, kv_heads, positions * dim (and scales, in an int8 cache)]
+    values: Any  # the same shape
     table: Any  # block numbers of the sequence
     head: int
 
 
 @njit(inline="always")
 def positions_of(cache: Any, dim: int) -> int:
-    """Return the block size of a cache [blocks, kv_heads, numbers of a block]."""
+    """Return how many positions a block of the cache holds; dim: the size of a head."""
     size: int = cache.shape[2] // (dim + SCALE_BYTES if cache.itemsize == 1 else dim)
     return size
 
 
 @njit(inline="always")
 def per_word(cache: Any, dim: int) -> int:
-    """Return how many numbers a word holds in a cache [blocks, kv_heads, numbers of a block].
+    """Return how many numbers of the cache a word of 4 bytes holds.
 
-    If the block's shape does not allow words of four bytes, the result for bytes is 1.
+    If the block's shape does not allow words of several numbers, return 1.
     """
     size = positions_of(cache, dim)
     if cache.itemsize == 1:

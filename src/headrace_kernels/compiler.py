@@ -1,6 +1,6 @@
 """Compiles each kernel in a separate process, with one process per core at the same time.
 
-If one process compiles several kernels, the kernels share code in another way than kernels from
+If one process compiles several kernels, the kernels share code differently than kernels from
 the cache. The last digits of the results then differ. So a process runs only kernels from the
 cache. A process compiles a kernel itself only if the child process failed or nothing can be stored.
 """

@@ -108,10 +108,10 @@ def _clear(x: Any) -> None:
 def _convolve_span(x: Any, before: Any, weight: Any, span: slice, out: Any) -> None:
     """Convolve some channels of a chunk.
 
-    x, out: [tokens, channels]; before: [width - 1, channels]; weight: float32 [width, whole
-    vectors]. The rows of out also have room for whole vectors. All arguments are contiguous arrays,
-    and `span` selects the channels. If slices were passed, the compiler could not know that the
-    slices are contiguous and would not vectorize the loops.
+    x, out: [tokens, channels]; before: [width - 1, channels]; weight: float32 [width, channels].
+    The rows of weight and of out have room up to the next multiple of a vector. All arguments are
+    contiguous arrays, and `span` selects the channels. If slices were passed, the compiler could
+    not know that the slices are contiguous and would not vectorize the loops.
     """
     width, first = len(weight), span.start
     # A ring of the last inputs: the newest input overwrites the oldest input.

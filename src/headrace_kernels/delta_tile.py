@@ -55,7 +55,7 @@ class _Tile:
         return self._pass(1, body)[0]
 
     def move(self, token: Any, following: Any, kept: Any, moves: Vectors) -> list[Vectors]:
-        """Update all rows. Return the new state's sums for the query and for the following key.
+        """Update all rows. Return the new state's products with the query and the following key.
 
         kept: the factor that scales the old state. moves: the correction of each column, which is
         multiplied with the key.

@@ -95,7 +95,7 @@ def group_tile(num_rows: int, num_vectors: int, form: GroupFormat) -> Any:
 
     While group i is multiplied, `share` bytes are prefetched from base + i * share on. `share` is
     at most the size of a group. The order of additions is the same for every `num_rows`, so the
-    number of rows changes no bit.
+    number of rows does not change any bit.
 
     A tile of one vector computes one half of the panel, number `part`; otherwise `part` is 0.
     If the format has WIDE bits, `group_layout` has written w, and nothing is prefetched.

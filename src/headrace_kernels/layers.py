@@ -149,7 +149,7 @@ class CpuClampedMLP(CpuGatedMLP):
 
 
 class PlainStep:
-    """Used in place of a step for linear layers that are computed without adapters."""
+    """Replaces the step for linear layers that no adapter changes."""
 
     @staticmethod
     def linear(layer: nn.Module, x: Tensor) -> Tensor:

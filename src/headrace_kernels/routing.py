@@ -29,7 +29,7 @@ class Routing(NamedTuple):
     weights: Tensor  # float32 [tokens, chosen]
     ids: Tensor  # int32 [tokens, chosen]: the numbers of the experts
     places: Tensor  # int32 [tokens, chosen]
-    sources: Tensor  # int32 [tokens, chosen]: the token of the row at each place
+    sources: Tensor  # int32 [tokens, chosen]: for each sorted row, the index of its token
     firsts: Tensor  # int32 [experts + 1]: the first place of each expert
 
 

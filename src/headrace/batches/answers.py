@@ -152,7 +152,7 @@ class LineAnswers:
             failure = RequestError("internal_error", "The server failed on this request.")
             status, body = self._failed(asked, failure)
         if custom_id is None:
-            # No worker could open the line.
+            # Opening the line failed, so no worker has returned its custom_id.
             custom_id = await asyncio.to_thread(custom_id_of, asked.line)
         return LineAnswer(custom_id, status, body)
 

@@ -73,7 +73,8 @@ class Batches:
             answers,
             check,
             config.batches.max_batch_lines,
-            # All lines were accepted. A line of Anthropic's API is longer than its request.
+            # The requests were accepted already. A line that is made from a request of Anthropic's
+            # API is longer than the request, so only the size of the file limits a line.
             config.batches.max_file_bytes,
         )
         self._runs: dict[str, BatchRun] = {}

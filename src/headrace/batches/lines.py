@@ -1,4 +1,4 @@
-"""Reads blobs line by line, both the lines to answer and the results."""
+"""Reads files of the batch store line by line: files of requests and files of results."""
 
 import re
 from collections import Counter

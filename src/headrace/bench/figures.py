@@ -12,7 +12,7 @@ Window = tuple[float, float]
 
 
 class Gap(NamedTuple):
-    """The time between two tokens of a stream. `tag` says which prompts were computed meanwhile."""
+    """The time between two tokens of a stream. `tag` says which prompts were computed in it."""
 
     stream: int
     end: float
@@ -102,8 +102,8 @@ def between_tokens(cell: Cell) -> list[float]:
 def goodput(cell: Cell, ttft_s: float, gap_s: float) -> float:
     """Return the fraction of prompts that meet both limits.
 
-    The first token must arrive within `ttft_s`. Each gap of a stream meanwhile must be at most
-    `gap_s` long.
+    The first token must arrive within `ttft_s`. Until then, each gap between two tokens of another
+    stream must be at most `gap_s` long.
     """
     kept = num = 0
     for round in cell.rounds:

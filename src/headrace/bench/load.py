@@ -130,7 +130,7 @@ class Injector:
 async def run_round(
     background: Background, act: Callable[[], Awaitable[list[Injection]]], lead_s: float
 ) -> Round:
-    """Run the streams from start to end, and `act` meanwhile, between two pauses of `lead_s`."""
+    """Run the streams, and `act` while they run. Wait `lead_s` before and after `act`."""
     try:
         await background.open()
         settled = time.perf_counter()

@@ -28,9 +28,9 @@ def run_chat(
     prompt: str = "",
     **conversation: Any,
 ) -> int:
-    """Run a chat, or only send `prompt` or a piped message and show the answer.
+    """Run a chat. If there is a `prompt` or a piped message, only send it and show the answer.
 
-    Returns the chat's exit code, or that of a private server that failed.
+    Returns the chat's exit code, or the exit code of the chat's own server if that server failed.
     """
     if model and url:
         raise ConfigError(
@@ -124,7 +124,7 @@ def _sees(client: Client, fields: dict[str, Any]) -> bool:
 
 
 def _context_of(client: Client, name: str) -> int | None:
-    """Return the model's context in tokens; None if the server does not tell it."""
+    """Return the model's context in tokens; None if the server does not report it."""
     try:
         longest = client.model(name).get("max_model_len")
     except Refused as error:

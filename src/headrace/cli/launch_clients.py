@@ -60,7 +60,10 @@ class LaunchClient(NamedTuple):
 
 
 def _claude(model: Model, folder: Path) -> Setup:
-    """Claude Code applies --settings after the user's own settings, which may name a server."""
+    """Return the setup of Claude Code, which applies --settings after the user's own settings.
+
+    The user's own settings may name another server.
+    """
     variables = {
         "ANTHROPIC_BASE_URL": model.url,
         # Credentials for other servers must not be sent to this one.
@@ -80,9 +83,10 @@ def _claude(model: Model, folder: Path) -> Setup:
 
 
 def _codex(model: Model, folder: Path) -> Setup:
-    """Codex gets a catalog with the context length and short instructions.
+    """Return the setup of Codex, with a catalog of models in a private file.
 
-    Codex would store a catalog that it reads from the server among the user's own files.
+    The catalog has the context length and short instructions. If Codex read the catalog from the
+    server, it would store the catalog among the user's own files.
     """
     file = folder / "codex-models.json"
     provider = {
@@ -128,7 +132,10 @@ def _opencode(model: Model, folder: Path) -> Setup:
 
 
 def _pi(model: Model, folder: Path) -> Setup:
-    """An extension adds the provider, because pi reads only one models.json, the user's own."""
+    """Return the setup of pi. An extension adds the server, because pi reads only one models.json.
+
+    That file belongs to the user.
+    """
     about: dict[str, Any] = {
         "id": model.name,
         "name": model.name,

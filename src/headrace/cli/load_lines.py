@@ -1,4 +1,4 @@
-"""Shows the progress of loads on stderr, starting before the heavy imports."""
+"""Shows on stderr how far models are loaded, even before the heavy modules are imported."""
 
 import time
 from typing import TYPE_CHECKING
@@ -92,7 +92,7 @@ def _new_bar(description: str) -> "tuple[Progress, TaskID]":
 
 
 class LoadLines(LoadReporter):
-    """Shows the progress of the load in the context, or of the loads that `follow` names later."""
+    """Shows the progress of a load in a `with` block. `follow` switches to other loads."""
 
     def __init__(self, stage: str, model: str = "") -> None:
         self.watch = LoadProgressWatch(model)

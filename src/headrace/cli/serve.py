@@ -148,7 +148,7 @@ async def _run(
 
 
 async def _cut_streams(store: Store) -> str:
-    """Describe the streams that the next start continues; "" if there are none or in Redis."""
+    """Describe the streams that the next start continues; "" without streams, or with Redis."""
     if not isinstance(store, SqliteStore):
         return ""
     try:

@@ -66,7 +66,7 @@ EngineNews = Outputs | StateNews
 
 
 class EngineClient(Protocol):
-    """One engine, in this process or another. `news` continues until the engine is closed."""
+    """One engine, in this process or another. Its messages arrive in `news` until `close`."""
 
     news: "NewsQueue"
 
@@ -84,11 +84,11 @@ class EngineClient(Protocol):
 
 
 def _drop(news: EngineNews) -> None:
-    """Ignore news that arrives after the end."""
+    """Ignore messages that arrive after the end."""
 
 
 class NewsQueue:
-    """Passes the engine's news in order to one reader. The event loop's thread fills the queue.
+    """Passes the engine's messages to one reader in order. The event loop's thread adds them.
 
     The reader either iterates or registers callbacks with `subscribe`. Callbacks are called
     directly. If the engine's client failed, the iteration raises RuntimeError, because no code
@@ -108,11 +108,11 @@ class NewsQueue:
         hear: Callable[[StateNews], None],
         on_end: Callable[[BaseException | None], None],
     ) -> None:
-        """Call `deliver` with outputs, `hear` with all other news, and `on_end` at the end.
+        """Call `deliver` with outputs, `hear` with other messages, and `on_end` at the end.
 
         An error in a callback ends the reader but not the engine: `put` passes the error to `end`,
-        which calls `on_end` and drops all later news. A client may also call `deliver` directly,
-        which saves one call per step. The client must then pass errors to `end`.
+        which calls `on_end` and drops all later messages. A client may also call `deliver`
+        directly, which saves one call per step. The client must then pass errors to `end`.
         """
 
         def put(news: EngineNews) -> None:

@@ -1,4 +1,4 @@
-"""Keeps an engine process alive, as an EngineClient: starts, pings and restarts it, or gives up."""
+"""Implements EngineClient for an engine process: starts, pings and restarts it, or gives up."""
 
 import asyncio
 import contextlib

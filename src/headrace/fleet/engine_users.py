@@ -179,8 +179,8 @@ class EngineUsers:
     def has_read(self, answer: AdapterRead) -> None:
         """Handle the engine's report that an adapter was read or refused.
 
-        The engine also sends this report when a sequence has named an adapter. A report that no
-        caller waits for is ignored.
+        The engine also sends this report when it reads an adapter for a sequence. If no caller
+        waits for the report, it is ignored.
         """
         reading = self._readings.get(answer.fingerprint)
         if reading is not None and not reading.done():

@@ -20,10 +20,10 @@ _PAGE = 256
 
 
 class BodyIndex:
-    """Keeps the counts of the most recently requested streams.
+    """Caches the numbers of bytes and frames of the streams that were requested most recently.
 
-    The log is counted in the task of a reader that waits for a count. So the counting stops when
-    all waiting readers have left.
+    A reader that needs a number counts the log's frames in its own task. So the counting stops
+    when the reader leaves.
     """
 
     def __init__(self) -> None:

@@ -118,9 +118,9 @@ class _Connection(HttpToolsProtocol):
     """Limits one connection, and notices that the client leaves even while requests wait.
 
     A connection is idle until a head arrives. The head must be complete within a time and a size
-    limit. Then the request runs. Requests that the client sends ahead wait in uvicorn's
-    `pipeline`. The connection continues to read meanwhile, because only a transport that reads
-    notices that the client has left.
+    limit. Then the request runs. Pipelined requests wait in uvicorn's `pipeline`. While a request
+    runs, the connection continues to read, because only a transport that reads notices that the
+    client has left.
 
     If a request cannot be read, the connection answers with an error and then lingers. A
     lingering connection reads and discards all input, so that the client can read the answer

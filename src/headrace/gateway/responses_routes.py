@@ -87,7 +87,7 @@ class ResponsesRoutes:
         return CountedAnswer(await unless_left(request.receive, listing), self._bodies)
 
     async def input_tokens(self, request: Request) -> ASGIApp:
-        """Return the number of prompt tokens that a body would have."""
+        """Count the prompt tokens of a request without running it."""
         async with self._bodies.read(request) as body:
             checked = await unless_left(request.receive, self._intake.do(ReadBody(ROUTE), body))
         with self._hold(request, checked) as held:

@@ -89,7 +89,7 @@ class _WaitingMessage(NamedTuple):
     """A message that waits. Its bytes count towards the memory limit until `held` is closed."""
 
     message: Message
-    # Why the message cannot be answered, if its fields show this.
+    # The error to answer with; None if the fields of the message are valid.
     fault: RequestError | None
     held: contextlib.ExitStack
 

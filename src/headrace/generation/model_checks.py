@@ -30,7 +30,8 @@ async def encode(
 ) -> Encoded:
     """Return the result of the encoding job.
 
-    The result in `ahead` is returned if it was made for the same model and the same length limit.
+    `ahead` is a result that was computed in advance. It is returned if it was computed for the
+    same model and the same length limit.
     """
     if ahead is not None and (ahead.number, ahead.longest) == (model.number, job.longest):
         return ahead.encoded

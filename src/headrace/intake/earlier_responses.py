@@ -81,9 +81,9 @@ class EarlierResponses:
     async def before(self, checked: CheckedBody, owner: str) -> CheckedBody:
         """Return the request with an earlier conversation before the request's own items.
 
-        The field `previous_response_id` or `conversation` names the earlier conversation. For the
-        latter, the result has the field `follows`. Raise RequestError if the conversation is
-        unknown, unfinished or too large.
+        The field `previous_response_id` or `conversation` names the earlier conversation. If
+        `conversation` names it, the result has the field `follows`. Raise RequestError if the
+        conversation is unknown, unfinished or too large.
         """
         newest, param = StreamId(""), "previous_response_id"
         if (id := checked.fields.get(param)) is not None:

@@ -131,7 +131,7 @@ class LongResponses:
         return await self._put(summary, checked)
 
     async def _put(self, summary: Summary | None, checked: CheckedBody) -> CheckedBody:
-        """Return the request with the summary instead of the items that it replaces, if any."""
+        """Replace items of the request with the summary; change nothing without a summary."""
         if summary is None:
             return checked
         put = PutSummary(summary.text, summary.usage)
@@ -142,7 +142,8 @@ class LongResponses:
     ) -> CheckedBody:
         """Return the request without its oldest items if the prompt leaves no room for an answer.
 
-        `num_answer` is the room in tokens; None stands for a share of the context.
+        `num_answer` is the number of tokens that the answer needs. With None, the answer needs a
+        fixed fraction of the context.
         """
         limit = model.max_model_len
         if not limit:

@@ -148,7 +148,7 @@ class Host:
         options: SamplingOptions | None,
         fields: dict[str, Any],
     ) -> "_Call":
-        """Check a request that has either messages or a prompt."""
+        """Check a request that has either messages or a prompt, and return it with its route."""
         dialect = openai_chat if prompt is None else openai_completions
         fields = with_options(fields, options, is_chat=prompt is None)
         return _call(dialect, self._check(dialect, {**fields, **asked_for(messages, prompt)}))

@@ -1,7 +1,7 @@
 """Records the request metrics of the last hour, and computes current rates and waiting times.
 
-Waiting times are counted in logarithmic classes, each 5 % wide, so that any percentile can be
-computed later.
+Waiting times are counted in the buckets of a logarithmic histogram, each 5 % wide, so that any
+percentile can be computed later.
 """
 
 import functools
@@ -17,13 +17,13 @@ RATE_S = 10
 """The number of seconds over which the current rates are measured."""
 WAITS_S = 60
 """The number of seconds over which the current percentiles of waiting times are computed."""
-# The number of classes per factor of e.
-_CLASSES = 20
+# The number of buckets between a time and e times this time.
+_BUCKETS = 20
 _SHORTEST_S = 1e-4
 
 
 class Point:
-    """Holds the counts of a time span: tokens, and waiting times by name and class."""
+    """Holds the counts of a time span: tokens, and waiting times by name and bucket."""
 
     __slots__ = ("cached", "computed", "generated", "number", "prompt", "waits")
 
@@ -46,7 +46,7 @@ class Point:
         self.generated += num_tokens
 
     def wait(self, name: str, seconds: float) -> None:
-        self.waits[name][class_of(seconds)] += 1
+        self.waits[name][bucket_of(seconds)] += 1
 
     def add(self, other: "Point") -> None:
         self.computed += other.computed
@@ -65,7 +65,7 @@ class Point:
         left = share * counts.total()
         for at in sorted(counts):
             if (left := left - counts[at]) <= 0:
-                return round(1000 * math.exp(at / _CLASSES), 1)
+                return round(1000 * math.exp(at / _BUCKETS), 1)
         return None
 
     def shown(self, rate: "Point", seconds: float) -> dict[str, Any]:
@@ -151,11 +151,11 @@ def hour(histories: list[History]) -> list[dict[str, Any]]:
     ]
 
 
-# Most waits are whole milliseconds, so the cache finds their classes.
+# Most waits are whole milliseconds, so the cache finds their buckets.
 @functools.lru_cache(4096)
-def class_of(seconds: float) -> int:
-    """Return the number of the class that a wait of `seconds` belongs to."""
-    return round(_CLASSES * math.log(max(seconds, _SHORTEST_S)))
+def bucket_of(seconds: float) -> int:
+    """Return the number of the bucket that counts a wait of `seconds`."""
+    return round(_BUCKETS * math.log(max(seconds, _SHORTEST_S)))
 
 
 def _sum(points: Iterable[Point]) -> Point:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from headrace.engines.client import EngineDown
 from headrace.metrics.exposition import as_vllm, merged
 from headrace.metrics.families import Families
-from headrace.metrics.history import History, class_of
+from headrace.metrics.history import History, bucket_of
 from headrace.metrics.traces import NoTraces, Traces
 from headrace.streams.events import Timings, Usage
 from headrace.streams.usage import UsageCounter
@@ -86,7 +86,7 @@ class RequestFigures:
         point.generate(number)
         if gap_s is not None and self._is_timed:
             self._times["inter_token"].observe(gap_s)
-            point.waits["gap"][class_of(gap_s)] += 1
+            point.waits["gap"][bucket_of(gap_s)] += 1
 
     def ended(
         self, route: str, outcome: str, tally: UsageCounter, seconds: float

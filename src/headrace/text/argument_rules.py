@@ -1,4 +1,4 @@
-"""Writes grammars for the arguments of calls, in formats where these are not a JSON object."""
+"""Writes grammars for the arguments of calls, in formats whose arguments are not a JSON object."""
 
 import json
 import re

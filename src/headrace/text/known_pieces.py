@@ -27,7 +27,7 @@ Salt = tuple[str, str]
 
 
 class AddedToken(msgspec.Struct):
-    """An added token in tokenizer.json. The defaults are the values that forbid cuts."""
+    """An added token in tokenizer.json. With the default values, texts are not split before it."""
 
     id: int
     content: str

@@ -43,7 +43,7 @@ class InputMemory:
         return held
 
     def check(self, owner: str, others: int, others_of_owner: int, num_bytes: int) -> None:
-        """Raise RequestError if `num_bytes` do not fit beside the other inputs."""
+        """Raise RequestError if `num_bytes` and the other inputs together exceed a limit."""
         if owner and others_of_owner and others_of_owner + num_bytes > self._most // 2:
             who, held, most = "requests of this key", others_of_owner, self._most // 2
         elif others and others + num_bytes > self._most:
@@ -89,7 +89,7 @@ class HeldInput:
         self.change(num_bytes)
 
     def change(self, num_bytes: int) -> None:
-        """Set the size of the input without a check."""
+        """Set the size of the input without checking the limit."""
         counted = num_bytes if num_bytes > _SMALL else 0
         self._memory.count(self.owner, counted - self._num_bytes)
         self._num_bytes = counted

@@ -315,7 +315,7 @@ def _read_gemma3(
 def _gemma3_tokens(text: GgufHeader) -> dict[str, str]:
     """Return the tokens around an image, and the token that stands for an image.
 
-    Some GGUF files lack the latter, because its id follows the vocabulary. An unused token then
+    Some GGUF files lack that token, because its id follows the vocabulary. An unused token then
     replaces it.
     """
     tokens = text.fields["tokenizer.ggml.tokens"]

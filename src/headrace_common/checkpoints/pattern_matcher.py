@@ -1,6 +1,6 @@
 """Matches names against regular expressions, as a program that can be killed.
 
-A hostile expression can keep Python's `re` busy for ever. Meanwhile `re` holds the interpreter's
+A hostile expression can keep Python's `re` busy forever. Meanwhile `re` holds the interpreter's
 lock.
 
 The program reads {"patterns": [...], "names": [...]} from stdin. It writes a JSON array with one

@@ -34,7 +34,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading. Raises OSError if the file is not regular or cannot be read.
 
     A pipe is opened without waiting for its writer, and a device is never read. Otherwise opening
-    the pipe or reading the device could block for ever.
+    the pipe or reading the device could block forever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -47,7 +47,7 @@ def check_texts(folder: Path) -> None:
     """Check the text files that a library may read.
 
     Raises OSError if a file is too long or not regular. A library would read the whole of a long
-    file, and would wait for a pipe or a device for ever.
+    file, and would wait for a pipe or a device forever.
     """
     for file in folder.iterdir():
         if file.suffix in _TEXTS and file.exists():

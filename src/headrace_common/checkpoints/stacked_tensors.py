@@ -19,7 +19,7 @@ class TensorPart(NamedTuple):
     name: str
     rows: Rows
     expert: int | None = None
-    # Whether the rows are columns of the stored matrix.
+    # Whether the matrix is stored transposed.
     is_transposed: bool = False
 
 

@@ -34,7 +34,7 @@ class Lease:
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """Lists the public blocks with the first tokens of a sequence. Does not hold the blocks."""
+    """Lists the public (cached) blocks with a sequence's first tokens. Does not hold the blocks."""
 
     block_ids: "array[int]"
     num_tokens: int

@@ -107,7 +107,7 @@ class PrefixKeeper:
             self._writer.offer(offers)
 
     def close(self) -> None:
-        """Write the blocks that were already offered, for at most two seconds."""
+        """Write the blocks that are waiting to be saved, for at most two seconds."""
         self._reader.requests.put(None)
         self._writer.close()
 

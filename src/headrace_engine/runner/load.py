@@ -60,7 +60,7 @@ class ComputeChoice(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """How a model will run, as far as its files and this machine tell before the load."""
+    """How a model will run, as far as this is known before the load."""
 
     spec: ModelSpec
     lane_class: Any

@@ -27,8 +27,8 @@ MAX_GUESS = 8
 # second value applies to a target that the user has set.
 DEFAULT_SHARE, EXPLICIT_SHARE = 1.4, 0.25
 
-# The default stall target rises until a step reads prompts at this fraction of the best possible
-# rate, but to at most MOST_DEFAULT_S seconds.
+# The default stall target rises until a step computes prompts at this fraction of the best
+# possible rate, but to at most MOST_DEFAULT_S seconds.
 DEFAULT_RATE, MOST_DEFAULT_S = 0.8, 0.5
 
 # The maximum number of prompt tokens in a step before any step was timed.
@@ -462,7 +462,7 @@ class TimeBudget:
         return room
 
     def _choose_target(self, coefficients: Coefficients, context: int) -> None:
-        """Raise the default stall target if shorter steps would read prompts much more slowly.
+        """Raise the default stall target if shorter steps would compute prompts much more slowly.
 
         Each step first computes its decode chunks and reads the prompt's context again. So the
         shorter a step, the smaller is the part of its time in which prompts advance.

@@ -52,7 +52,7 @@ class StepShape:
     drafted: "StepShape | None" = None
 
     def encode(self, kind: int, num_rows: int, size: int) -> None:
-        """Count units of one kind, which compute `num_rows` of the encoder's `size` tokens."""
+        """Add a piece of encoder work: `num_rows` tokens, which attend to all `size` tokens."""
         pair = kind, StepShape(1, size, num_rows, num_rows * size, num_rows)
         self.encoded = *self.encoded, pair
 
@@ -152,7 +152,7 @@ class Coefficients:
     def seconds_at_rate(
         self, fraction: float, context: int, before: float, max_tokens: int
     ) -> float:
-        """Return how long a step must be to read a prompt at `fraction` of the best rate.
+        """Return how long a step must be to compute a prompt at `fraction` of the best rate.
 
         The step computes other chunks for `before` seconds, and x tokens of the prompt after
         `context` tokens. So the step takes t(x) = before + g·L + (b + 2·a·L)·x + a·x² seconds, and

@@ -553,9 +553,10 @@ class Planner:
 def _in_queue_order(
     step: PlannedStep, opened: list[Sequence], waiting: Iterable[Sequence]
 ) -> Iterator[Sequence]:
-    """Yield open prompts and waiting sequences in queue order.
+    """Yield open prompts (incomplete prompts of running sequences) and waiting sequences.
 
-    Once the step allows no further starts, yield only the open prompts.
+    The order is that of the queue. Once no further sequence may start in the step, yield only the
+    open prompts.
     """
     left = sorted(opened, key=by_key, reverse=True)
     for sequence in waiting:

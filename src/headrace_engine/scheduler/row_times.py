@@ -35,11 +35,11 @@ class RowTimes:
             self._forget()
 
     def seconds(self, num_chunks: int, num_rows: int) -> float:
-        """Return the usual seconds of a step with these numbers; 0 if no similar step was timed.
+        """Return the expected seconds of such a step; 0 if no similar step was timed.
 
         If few steps had this number of rows, the time is interpolated from steps with fewer and
         with more rows. Beyond the largest measured number of rows, each row is expected to cost
-        little. So larger numbers of rows are tried.
+        little, so that larger numbers of rows are tried.
         """
         rows = self._seconds.get(num_chunks, {})
         times = rows.get(num_rows, ())

@@ -104,7 +104,7 @@ class Quarantine:
         self._is_next = not alone
 
     def suspect(self, sequence: Sequence, clears_at: int) -> None:
-        """Add a suspect, to be cleared once the first `clears_at` tokens are computed."""
+        """Make a sequence a suspect until its first `clears_at` tokens are computed."""
         sequence.suspect(clears_at)
         self.suspects.add(sequence)
 

@@ -1,4 +1,4 @@
-"""Describes the fields of bodies in tables: types, ranges, and whether a field has an effect.
+"""Defines the entries of tables that describe request fields: type, range, and effect.
 
 A kind checks a value and also describes the value for OpenAPI, so the checks match the
 description. Values are neither clamped nor converted: "16" is not an integer, and true is not

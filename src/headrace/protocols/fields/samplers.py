@@ -148,7 +148,10 @@ def without_effect(table: Mapping[str, Kind], body: Mapping[str, Any]) -> Iterat
 
 
 def _names(value: str | list[str]) -> Iterator[str]:
-    """Yield the main names of the samplers in a checked order; unknown names stay as sent."""
+    """Return the samplers' names, with letters and other spellings replaced by llama.cpp's names.
+
+    `value` is the field `samplers` after its check. Unknown names are returned unchanged.
+    """
     if type(value) is str:
         return (_LETTERS.get(letter, letter) for letter in value)
     plain = (name.lower().replace("_", "").replace("-", "") for name in value)

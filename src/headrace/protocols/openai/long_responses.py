@@ -58,7 +58,7 @@ _decode_shown = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def head_of(chat: Chat, items: Sequence[Item]) -> tuple[Message, ...]:
-    """Return the messages before those of the items: the message made from `instructions`."""
+    """Return the messages that precede the items: the message made from `instructions`, if any."""
     return chat.messages[: len(chat.messages) - len(messages_of(items) or NO_MESSAGES)]
 
 
@@ -174,7 +174,8 @@ def summarize(job: SummarizeResponse, checked: CheckedBody) -> CheckedBody:
     """Return the request for a summary: the same prompt, so that its prefix is cached, and a
     final message that asks for the summary.
 
-    If a summary would replace no item, the result has no stubs unless the client asked for one.
+    If a summary could not replace any item, and the client did not ask for a summary, `stubs` of
+    the result is empty.
     """
     items, (chat,) = _conversation(open_kept(checked.kept)), _decode_prompts(checked.packed)
     seen = set(visible(items))

@@ -345,7 +345,7 @@ class ResponseFrames:
         return self._frame({"type": "keepalive"})
 
     def resume_after(self, number: int) -> None:
-        """Give no keepalive a lower number than the last event that the client has."""
+        """Number keepalives from `number` on, the number of the client's last event."""
         self._resumed_after = number
 
     def _advanced(self, event: AnyEvent) -> list[ResponseEvent]:

@@ -98,7 +98,7 @@ class JsonCalls:
         return True
 
     def _whole_object(self, is_last: bool) -> tuple[tuple[str, str] | None, int] | None:
-        """Parse a call that does not match `opening`, such as a call with another order of keys.
+        """Parse a call that does not match `opening`, such as one with its keys in another order.
 
         Returns None while more text is needed. Otherwise returns the call and the index where
         parsing continues. If the text is not a call, the first value is None.
