@@ -127,7 +127,7 @@ def max_guess(config: SchedulerConfig, ready: Ready) -> int:
 
     Raise ModelError if the configuration asks for guesses that are not possible.
     """
-    # The MTP layer of the served model is used by default, so it is no reason for an error.
+    # The user did not ask for the MTP layer, a default draft, so it causes no error if unused.
     has_draft = ready.draft is not None and not ready.draft.is_own
     if config.guess == "off" or "generate" not in ready.tasks:
         if has_draft:

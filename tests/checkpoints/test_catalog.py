@@ -56,7 +56,7 @@ def test_a_short_name_downloads_its_file_alone(tmp_path: Path) -> None:
 
 def test_a_hub_that_cannot_be_reached_offers_other_ways(tmp_path: Path) -> None:
     found = look_up(tmp_path / "home", "http://127.0.0.1:9", "qwen3-0.6b")
-    assert "hub gives no usable answer" in str(found["message"])
+    assert "hub did not give a usable answer" in str(found["message"])
     assert "headrace models available" in str(found["message"])
     assert "smollm2" in str(found["message"])
 

@@ -384,7 +384,7 @@ def test_a_commit_that_is_none_is_refused(repo: Path, tmp_path: Path, commit: ob
     with small_hub({REPO: repo}) as hub:
         hub.commit = commit
         found = look_up(tmp_path / "home", hub.url)
-    assert found["code"] == "model_not_found" and "hub gives no usable answer" in str(
+    assert found["code"] == "model_not_found" and "hub did not give a usable answer" in str(
         found["message"]
     )
 
@@ -393,6 +393,6 @@ def test_a_hub_that_redirects_for_ever_is_given_up(repo: Path, tmp_path: Path) -
     with small_hub({REPO: repo}) as hub:
         hub.redirects = True
         found = look_up(tmp_path / "home", hub.url)
-    assert found["code"] == "model_not_found" and "hub gives no usable answer" in str(
+    assert found["code"] == "model_not_found" and "hub did not give a usable answer" in str(
         found["message"]
     )

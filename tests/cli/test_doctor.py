@@ -75,7 +75,7 @@ def test_the_vision_part_of_a_gguf_model_is_named_with_the_reason(
     text, vision = to_gguf_pair(folder, tmp_path / "files")
     used = examine(capsys, str(text), loads=False)[1]
     assert used["vision"]["detail"] == (
-        f"{vision.name} (the mmproj file beside the model): an image encoder of 3 layers"
+        f"{vision.name} (the mmproj file in the model's folder): an image encoder of 3 layers"
     )
     assert used["lane"]["detail"].startswith("native-multimodal")
     other = to_mmproj(folder, {}, tmp_path / "mmproj-other.gguf", "F32", {})

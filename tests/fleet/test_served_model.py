@@ -31,7 +31,7 @@ def test_an_empty_prompt_is_named_by_its_kind_whatever_the_route(
     assert (refused.value.code, refused.value.param) == ("empty_prompt", param)
 
 
-OWN = "headrace-mini reads at most 4,096 tokens; --max-model-len 131072 has no effect"
+OWN = "headrace-mini takes at most 4,096 tokens; --max-model-len 131072 has no effect"
 MEMORY = (
     "headrace-mini has memory for 3,072 tokens, but --max-model-len is 4096; "
     "raise --kv-cache-memory-bytes"

@@ -96,7 +96,7 @@ def vision_part(spec: ModelSpec, config: ModelConfig) -> Finding | None:
         return None
     how = "set by --mmproj"
     if config.mmproj == "auto":
-        how = "the mmproj file beside the model"
+        how = "the mmproj file in the model's folder"
     name, reason = spec.config.get("mmproj"), spec.config.get("mmproj_unused")
     if reason is not None:
         return Finding("vision", "warn", f"{name} ({how}) is not used: text only", str(reason))
@@ -109,7 +109,7 @@ def vision_part(spec: ModelSpec, config: ModelConfig) -> Finding | None:
     if config.mmproj == "auto" and len(beside) > 1:
         names = ", ".join(path.name for path in beside)
         remedy = f"Name one with --mmproj: {names}."
-        detail = f"{len(beside)} mmproj files are beside the model: text only"
+        detail = f"the model's folder has {len(beside)} mmproj files: text only"
         return Finding("vision", "warn", detail, remedy)
     return None
 

@@ -81,7 +81,7 @@ class ServedModel(TextModel):
         if asked is None or asked <= longest:
             return ""
         if longest == self.spec.max_positions or (self.ready and self.ready.is_whole):
-            return f"{name} reads at most {longest:,} tokens; --max-model-len {asked} has no effect"
+            return f"{name} takes at most {longest:,} tokens; --max-model-len {asked} has no effect"
         return (
             f"{name} has memory for {longest:,} tokens, but --max-model-len is {asked}; "
             "raise --kv-cache-memory-bytes"

@@ -44,7 +44,7 @@ class VectorWork(NamedTuple):
     on_vector: Callable[[], None] = lambda: None
     # For each pair of texts, the number of tokens of its first text.
     nums_first: Sequence[int] = ()
-    # The client in whose turns the engine computes the inputs.
+    # The id of the client. The scheduler lets clients take turns.
     client: str = ""
 
 

@@ -77,9 +77,8 @@ class VectorMaker:
     ) -> Vectors:
         model, is_background = host.model, request.priority >= BACKGROUND
         if request.model in model.adapters:
-            message = (
-                f"The adapter {request.model} makes no vectors; use its model {model.names[0]}."
-            )
+            message = f"The adapter {request.model} cannot compute vectors; "
+            message += f"use its base model {model.names[0]}."
             raise RequestError("unsupported_operation", message, "model")
         demand = Demand(request.owner, request.digest, 1)
         queue = self._queues.of(host, is_background)

@@ -150,7 +150,7 @@ class Conversations:
         job = UseConversation(what="copy", id=id, stream_id=newest.id, new_id=_new_id())
         packed = msgspec.msgpack.encode((newest.kept, newest.output, b""))
         used = await self._generation.work.do(job, [packed])
-        # Another stream that took over meanwhile holds the conversation, too.
+        # If another stream has taken over the conversation meanwhile, that stream stores it too.
         with contextlib.suppress(ConversationLocked):
             await self._put(owner, job, used.kept, record)
 

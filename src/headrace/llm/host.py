@@ -247,8 +247,8 @@ class Host:
     def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         if self._is_forked:
             work.close()
-            message = "The model was loaded before this process was forked, and a fork copies no "
-            message += "threads; load the model in this process."
+            message = "The model was loaded before this process was forked, and a fork does "
+            message += "not copy threads; load the model in this process."
             raise RequestError("unsupported_operation", message)
         with self._calling:
             if self._is_closed:

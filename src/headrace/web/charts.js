@@ -1,6 +1,6 @@
 // Draws charts on canvases, in the colours of the page.
 
-// The colours of the page when the last chart was begun. Each look at them makes the browser compute all styles.
+// The colours of the page when the last chart was begun. Each access makes the browser compute all styles.
 const colors = {};
 const color = (name) => colors[name];
 

@@ -58,7 +58,7 @@ function showWhole(isOpen) {
   $("key").hidden = isOpen;
 }
 
-// Waits until the person has given a key. If the server has no admin key, this waits for ever.
+// Waits until the person has given a key. If the server has no admin key, this waits forever.
 async function askForKey(reason) {
   showWhole(false);
   $("news").textContent = "";

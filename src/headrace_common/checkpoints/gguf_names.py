@@ -159,8 +159,8 @@ def original_name(name: str, architecture: str) -> str:
     if is_gemma4 and (found := _IN_LAYER.fullmatch(name)) and found[2] in WHOLE_GEMMA4:
         return f"model.layers.{found[1]}.{WHOLE_GEMMA4[found[2]]}"
     if (found := _LAYER.fullmatch(name)) and found[2] in EXPERTS:
-        # In original gpt-oss files, only matrices named `_blocks` are not transposed. GGUF files
-        # transpose no matrix, so their matrices get the name `_blocks`.
+        # Original gpt-oss files store all matrices transposed, except those named `_blocks`. GGUF
+        # files never store them transposed, so their matrices get the name `_blocks`.
         kinds = {"weight": "_blocks", "bias": "_bias"} if architecture == GPT_OSS else {}
         stack = EXPERTS[found[2]] + kinds.get(found[3], "")
         return f"model.layers.{found[1]}.mlp.experts.{stack}"

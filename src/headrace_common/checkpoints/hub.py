@@ -167,8 +167,8 @@ def _check_disk(repo: str, num_bytes: int) -> None:
 
 def _unreachable(repo: str, reason: str) -> ModelError:
     return ModelError(
-        f"{repo} is not on this machine, and the hub gives no usable answer ({reason}); check the "
-        f"network, HF_ENDPOINT and HF_HUB_OFFLINE, {_OTHER_WAYS}",
+        f"{repo} is not on this machine, and the hub did not give a usable answer ({reason}); "
+        f"check the network, HF_ENDPOINT and HF_HUB_OFFLINE, {_OTHER_WAYS}",
         "model_not_found",
     )
 

@@ -67,7 +67,7 @@ class _BatchedStep(NaiveStep):
         batch = self._batch
         lasts = batch.starts[chunks, None] // self._storage.block_size
         numbers = np.arange(int(lasts.max()) + 1)
-        # Blocks of other sequences are no padding, because 0 times their NaN would be NaN.
+        # Pad with blocks of the same sequence: others may hold NaN, and 0 times NaN is NaN.
         table = batch.block_table[chunks[:, None], np.minimum(numbers, lasts)]
         return _Group(
             self._on_device(batch.first_rows[chunks]),
@@ -193,7 +193,7 @@ def _last_mask(group: _Group, num: int, window: int | None, dtype: torch.dtype) 
 def _attend_last(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, mask: Tensor) -> Tensor:
     """Let one token of each sequence attend: q is [sequences, heads, dim].
 
-    The heads that share keys become the rows of one head, so that torch copies no keys.
+    The heads that share keys become the rows of one head, so that torch does not copy keys.
     """
     past, seen = (_gathered(memory, table).transpose(0, 1) for memory in (keys, values))
     grouped = q.unflatten(1, (past.shape[1], -1))  # [sequences, kv_heads, heads / kv_heads, dim]

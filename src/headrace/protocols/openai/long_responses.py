@@ -47,7 +47,7 @@ _FOR_SUMMARY = (
 _ASK = (
     "Summarize this conversation, so that another assistant can continue it without seeing it. "
     "Include the user's goals and constraints, decisions, facts, names, paths, commands and "
-    "results that are still needed, what is done, and what is left to do. Call no tool. Write "
+    "results that are still needed, what is done, and what is left to do. Do not call tools. Write "
     "only the summary."
 )
 

@@ -199,8 +199,8 @@ def risks_of(settings: dict[str, str]) -> list[str]:
     fsync = settings["appendfsync"]
     if settings["appendonly"] != "yes":
         found.append(
-            "Redis writes no append-only file (appendonly no): when it stops, all streams since "
-            "its last snapshot are lost. Set appendonly yes and appendfsync always."
+            "Redis does not write an append-only file (appendonly no): when it stops, all streams "
+            "since its last snapshot are lost. Set appendonly yes and appendfsync always."
         )
     elif fsync != "always":
         lost = "a second" if fsync == "everysec" else "about half a minute"

@@ -78,7 +78,7 @@ def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
         "calls: call" + more("call", most),
         f"call: {opening} ({' | '.join(calls)}) {closing}",
     ]
-    # If the quote is no token, strings are JSON, because a grammar could not find their ends.
+    # Without a token for the quote, strings are JSON, because a grammar could not find their ends.
     quote = None if token_id(_QUOTE) is None else marker(_QUOTE, token_id)
     notation = ArgumentNotation('"{"', ":", '","', '"}"', "{}", quote)
     text = ANY_TEXT if opening.startswith("<[") else None

@@ -134,7 +134,7 @@ def _adjusted(logits: Tensor, sequences: Sequence[SequenceState]) -> tuple[Tenso
         try:
             _adjust(copy[row].numpy(), sequences[row])
         except ValueError as error:
-            faults[row] = f"The answer's grammar allows no further token: it {error}."
+            faults[row] = f"The answer's grammar does not allow any further token: it {error}."
     return copy, faults
 
 
