@@ -87,6 +87,14 @@ def test_arguments_that_cannot_be_read_reach_the_template_as_they_are(arguments)
     assert render(source, message) == arguments
 
 
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_each_name_that_a_template_may_read(sent, read):
+    message = {"role": "assistant", "content": "", sent: "Hm.", "tool_calls": [{"id": "1"}]}
+    assert render(f"{{{{ messages[0].{read} }}}}", message) == "Hm."
+    assert render("{{ messages[0].thinking }}", message | {"content": "I look."}) == ""
+
+
 SYSTEM_TOOLS = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
     "{% if 'tools' in message and message['tools'] is not none %}"

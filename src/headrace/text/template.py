@@ -190,11 +190,17 @@ def _error(message: str, kind: type[RequestError] = RequestError) -> RequestErro
 def for_template(message: Message) -> Message:
     """Return a copy of a message for the template.
 
-    The role developer becomes system, and the arguments of calls are parsed.
+    The role developer becomes system, and the arguments of calls are parsed. Reasoning gets all
+    names under which templates look for it.
     """
     message = dict(message)
     if message.get("role") == "developer":
         message["role"] = "system"
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        message["reasoning_content"] = message["reasoning"] = reasoning
+        # gpt-oss's template refuses a call with both a text and `thinking`.
+        if not (message.get("tool_calls") and message.get("content")):
+            message["thinking"] = reasoning
     if message.get("tool_calls"):
         message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
     return message
