@@ -253,6 +253,9 @@ def test_a_schema_that_is_said_not_to_be_strict_is_softened(jobs: Jobs) -> None:
     described = {"name": "a", "strict": False, "schema": {"uniqueItems": True}}
     asked = {"type": "json_schema", "json_schema": described}
     assert read(jobs, {"response_format": asked}).ignored == (f"{SCHEMA}.uniqueItems",)
+    body = {"input": "Hi", "text": {"format": {"type": "json_schema", **described}}}
+    checked = jobs.read(json.dumps(body).encode(), "/v1/responses")
+    assert checked.ignored == ("text.format.schema.uniqueItems",)
 
 
 @pytest.mark.parametrize("known", ["base64", "jwt", "nanoid", "path", "password"])

@@ -193,7 +193,8 @@ def constraint_of(text: dict[str, Any]) -> AnswerConstraint | None:
     if format.get("type") == "json_object":
         return AnswerConstraint("json", {"type": "object"}, "text.format")
     if format.get("type") == "json_schema":
-        return AnswerConstraint("json", format["schema"], "text.format.schema")
+        is_strict = format.get("strict") is not False
+        return AnswerConstraint("json", format["schema"], "text.format.schema", is_strict)
     return None
 
 
