@@ -134,5 +134,8 @@ def test_generate_is_a_chat_a_text_or_a_gap() -> None:
     assert raw.prompts == (Text("hi"),) and raw.sampling.max_tokens is None
     body = {"model": "m", "prompt": "a", "suffix": "b"}
     assert GENERATE.to_prompts(GENERATE.read(body)) == (Infill("a", "b"),)
+    assert parse_generate(prompt="hi", raw=True, think=False).prompts == (Text("hi"),)
     with pytest.raises(RequestError, match="system only applies to chats"):
         parse_generate(prompt="hi", raw=True, system="Be brief.")
+    with pytest.raises(RequestError, match="think only applies to chats"):
+        parse_generate(prompt="hi", raw=True, think=True)

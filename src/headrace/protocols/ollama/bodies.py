@@ -372,7 +372,7 @@ def _to_text(own: Mapping[str, Any]) -> dict[str, Any]:
     Raise RequestError for a field that only chats may have.
     """
     for name in _CHAT_ONLY:
-        if own.get(name):
+        if own.get(name) and own[name] != _NO_THINKING:
             message = (
                 f"{name} only applies to chats, but raw or suffix continues a plain text. "
                 f"Leave out {name}, or leave out raw and suffix."
@@ -384,6 +384,7 @@ def _to_text(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _CHAT_ONLY = ("system", "images", "think")
+_NO_THINKING = Think().check(False, "think")
 
 CHAT: Dialect = OllamaChat()
 GENERATE: Dialect = OllamaGenerate()
