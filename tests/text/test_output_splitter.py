@@ -221,21 +221,44 @@ def test_plain_text_is_never_held_back() -> None:
     assert [piece.text for piece in splitter.feed("a <")] == ["a <"]
 
 
-def test_harmony_has_headers() -> None:
-    splitter = HarmonySplitter()
+def in_harmony(tail: str, *parts: str) -> list[tuple[str, str, str]]:
+    splitter = HarmonySplitter(tail)
     pieces: list[ChannelPiece] = []
-    for part in (
+    for part in parts:
+        pieces += splitter.mark(part) if part in HarmonySplitter.MARKERS else splitter.feed(part)
+    return [(piece.channel, piece.name, piece.text) for piece in pieces + splitter.flush()]
+
+
+def test_harmony_has_headers() -> None:
+    assert in_harmony(
+        "",
         "<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", "<|start|>", "assistant",
         "<|channel|>", "commentary to=functions.get ", "<|constrain|>", "json", "<|message|>",
         '{"a":1}', "<|call|>",
-    ):  # fmt: skip
-        pieces += splitter.mark(part) if part in HarmonySplitter.MARKERS else splitter.feed(part)
-    pieces += splitter.flush()
-    assert [(d.channel, d.name, d.text) for d in pieces] == [
-        ("reasoning", "", "hm"),
-        ("tool", "get", ""),
-        ("tool", "", '{"a":1}'),
-    ]
+    ) == [("reasoning", "", "hm"), ("tool", "get", ""), ("tool", "", '{"a":1}')]  # fmt: skip
+
+
+def test_the_recipient_of_a_harmony_message_may_precede_the_channel() -> None:
+    written = (
+        " to=", "functions.get", "<|channel|>", "commentary", "<|constrain|>", "json",
+        "<|message|>", "{}", "<|call|>",
+    )  # fmt: skip
+    assert in_harmony(OPENED, *written) == [("tool", "get", ""), ("tool", "", "{}")]
+
+
+def test_no_word_of_a_harmony_header_becomes_a_part_of_the_recipient() -> None:
+    header = ("<|channel|>", "commentary to=functions.get", "<|constrain|>", "json", "<|message|>")
+    assert in_harmony(OPENED, *header, "{}") == [("tool", "get", ""), ("tool", "", "{}")]
+
+
+@pytest.mark.parametrize("text", ["Hello", " to you", " ", "to=a b"])
+def test_text_without_a_harmony_header_is_the_answer(text: str) -> None:
+    found = in_harmony(OPENED, *text, "!")
+    assert {channel for channel, _, _ in found} == {"content"}
+    assert "".join(piece for _, _, piece in found) == f"{text}!"
+
+
+OPENED = "<|end|><|start|>assistant"
 
 
 def test_arguments_are_json_whatever_the_format() -> None:

@@ -8,7 +8,7 @@ from headrace.streams.events import ChoiceEnd, TokenLogprob, Tokens
 from headrace.streams.record import Record
 from headrace.text.assembler import TextAssembler
 from headrace.text.detokenizer import Detokenizer
-from headrace.text.output_splitter import PLAIN, REASONING_TAGS, Splitting, make_splitting
+from headrace.text.output_splitter import PLAIN, Splitting, make_splitting
 from headrace.text.stops import NO_STOPS, StopMatcher
 from headrace.text.tokenizer import Tokenizer
 from headrace_common.ids import SequenceId
@@ -187,7 +187,7 @@ def splitting_of(record: Record, prompt: int, tokenizer: Tokenizer) -> Splitting
     if channels is None:
         return PLAIN
     tail = ""
-    if channels.reasoning in REASONING_TAGS:
+    if channels.reasoning:
         tail = tokenizer.decode(record.prompt_ids(prompt)[-_TAIL:], skip_special_tokens=False)
     return make_splitting(channels, tail, tokenizer.token_id)
 

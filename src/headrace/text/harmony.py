@@ -14,6 +14,7 @@ from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 _END, _CONSTRAIN = "<|end|>", "<|constrain|>"
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+_RECIPIENT_SO_FAR = re.compile(r"\s{0,8}+(?:t|to|to=[\w.-]{0,128}+\s{0,8}+)?")
 
 
 class HarmonySplitter:
@@ -21,9 +22,12 @@ class HarmonySplitter:
 
     MARKERS = (CHANNEL, _MESSAGE, _START, _END, "<|call|>", "<|return|>", _CONSTRAIN)
 
-    def __init__(self) -> None:
+    def __init__(self, tail: str = "") -> None:
+        """`tail` is the end of the prompt, which usually opens the header of the first message."""
+        # Whether the header still has no marker. Until then, its text can only be a recipient.
+        self._is_opened_by_prompt = tail.endswith(f"{_START}assistant")
         # The text of the current header so far; None outside of headers.
-        self._header: str | None = None
+        self._header: str | None = "" if self._is_opened_by_prompt else None
         self._channel = CONTENT
         self._call = -1
 
@@ -42,14 +46,19 @@ class HarmonySplitter:
     def feed(self, text: str) -> list[ChannelPiece]:
         if self._header is not None:
             self._header += text
-            return []
+            if not self._is_opened_by_prompt or _RECIPIENT_SO_FAR.fullmatch(self._header):
+                return []
+            # The model writes text without a header.
+            text, self._header = self._header, None
         if not text:
             return []
         return [ChannelPiece(text, self._channel, self._call if self._channel == TOOL else -1)]
 
     def mark(self, marker: str) -> list[ChannelPiece]:
-        if marker in (_START, CHANNEL):
-            self._header = self._header or ""
+        self._is_opened_by_prompt = False
+        if marker in (_START, CHANNEL) or (marker == _CONSTRAIN and self._header is not None):
+            # Words on both sides of a marker are separate words.
+            self._header = f"{self._header or ''} "
         elif marker == _MESSAGE:
             header, self._header = self._header or "", None
             return self._open(header)

@@ -309,10 +309,10 @@ def make_splitting(
 ) -> Splitting:
     """Return the splitting for answers to a prompt.
 
-    `tail` is the end of the prompt, which can open reasoning.
+    `tail` is the end of the prompt, which can open reasoning or a header.
     """
     if channels.reasoning == HARMONY:
-        return Splitting(HarmonySplitter(), _ids_of(HarmonySplitter.MARKERS, token_id))
+        return Splitting(HarmonySplitter(tail), _ids_of(HarmonySplitter.MARKERS, token_id))
     tags = REASONING_TAGS.get(channels.reasoning)
     tools = format_of(channels.tools) if channels.tools else None
     if tags is None and tools is None:
