@@ -72,13 +72,13 @@ def judge_plain(story: Story) -> list[Violation]:
     if story.way.face == "whole":
         if story.outcome == "finished":
             said = said_in_body(msgspec.json.decode(story.body))
-            found += _same(said, story.question.said, "answer")
+            found += same(said, story.question.said, "answer")
         return found
     said = said_in_chunks(story.frames)
     truth = story.question.said
     if story.outcome == "cut":
         truth = _beginning(truth, said)
-    return found + list(_same(said, truth, "plain stream"))
+    return found + list(same(said, truth, "plain stream"))
 
 
 def _ends(story: Story) -> Iterator[Violation]:
@@ -115,10 +115,10 @@ def _is_undisturbed(story: Story, truth: Truth) -> Iterator[Violation]:
         yield Violation("wrong failure", 1, f"{truth.stream_id}: {truth.events[-1]}")
         return
     logged = said_in_events(truth.events)
-    yield from _same(logged, story.question.said, "log compared with the undisturbed answer")
+    yield from same(logged, story.question.said, "log compared with the undisturbed answer")
     response: dict[str, Any] = truth.state.get("response") or {"choices": []}
-    yield from _same(said_in_body(response), logged, "response compared with the log")
-    yield from _same(said_in_chunks(truth.wire), logged, "wire frames compared with the log")
+    yield from same(said_in_body(response), logged, "response compared with the log")
+    yield from same(said_in_chunks(truth.wire), logged, "wire frames compared with the log")
     counted = response.get("usage", {}).get("completion_tokens")
     if counted != story.question.num_tokens:
         yield Violation("changed", 1, f"usage counts {counted}, not {story.question.num_tokens}")
@@ -132,7 +132,7 @@ def _client_has_all(story: Story, truth: Truth) -> Iterator[Violation]:
     if story.way.face == "whole":
         body = msgspec.json.decode(story.body)
         if body != truth.state.get("response"):
-            yield from _same(said_in_body(body), said_in_events(truth.events), "answer")
+            yield from same(said_in_body(body), said_in_events(truth.events), "answer")
             yield Violation(
                 "changed", 1, "the answer differs from the stored response of its stream"
             )
@@ -141,12 +141,12 @@ def _client_has_all(story: Story, truth: Truth) -> Iterator[Violation]:
     if truth.body is not None and story.way.face == "byte" and story.body != truth.body:
         yield Violation("changed", 1, f"bytes differ from byte {_first(story.body, truth.body)}")
     if own_dropped(frames) != truth.wire:
-        yield from _same(said_in_chunks(frames), said_in_events(truth.events), "client")
+        yield from same(said_in_chunks(frames), said_in_events(truth.events), "client")
         yield Violation("changed", 1, f"frames differ from {_first(frames, truth.wire)}")
     if story.way.has_second_reader:
         seen = [frame.json for frame in story.second]
         if seen != truth.events:
-            yield from _same(said_in_events(seen), said_in_events(truth.events), "second reader")
+            yield from same(said_in_events(seen), said_in_events(truth.events), "second reader")
             yield Violation("changed", 1, f"events differ from {_first(seen, truth.events)}")
 
 
@@ -173,7 +173,8 @@ def _said_what_is_logged(story: Story, made: Exchange, truth: Truth) -> Iterator
         yield Violation("changed", 1, f"sent but not logged: {made.line()}")
 
 
-def _same(said: Said, truth: Said, where: str) -> Iterator[Violation]:
+def same(said: Said, truth: Said, where: str) -> Iterator[Violation]:
+    """Return the differences between an answer and the undisturbed answer."""
     found = compare_choices(said.tokens, truth.tokens, where)
     yield from found
     if not found and dict(said.texts) != {

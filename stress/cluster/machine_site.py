@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable
 import redis
 
 from stress.cluster.balancer import answers
+from stress.cluster.batches import BatchClient
 from stress.cluster.machines import GatewayNode, Machines
 from stress.cluster.network import Machine
 from stress.cluster.observers import Observers
@@ -38,6 +39,7 @@ class MachineSite:
         roads["balancer"] = (cluster.host, cluster.port)
         self._observers = Observers(roads, self._live, seed)
         self._observing: asyncio.Task[None]
+        self._batches = BatchClient(cluster.url, seed, self._was_failover)
 
     # The methods that every target of a run has.
 
@@ -52,6 +54,7 @@ class MachineSite:
             return False
         url = f"{self.cluster.url}/health"
         await asyncio.to_thread(eventually, lambda: answers(url), START_S)
+        await self._batches.start()
         self._faulty = []
         return True
 
@@ -75,12 +78,14 @@ class MachineSite:
         return all([await it.site.is_well(within_s) for it in self.cluster.gateways])
 
     async def is_engine_at_rest(self) -> bool:
+        await self._batches.finish()
         return all([await it.site.is_engine_at_rest() for it in self.cluster.gateways])
 
     async def stop(self) -> int:
         self._observing.cancel()
         found = await self._observers.violations()
         self.problems += [f"{it.kind} in the history: {it.what}" for it in found]
+        self.problems += [f"{it.kind} in a batch: {it.what}" for it in self._batches.violations]
         codes = [await it.site.stop() for it in self.cluster.gateways]
         return next(filter(None, codes), 0)
 
@@ -91,10 +96,16 @@ class MachineSite:
         """Do nothing: the network's end kills everything."""
 
     def summary(self) -> str:
-        """Return how often each fault happened, and how much the observers have read."""
+        """Return how often each fault happened, and how much was read from logs and batches."""
         faults = ", ".join(f"{num} {kind}" for kind, num in sorted(self.num_faults.items()))
         num = len(self._observers.observations)
-        return f"faults: {faults}; reads in the history: {num}"
+        return (
+            f"faults: {faults}; reads in the history: {num}; lines of batches: "
+            f"{self._batches.num_lines}; batches lost by a failover: {self._batches.num_vanished}"
+        )
+
+    def _was_failover(self, since: float) -> bool:
+        return any(it.what == "failover" and it.at > since for it in self.deaths)
 
     async def _live(self) -> list[str]:
         return await asyncio.to_thread(self._live_now)
@@ -103,7 +114,10 @@ class MachineSite:
         with contextlib.suppress(redis.RedisError, OSError), self.cluster.primary.client as client:
             found = client.zrange("headrace:live", 0, -1)
             assert isinstance(found, list)
-            return [id.decode() for id in found]
+            # The server deletes the stream of a batch's line when it has stored the answer.
+            keys = [client.hget(f"headrace:s:{id.decode()}", "key") or b"" for id in found]
+            pairs = zip(found, keys, strict=True)
+            return [id.decode() for id, key in pairs if b"batch_" not in key]
         return []
 
     # For the faults.

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,13 +14,15 @@ import pytest
 from headrace.batches import batches as module
 from headrace.batches.batches import Batches, NewBatch
 from headrace.batches.folder import folder_batch_store
-from headrace.batches.records import BATCH, OPEN, STOP, BatchRecord, encode_record, now_s
+from headrace.batches.records import BATCH, OPEN, STOP, BatchRecord, encode_record
 from headrace.batches.store import BatchStore
 from headrace.streams.store import StoreStalled
 from headrace_common.config.settings import BatchConfig, HttpConfig, ServerConfig
 from headrace_common.errors import RequestError
 from tests.batches.fakes import FakeAnswers
 from tests.batches.test_run import until
+from tests.batches.test_stores import opened_in_redis
+from tools.harness.redis_servers import needs_redis
 
 CONFIG = ServerConfig(batches=BatchConfig(key_file_bytes=1000, max_file_bytes=800))
 
@@ -34,7 +37,8 @@ class Server:
     async def begin(self, owner: str, number: int, num_lines: int = 20) -> BatchRecord:
         """A batch that was checked before."""
         id = f"batch_{number}"
-        batch = BatchRecord(id, owner, "openai", "/v1/completions", f"in{number}", now_s(), 3600)
+        now = await self.shelf.records.now()
+        batch = BatchRecord(id, owner, "openai", "/v1/completions", f"in{number}", now, 3600)
         batch = msgspec.structs.replace(
             batch, status="in_progress", num_lines=num_lines, output_id=f"out{number}"
         )
@@ -106,7 +110,7 @@ async def test_a_damaged_record_is_passed_over(server: Server) -> None:
 async def test_a_batch_that_ended_just_before_a_kill_is_not_run_again(
     status: str, server: Server
 ) -> None:
-    ended = (await server.begin("ann", 1)).moved(status)
+    ended = (await server.begin("ann", 1)).moved(status, int(time.time()))
     await server.shelf.records.put(BATCH, ended.id, encode_record(ended))
     await server.shelf.records.put(STOP, ended.id, b"canceled")
     async with asyncio.TaskGroup() as tasks:
@@ -119,7 +123,7 @@ async def test_a_batch_that_ended_just_before_a_kill_is_not_run_again(
 
 async def test_a_batch_that_a_kill_left_unlisted_is_run_all_the_same(server: Server) -> None:
     begun = await server.begin("ann", 1)
-    ended = (await server.begin("ann", 2)).moved("completed")
+    ended = (await server.begin("ann", 2)).moved("completed", int(time.time()))
     await server.shelf.records.put(BATCH, ended.id, encode_record(ended))
     for batch in (begun, ended):
         await server.shelf.records.remove(OPEN, batch.id)
@@ -139,7 +143,7 @@ async def test_a_file_that_a_batch_needs_is_not_deleted(server: Server) -> None:
     with pytest.raises(RequestError) as refused:
         await server.batches.remove(batch)
     assert refused.value.code == "batch_not_ended"
-    ended = batch.moved("cancelled")
+    ended = batch.moved("cancelled", int(time.time()))
     await server.shelf.records.put(BATCH, batch.id, encode_record(ended))
     await server.batches.remove_file("ann", file.id)
     assert await server.batches.files.of("ann") == []
@@ -214,19 +218,44 @@ async def test_an_upload_whose_record_was_not_confirmed_leaves_no_record_without
     assert await files.of("ann") == []
 
 
+def jump_30_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves this process's wall clock past the end of every batch and file."""
+    later = time.time() + 31 * 24 * 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+
+
 async def test_what_has_expired_is_swept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     files = server.batches.files
     async with await files.begin("ann") as upload:
         await upload.write(b"one\n")
         file = await upload.finish("a", "batch", keep_s=3600)
     batch = await server.begin("ann", 1)
-    ended = batch.moved("completed")
+    ended = batch.moved("completed", int(time.time()))
     await server.shelf.records.put(BATCH, batch.id, encode_record(ended))
     await server.batches._sweep()
     assert await files.of("ann") and await server.batches.of("ann")
-    later = now_s() + 31 * 24 * 3600
-    monkeypatch.setattr(module, "now_s", lambda: later)
-    monkeypatch.setattr("headrace.batches.files.now_s", lambda: later)
+    jump_30_days(monkeypatch)
     await server.batches._sweep()
     assert await files.of("ann") == [] == await server.batches.of("ann")
     assert await server.shelf.blobs.read(file.id, 0, 10) == b""
+
+
+@needs_redis
+async def test_a_server_with_a_wrong_clock_deletes_no_file_and_ends_no_batch_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        server = Server(shelf)
+        async with await server.batches.files.begin("ann") as upload:
+            await upload.write(b"one\n")
+            await upload.finish("a", "batch")
+        await server.begin("ann", 1)
+        jump_30_days(monkeypatch)
+        await server.batches._sweep()
+        assert len(await server.batches.files.of("ann")) == 1
+        server.answers.gate.set()
+        task = asyncio.create_task(server.batches.run())
+        await until(lambda: server.answers.asked and not server.batches._runs)
+        task.cancel()
+        [batch] = await server.batches.of("ann")
+        assert batch.status == "completed"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from headrace.batches.records import (
     STOP,
     BatchRecord,
     encode_record,
-    now_s,
     read_record,
 )
 from headrace.batches.run import BatchDependencies, BatchRun
@@ -53,7 +53,9 @@ class Night:
         files = Files(self.shelf, BatchConfig())
         check = LineCheck(self.blobs, None, self.answers, 1000)
         self.bench = BatchDependencies(self.shelf, files, self.answers, check, 1000, 1000)
-        self.batch = BatchRecord("batch_1", "ann", api, "/v1/completions", "in", now_s(), 3600)
+        self.batch = BatchRecord(
+            "batch_1", "ann", api, "/v1/completions", "in", int(time.time()), 3600
+        )
         error_id = "errors" if api == "openai" else None
         begun = {"status": "in_progress", "num_lines": num_lines}
         files_of = {"output_id": "out", "error_id": error_id}
@@ -170,7 +172,7 @@ async def test_a_write_of_many_results_is_bounded_in_bytes(
 ) -> None:
     monkeypatch.setattr(running, "_MANY_BYTES", 400)
     night = Night(tmp_path, num_lines=50)
-    night.batch = msgspec.structs.replace(night.batch, created_at=now_s() - 3600)
+    night.batch = msgspec.structs.replace(night.batch, created_at=int(time.time()) - 3600)
     await (await (await night.prepare()).begin())
     found = await night.results("errors")
     assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
@@ -230,7 +232,7 @@ async def test_a_batch_whose_lines_cannot_be_checked_now_ends_when_it_is_stopped
     night = Night(tmp_path, api=api)
     night.batch = msgspec.structs.replace(night.batch, status="validating", output_id=None)
     if reason == "expired":
-        night.batch = msgspec.structs.replace(night.batch, created_at=now_s() - 3600)
+        night.batch = msgspec.structs.replace(night.batch, created_at=int(time.time()) - 3600)
 
     async def refuse(lines: bytes) -> None:
         raise LATER
@@ -273,7 +275,7 @@ async def test_no_late_save_follows_the_end_of_a_batch(tmp_path: Path) -> None:
 
 async def test_an_expired_batch_answers_no_further_line(tmp_path: Path) -> None:
     night = Night(tmp_path)
-    night.batch = msgspec.structs.replace(night.batch, created_at=now_s() - 3600)
+    night.batch = msgspec.structs.replace(night.batch, created_at=int(time.time()) - 3600)
     night.answers.gate.clear()
     await (await (await night.prepare()).begin())
     batch = await night.stored()

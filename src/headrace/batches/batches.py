@@ -20,7 +20,6 @@ from headrace.batches.records import (
     encode_record,
     in_slices,
     new_id,
-    now_s,
     read_record,
 )
 from headrace.batches.run import BatchDependencies, BatchRun
@@ -108,7 +107,7 @@ class Batches:
             raise RequestError("quota_exceeded", message)
         for oldest in [batch for batch in batches if batch.has_ended][MAX_ENDED - 1 :]:
             await self.remove(oldest)
-        now = now_s()
+        now = await self._records.now()
         batch = BatchRecord(
             new_id(_PREFIXES[wish.api]), wish.owner, wish.api, wish.route, wish.input_id, now,
             wish.window_s, at={"validating": now}, metadata=wish.metadata,
@@ -138,7 +137,7 @@ class Batches:
         if batch.has_ended or batch.status == "cancelling":
             return batch
         await self._records.put(STOP, batch.id, b"canceled")
-        return batch.moved("cancelling")
+        return batch.moved("cancelling", await self._records.now())
 
     async def remove(self, batch: BatchRecord) -> None:
         """Delete an ended batch and its results. For Anthropic's API, also delete its lines.
@@ -242,7 +241,7 @@ class Batches:
 
     async def _sweep(self) -> None:
         """Delete expired batches and files; add missing OPEN records of unfinished batches."""
-        oldest = now_s() - self._config.keep_files_days * 24 * 3600
+        oldest = await self._records.now() - self._config.keep_files_days * 24 * 3600
         listed = set(await self._records.all(OPEN))
         async for batch in in_slices(await self._records.all(BATCH), BatchRecord):
             if batch.has_ended and (batch.ended_at or 0) < oldest:

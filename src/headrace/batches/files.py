@@ -11,7 +11,6 @@ from headrace.batches.records import (
     encode_record,
     in_slices,
     new_id,
-    now_s,
     read_record,
 )
 from headrace.batches.store import BatchStore
@@ -99,14 +98,14 @@ class Files:
 
     async def sweep(self, in_use: set[str]) -> None:
         """Delete expired files, except files that an unfinished batch reads or writes."""
-        now = now_s()
+        now = await self._batch_store.records.now()
         async for file in in_slices(await self._batch_store.records.all(FILE), FileRecord):
             if file.expires_at <= now and file.id not in in_use:
                 await self.remove(file.id)
 
-    def new(self, owner: str, name: str, purpose: str, num_bytes: int = 0) -> FileRecord:
+    async def new(self, owner: str, name: str, purpose: str, num_bytes: int = 0) -> FileRecord:
         """Make the record of a new file. The file expires after the default time."""
-        now = now_s()
+        now = await self._batch_store.records.now()
         expires_at = now + int(self.config.keep_files_days * _DAY_S)
         return FileRecord(new_id("file-"), owner, name, purpose, num_bytes, now, expires_at)
 
@@ -170,7 +169,7 @@ class Upload:
         Raises RequestError if other uploads have used up the API key's quota meanwhile.
         """
         await self._flush()
-        file = self._files.new(self._owner, name, purpose, self.num_bytes)
+        file = await self._files.new(self._owner, name, purpose, self.num_bytes)
         expires_at = file.created_at + keep_s if keep_s else file.expires_at
         file = msgspec.structs.replace(
             file, id=self._id, expires_at=expires_at, is_listed=purpose != "messages"

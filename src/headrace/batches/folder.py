@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,6 +116,9 @@ class FolderRecords(_InThread):
 
     async def get(self, kind: str, id: str) -> bytes | None:
         return self._known[kind].get(id)
+
+    async def now(self) -> int:
+        return int(time.time())
 
     async def all(self, kind: str) -> list[bytes]:
         return list(self._known[kind].values())

@@ -2,7 +2,6 @@
 
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TypeVar
 
@@ -31,10 +30,6 @@ _NUM_AT_ONCE = 16
 
 def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(16)
-
-
-def now_s() -> int:
-    return int(time.time())
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -90,9 +85,9 @@ class BatchRecord(msgspec.Struct, frozen=True):
     def num_ended(self) -> int:
         return sum(self.counts.values())
 
-    def moved(self, status: str) -> "BatchRecord":
-        """Return the batch with `status`, and with the current time as the time of that status."""
-        return msgspec.structs.replace(self, status=status, at={**self.at, status: now_s()})
+    def moved(self, status: str, now: int) -> "BatchRecord":
+        """Return the batch with `status`, which it reached at the time `now`, in unix seconds."""
+        return msgspec.structs.replace(self, status=status, at={**self.at, status: now})
 
 
 async def in_slices(packed: Iterable[bytes], kind: type[T]) -> AsyncIterator[T]:

@@ -121,6 +121,12 @@ class RedisRecords:
         found = await _ask(self._link, "HGET", self._key(kind), id)
         return found if isinstance(found, bytes) else None
 
+    async def now(self) -> int:
+        found = await _ask(self._link, "TIME")
+        # redis-py turns the two strings of the answer into two numbers.
+        assert isinstance(found, tuple)
+        return int(found[0])
+
     async def all(self, kind: str) -> list[bytes]:
         found = await _ask(self._link, "HVALS", self._key(kind))
         return list(found) if isinstance(found, list) else []

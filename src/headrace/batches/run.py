@@ -30,7 +30,6 @@ from headrace.batches.records import (
     SUCCEEDED,
     BatchRecord,
     encode_record,
-    now_s,
 )
 from headrace.batches.store import BatchStore, ClaimLost
 from headrace.protocols.batch_lines import FORMS, custom_id_of
@@ -152,7 +151,9 @@ class BatchRun:
 
     async def _new_file(self, what: str) -> str:
         batch = self.batch
-        file = self._dependencies.files.new(batch.owner, f"{batch.id}_{what}.jsonl", "batch_output")
+        name = f"{batch.id}_{what}.jsonl"
+        new = partial(self._dependencies.files.new, batch.owner, name, "batch_output")
+        file = await retrying(new)
         file = msgspec.structs.replace(file, is_listed=batch.api == "openai")
         await retrying(partial(self._dependencies.files.put, file))
         return file.id
@@ -189,7 +190,7 @@ class BatchRun:
                     raise ClaimLost
                 if await self._records.get(STOP, self.batch.id) is not None:
                     self.stop(CANCELED)
-                if now_s() >= self.batch.expires_at:
+                if await self._records.now() >= self.batch.expires_at:
                     self.stop(EXPIRED)
                 await self._save_progress()
             await asyncio.sleep(TICK_S)
@@ -207,7 +208,8 @@ class BatchRun:
             if self.batch.has_ended:
                 return
             batch = msgspec.structs.replace(self.batch, **fields)
-            batch = batch.moved(status) if status else batch
+            if status:
+                batch = batch.moved(status, await retrying(self._records.now))
             put = partial(self._records.put, BATCH, batch.id, encode_record(batch), batch.id)
             await retrying(put)
             self.batch = batch

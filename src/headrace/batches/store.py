@@ -22,6 +22,12 @@ class Records(Protocol):
 
     async def get(self, kind: str, id: str) -> bytes | None: ...
 
+    async def now(self) -> int:
+        """Return the time in unix seconds. All servers of a shared store read the same clock.
+
+        So a server with a wrong clock does not delete files, or end batches, of other servers.
+        """
+
     async def all(self, kind: str) -> list[bytes]:
         """Return all records of a kind, in no particular order."""
 
