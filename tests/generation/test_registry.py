@@ -14,6 +14,7 @@ from headrace.generation.registry import FinishedStream
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
 from headrace.streams.events import AnyEvent, Error, Finish
+from headrace.streams.log import LogGone
 from headrace.streams.record import Names, Record
 from headrace.streams.store import ByConversation, ById, Name, Retention, Stored
 from headrace.streams.stores.memory import MemoryLog, MemoryStore
@@ -187,6 +188,26 @@ async def test_a_stream_that_has_ended_is_found_to_be_read(folder: Path) -> None
         await stopping
         await settle()
         assert isinstance(await generation.streams.find("", NAME), FinishedStream)
+
+
+async def test_a_stream_that_the_store_has_lost_ends_for_its_reader_without_a_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failover of Redis can lose a whole stream."""
+    async with running(folder) as (generation, engine):
+        stream = await opened(generation, engine, OPTED_IN)
+        assert isinstance(stream, LiveStream)
+
+        async def append(*_: object) -> None:
+            raise LogGone
+
+        monkeypatch.setattr(type(stream.log), "append", append)
+        await engine.start(engine.newest)
+        await stream.ended.wait()
+        with pytest.raises(RequestError, match="send the request again"):
+            stream.audience.pause.check()
+        assert [it.levelname for it in caplog.records] == ["WARNING"]
+        assert engine.cancels
 
 
 async def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Path) -> None:

@@ -23,7 +23,7 @@ from headrace.generation.wait_news import HeartbeatNews
 from headrace.metrics.metrics import RequestFigures
 from headrace.metrics.traces import Traces
 from headrace.streams.events import AnyEvent, Usage
-from headrace.streams.log import Log, LogTaken
+from headrace.streams.log import Log, LogGone, LogTaken
 from headrace.streams.record import Record
 from headrace.streams.store import StoreStalled
 from headrace.streams.usage import UsageCounter
@@ -269,8 +269,8 @@ class LiveStream:
         state, and the resulting events are appended before the next entry is read.
 
         If the store stalls, another server takes over the log or this task is cancelled, the task
-        ends without a terminal event, because another writer continues the log. Any other failure
-        ends the stream with `internal_error`.
+        ends without a terminal event, because another writer continues the log. The same holds if
+        the log was deleted. Any other failure ends the stream with `internal_error`.
         """
         try:
             builder = self._builder
@@ -287,7 +287,7 @@ class LiveStream:
                     self._update_ticket()
                 if new := builder.new_events(at_ms, is_cut=bool(self.cut)):
                     await self.log.append(new[0].seq, new)
-        except (StoreStalled, LogTaken, *STEERING):
+        except (StoreStalled, LogTaken, LogGone, *STEERING):
             self._submission.leave()
             raise
         # Catch BaseException, because a panic in a native library is not an Exception.

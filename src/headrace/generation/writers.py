@@ -11,7 +11,7 @@ from headrace.generation.event_builder import EventBuilder
 from headrace.generation.registry import Registry
 from headrace.generation.stream import LiveStream
 from headrace.metrics.traces import Traces
-from headrace.streams.log import LogTaken
+from headrace.streams.log import LogGone, LogTaken
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
 from headrace_common.config.settings import StreamConfig
@@ -164,8 +164,11 @@ class Writers:
             logger.warning("Another server has taken a stream over")
             stream.audience.pause.set(_TAKEN)
         # The failure concerns one stream, not the server.
-        except Exception:
-            logger.exception("The log of a stream cannot be written")
+        except Exception as error:
+            if isinstance(error, LogGone):
+                logger.warning("A stream is no longer stored, perhaps after a failover of Redis")
+            else:
+                logger.exception("The log of a stream cannot be written")
             failure = RequestError(
                 "internal_error",
                 "The log of this stream cannot be written; send the request again.",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from headrace.streams.events import AnyEvent, frees_key, is_terminal
-from headrace.streams.log import LogConflict, LogTaken
+from headrace.streams.log import LogConflict, LogGone, LogTaken
 from headrace.streams.store import OnCommit, StoreStalled
 from headrace.streams.stores import redis_scripts as scripts
 from headrace.streams.stores.redis_link import ANSWER_S, Argument, Link
@@ -64,6 +64,8 @@ class _Append:
             self.done.set_result(None)
         elif outcome == "taken":
             self.done.set_exception(LogTaken("another server writes this log now"))
+        elif outcome == "gone":
+            self.done.set_exception(LogGone())
         else:
             self.done.set_exception(LogConflict(f"append that does not continue a log: {outcome}"))
 
