@@ -1,4 +1,4 @@
-"""Tests the settings of OLMo 3, Phi-3 and Granite that GGUF files state in other fields."""
+"""Tests the settings of some families that GGUF files state in other fields."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import pytest
 from headrace_common.checkpoints.gguf_families import own_settings
 from headrace_common.checkpoints.gguf_header import GgufHeader
 from headrace_common.errors import ModelError
+from headrace_engine.models.gemma3 import Gemma3
 
 LAYERS = {"num_hidden_layers": 5, "hidden_size": 64, "num_attention_heads": 4}
 
@@ -53,3 +54,16 @@ def test_the_files_of_granite_4_list_heads_by_layer() -> None:
 def test_granite_without_rotary_positions_is_left_to_llama_cpp() -> None:
     with pytest.raises(ModelError, match="rotary"):
         settings_of("granite", {"rope.scaling.finetuned": False})
+
+
+def test_a_gemma_3_file_without_a_window_has_no_windowed_layer() -> None:
+    config = LAYERS | {"intermediate_size": 96, "vocab_size": 320, "max_position_embeddings": 2048}
+    by_layer = [True, False, True, True, False]
+    for stated, windows in (
+        ({}, (None,) * 5),
+        ({"sliding_window": 24}, (24,) * 5),
+        ({"sliding_window": 24, "sliding_window_pattern": 2}, (24, None, 24, None, 24)),
+        ({"sliding_window": 24, "sliding_window_pattern": by_layer}, (24, None, 24, 24, None)),
+    ):
+        found = config | stated | settings_of("gemma3", {}, **stated)
+        assert Gemma3.read(found).text.windows == windows

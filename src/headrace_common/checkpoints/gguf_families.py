@@ -1,4 +1,4 @@
-"""Reads settings of OLMo 3, Phi-3 and Granite for which a GGUF file has other fields."""
+"""Reads settings of Gemma 3, Granite, OLMo 3 and Phi-3 for which a GGUF file has other fields."""
 
 from typing import Any
 
@@ -11,8 +11,16 @@ def own_settings(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
 
     Raises ModelError if a setting is not supported natively.
     """
-    read = {"granite": _granite, "olmo2": _olmo, "phi3": _phi3}.get(header.architecture)
+    read = _READERS.get(header.architecture)
     return read(header, config) if read else {}
+
+
+def _gemma3(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
+    # A file without a window has no windowed layers; transformers would assume a default window.
+    if not config.get("sliding_window"):
+        return {"sliding_window_pattern": 1}
+    pattern = config.get("sliding_window_pattern")
+    return _layer_types(pattern, config) if isinstance(pattern, list) else {}
 
 
 def _granite(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
@@ -34,11 +42,14 @@ def _olmo(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
     pattern = config.get("sliding_window_pattern", 4)
     if not isinstance(pattern, list):
         pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    return {"architectures": ["Olmo3ForCausalLM"]} | _layer_types(pattern, config)
+
+
+def _layer_types(pattern: list[Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the kind of each layer; `pattern` says for each layer whether it has a window."""
     kinds = {True: "sliding_attention", False: "full_attention"}
-    return {
-        "architectures": ["Olmo3ForCausalLM"],
-        "layer_types": [kinds[bool(has_window)] for has_window in pattern[:layers]],
-    }
+    has_window = map(bool, pattern[: config["num_hidden_layers"]])
+    return {"layer_types": [kinds[it] for it in has_window]}
 
 
 def _phi3(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
@@ -50,3 +61,6 @@ def _phi3(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor": header.own("rope.dimension_count", dim) / dim,
         "sliding_window": config.get("sliding_window") or None,
     }
+
+
+_READERS = {"gemma3": _gemma3, "granite": _granite, "olmo2": _olmo, "phi3": _phi3}
