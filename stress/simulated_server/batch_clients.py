@@ -108,14 +108,14 @@ async def _openai(world: World, requests: dict[str, Request]) -> None:
         f"{target} is {batch['status']}: {batch}"
     )
     counts = batch["request_counts"]
-    if batch["status"] == "cancelled" and batch["output_file_id"] is None:
+    files = batch["output_file_id"], batch["error_file_id"]
+    if batch["status"] == "cancelled" and files == (None, None):
         # The batch was cancelled before all lines were checked.
         assert set(counts.values()) == {0}, counts
         return
     assert counts["total"] == counts["completed"] + counts["failed"] == len(requests), counts
     contents: dict[str, bytes] = {}
-    results = await _content(world, batch["output_file_id"], contents)
-    errors = await _content(world, batch["error_file_id"], contents)
+    results, errors = [await _content(world, file, contents) for file in files]
     _check_once(requests, [*results, *errors])
     assert len(results) == counts["completed"], f"{len(results)} results, {counts}"
     for line in results:
