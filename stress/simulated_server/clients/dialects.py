@@ -99,10 +99,9 @@ def _take_choices(parsed: Parsed, frame: dict[str, Any]) -> None:
         index = it["index"]
         parsed.texts[index] += message.get("content") or message.get("text") or ""
         if logprobs := it.get("logprobs"):
-            listed = logprobs.get("content")
             pairs = (
-                [(it["token"], it["logprob"]) for it in listed]
-                if listed
+                [(it["token"], it["logprob"]) for it in logprobs["content"] or ()]
+                if "content" in logprobs
                 else zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
             )
             parsed.logprobs[index] += pairs
