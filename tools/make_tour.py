@@ -93,7 +93,7 @@ WAY_OUT = (
         "headrace_engine/scheduler/cost.py",
         "Coefficients.largest_chunk",
         "A step has a budget of time. The cost model is fitted to earlier steps, and this method "
-        "computes the largest chunk of a prompt that fits into the budget.",
+        "returns the length of the largest chunk of a prompt that fits into the budget.",
     ),
     Stop(
         "Memory",

@@ -1,4 +1,4 @@
-"""Runs the steps of a Dockerfile in a Debian tree, and then starts what the image would start.
+"""Runs the steps of a Dockerfile in a Debian system, and then starts what the image would start.
 
     unshare --mount python tools/run_dockerfile.py FILE FOLDER [ARG=VALUE ...]
 

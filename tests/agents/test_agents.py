@@ -65,7 +65,7 @@ def test_they_get_through_a_killed_server_and_show_progress(site: Site, desk: De
         if agent.thoughts is None:
             continue
         shown = "".join(map(agent.thoughts, turn.events))
-        assert "Reading the prompt: " in shown, f"{agent.name}\n{turn.said[-3000:]}"
+        assert "Processing the prompt: " in shown, f"{agent.name}\n{turn.said[-3000:]}"
     desk.ask_all("And 2 + 3?", goes_on=True)
     hits_the_cache(site, *AGENTS)  # of the progress nothing came back
 

@@ -62,7 +62,7 @@ def test_a_server_without_a_place_for_the_prompt_is_found_invalid(
     with running_server(str(model), "--state-dir", "none", "--max-num-seqs", "4") as server:
         found = bench(server.url, tmp_path)
     assert found["cell"]["valid"] is False
-    assert "no step computed prompt tokens together with all 4 streams" in found["cell"]["reasons"]
+    assert "no step processed prompt tokens together with all 4 streams" in found["cell"]["reasons"]
     assert "2 of 2 prompts had no first token while the streams ran" in found["cell"]["reasons"]
     assert "not valid" in found["output"]
 

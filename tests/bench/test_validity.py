@@ -17,7 +17,7 @@ def test_a_cell_is_valid_if_prompts_were_computed_beside_all_streams() -> None:
 
 def test_a_cell_without_a_mixed_step_proves_nothing() -> None:
     cell = make_cell(ROUND, evidence=replaced(EVIDENCE, num_mixed=0))
-    assert reasons(cell) == ("no step computed prompt tokens together with all 1 streams",)
+    assert reasons(cell) == ("no step processed prompt tokens together with all 1 streams",)
 
 
 def test_a_prompt_that_never_ran_beside_the_streams_proves_nothing() -> None:

@@ -270,7 +270,7 @@ def test_a_long_prompt_shows_its_progress(server: ServerProcess, tmp_path: Path)
     with terminal("chat", "--url", server.url, *GREEDY, XDG_STATE_HOME=str(tmp_path)) as shown:
         shown.wait_for("> ")
         shown.type("word " * 300)
-        assert "tokens" in shown.wait_for(r"reading the prompt.*of [\d,]+ tokens")
+        assert "tokens" in shown.wait_for(r"processing the prompt.*of [\d,]+ tokens")
 
 
 def test_with_a_model_it_has_a_server_of_its_own_that_ends_with_it(

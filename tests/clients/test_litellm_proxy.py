@@ -136,7 +136,7 @@ def test_progress_in_words_passes(proxy: httpx.Client) -> None:
         max_tokens=60,
         return_progress="reasoning",
     )
-    assert "Reading the prompt: " in deltas(events, "reasoning_content")
+    assert "Processing the prompt: " in deltas(events, "reasoning_content")
     assert deltas(events, "content") == COUNT
 
 

@@ -70,7 +70,7 @@ def test_progress_in_words_is_the_same_from_every_byte(server: ServerProcess, ro
     name = {"X-Conversation-Id": route}
     post = httpx.post(f"{server.url}{route}", json=asked, headers=name, timeout=LIMIT_S)
     whole = post.content
-    assert "\u2063Reading the prompt: ".encode() in whole
+    assert "\u2063Processing the prompt: ".encode() in whole
     for start in range(0, len(whole), 997):
         at = {"conv_id": route, "from": start}
         assert httpx.get(f"{server.url}/v1/stream", params=at).content == whole[start:]

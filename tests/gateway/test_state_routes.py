@@ -63,7 +63,7 @@ def test_the_state_shows_work_steps_and_missed_targets() -> None:
     [
         (0.2, 0.2, 200, "set by --max-stall-ms"),
         (0.5, None, 200, "the default"),
-        (0.5, 0.3125, 312, "raised from 200 ms: shorter steps would compute prompts too slowly"),
+        (0.5, 0.3125, 312, "raised from 200 ms: shorter steps would process prompts too slowly"),
     ],
 )
 def test_the_state_and_props_show_the_stall_target_and_why(

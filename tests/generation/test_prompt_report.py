@@ -64,7 +64,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("changes", "boundary", "numbers", "why"),
     [
         ({}, "step", (3, 32), "70 tokens need at least 3 chunks of at most 32 tokens."),
-        ({"is_whole": True}, "step", (1, None), "This model computes each prompt in one step."),
+        ({"is_whole": True}, "step", (1, None), "This model processes each prompt in one step."),
         (
             {"source": SOURCE, "facts": LaneFacts(encoder="pieces", why="it has slots")},
             "encoder-piece",
@@ -75,7 +75,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"source": SOURCE, "facts": LaneFacts(encoder="whole")},
             "whole",
             (1, None),
-            "This model computes each prompt in one step.",
+            "This model processes each prompt in one step.",
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_each_lane_tells_what_it_did(
         strategy=lane,
         eligible=True,
         applied=True,
-        reason="Prompt computed in 4 chunks.",
+        reason="Prompt processed in 4 chunks.",
         boundary="step",
         mask=mask if HAS_OWN else "lazy-prefix",
         memory=memory,
@@ -130,7 +130,7 @@ def test_cached_tokens_are_in_no_chunk(native: Path) -> None:
 def test_several_prompts_have_one_record(native: Path) -> None:
     (told,) = ingestions(native, (Ids(tuple(range(1, 41))), Text("short")), cap=32)
     assert (told.prompt_tokens, told.applied, told.tokenization) == (45, True, "one-shot")
-    assert told.chunks >= 3 and told.reason == f"Prompt computed in {told.chunks} chunks."
+    assert told.chunks >= 3 and told.reason == f"Prompt processed in {told.chunks} chunks."
 
 
 def test_a_long_text_is_told_as_streamed(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from headrace.protocols.progress_text import ProgressWords, without_progress
 from headrace_common.request import Chat
 from tests.gateway.builders import make_record, make_request, parsed, progress
 
-LINE = "\u2063Reading the prompt: 43 %, 80 s left\n"
+LINE = "\u2063Processing the prompt: 43 %, 80 s left\n"
 ASKED = {"return_progress": True, "progress_in_words": True}
 
 
@@ -28,18 +28,18 @@ def words_of(*seconds: int, **changes: Any) -> list[str]:
 def test_a_line_tells_the_share_and_the_time_left_after_three_seconds_and_every_ten() -> None:
     lines = words_of(*range(1, 30), 119, 120)
     assert lines == [
-        "\u2063Reading the prompt: 2 %, 117 s left\n",
-        "\u2063Reading the prompt: 10 %, 107 s left\n",
-        "\u2063Reading the prompt: 19 %, 97 s left\n",
-        "\u2063Reading the prompt: 99 %, 1 s left\n",
+        "\u2063Processing the prompt: 2 %, 117 s left\n",
+        "\u2063Processing the prompt: 10 %, 107 s left\n",
+        "\u2063Processing the prompt: 19 %, 97 s left\n",
+        "\u2063Processing the prompt: 99 %, 1 s left\n",
     ]
 
 
 def test_a_long_time_is_told_in_minutes_and_none_before_it_is_known() -> None:
     words = ProgressWords(make_record(make_request(response_options=ASKED)))
-    assert words.take(progress(512, time_ms=5000)) == "\u2063Reading the prompt: 25 %\n"
+    assert words.take(progress(512, time_ms=5000)) == "\u2063Processing the prompt: 25 %\n"
     later = progress(612, time_ms=60_000)
-    assert words.take(later) == "\u2063Reading the prompt: 29 %, 14 min left\n"
+    assert words.take(later) == "\u2063Processing the prompt: 29 %, 14 min left\n"
 
 
 def test_nothing_is_told_unasked_beside_a_grammar_or_where_an_answer_goes_on() -> None:
@@ -66,8 +66,12 @@ def test_what_is_taken_out_is_what_was_put_in(parts: list[str]) -> None:
     assert without_progress(told) == "".join(parts)
 
 
+def test_lines_of_an_earlier_version_are_taken_out_too() -> None:
+    assert without_progress(LINE.replace("Processing", "Reading") + "Hm.") == "Hm."
+
+
 def test_the_models_own_words_stay_whatever_they_are() -> None:
-    own = "Reading the prompt: 43 %, 80 s left\n\u2063"
+    own = "Processing the prompt: 43 %, 80 s left\n\u2063"
     assert without_progress(own) == own
 
 

@@ -240,7 +240,7 @@ def queued(page: Page) -> None:
 
 def prompt(page: Page) -> None:
     told = {"total": 20_480, "cache": 5120, "processed": 12_288, "time_ms": 31_000}
-    held(page, "Reading the prompt", {"prompt_progress": told})
+    held(page, "Processing the prompt", {"prompt_progress": told})
 
 
 def recovering(page: Page) -> None:

@@ -104,7 +104,7 @@ def test_live_figures_and_the_last_hour_are_shown_as_the_server_counts_them(page
     assert found["before"].count("not measured yet") == 6
     assert found["tiles"] == [
         ["Tokens out", "7.3/s", "answers, last 10 s", "max 12/s in the last hour"],
-        ["Tokens in", "1235/s", "prompts computed, last 10 s", "max 1235/s in the last hour"],
+        ["Tokens in", "1235/s", "prompts processed, last 10 s", "max 1235/s in the last hour"],
         ["Time to first token", "1.3 s", "99 % within 30 s", "99 %: max 30 s in the last hour"],
         ["Gaps", "7.9 ms", "99 % within 81 ms", "99 %: max 81 ms in the last hour"],
         ["Time in the queue", "–", "none in the last hour", ""],

@@ -41,7 +41,9 @@ def _broken(cell: Cell) -> list[str]:
 def _beside(cell: Cell) -> list[str]:
     found = []
     if cell.evidence and not cell.evidence.num_mixed:
-        found.append(f"no step computed prompt tokens together with all {cell.num_streams} streams")
+        found.append(
+            f"no step processed prompt tokens together with all {cell.num_streams} streams"
+        )
     all_measured = measured(cell)
     unanswered = sum(it.first_token is None for it in all_measured)
     if unanswered or not all_measured:

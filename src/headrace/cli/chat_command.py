@@ -102,7 +102,8 @@ def _piped(begun: Conversation) -> str:
     if not text and not begun.number:
         raise ConfigError(
             "There is no message, because stdin is empty. Run the chat in a terminal, pipe a "
-            "message (echo Hello | headrace chat), or name it (headrace run MODEL Hello)."
+            "message (echo Hello | headrace chat), or add a message to the command "
+            "(headrace run MODEL Hello)."
         )
     return text
 

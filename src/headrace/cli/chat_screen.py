@@ -70,7 +70,7 @@ class Screen:
             case events.Queued():
                 self._wait(place(event))
             case events.Progress(processed=done, total=total) if done < total:
-                self._wait("reading the prompt", done, total, told(event))
+                self._wait("processing the prompt", done, total, told(event))
             case events.Heartbeat(state="recovering"):
                 self._wait(recovery(event))
             case events.Heartbeat(state="loading"):

@@ -417,7 +417,7 @@ def _config_command() -> click.Command:
 
     params: list[click.Parameter] = [
         click.Argument(["model"], required=False),
-        click.Option(["--all", "shows_all"], is_flag=True, help="Also list settings with defaults"),
+        click.Option(["--all", "shows_all"], is_flag=True, help="Also list unchanged settings"),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the settings as JSON"),
         *_several(),
         *_options(),

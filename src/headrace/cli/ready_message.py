@@ -41,7 +41,7 @@ def details(ready: Ready) -> str:
     target = "off" if ready.max_stall_s is None else f"{1000 * ready.max_stall_s:g} ms"
     if ready.max_stall_s is not None and ready.highest_stall_s != ready.max_stall_s:
         highest = 1000 * (ready.highest_stall_s or 0)
-        target += f" (up to {highest:g} ms if shorter steps would compute prompts too slowly)"
+        target += f" (up to {highest:g} ms if shorter steps would process prompts too slowly)"
     seqs = f"at most {ready.max_num_seqs} stream{'s' * (ready.max_num_seqs > 1)}"
     tokens = ready.layout.num_positions
     seqs += f", {tokens} tokens fit" * (tokens > 0)

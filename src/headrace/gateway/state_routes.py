@@ -143,7 +143,7 @@ def stall_target(host: ModelHost) -> Snapshot:
     elif target == ready.max_stall_s:
         reason = "the default"
     else:
-        reason = f"raised from {base}: shorter steps would compute prompts too slowly"
+        reason = f"raised from {base}: shorter steps would process prompts too slowly"
     return {"stall_target_ms": round(1000 * target), "stall_target_reason": reason}
 
 

@@ -44,6 +44,6 @@ class CrashBlame:
             return None
         return RequestError(
             "poison_request",
-            "The engine died while it computed this request, and again when this request ran "
+            "The engine died while it processed this request, and again when this request ran "
             "alone; change the request.",
         )

@@ -46,7 +46,7 @@ def plan_of(ready: Ready, prompt: PromptIds) -> Plan:
     longest = (ready.max_step_tokens or num_tokens) if is_cut else None
     number = max(1, -(-num_tokens // longest)) if longest else 1
     if ready.is_whole or boundary == "whole":
-        why = "This model computes each prompt in one step."
+        why = "This model processes each prompt in one step."
     elif boundary == "encoder-piece":
         units = ready.source.encoding(num_tokens).num_units if ready.source else 1
         why = f"The source is encoded in 1 to {units} pieces."
@@ -81,4 +81,4 @@ def _reason(boundary: str, number: int, is_applied: bool) -> str:
         return "This encoder cannot run in pieces; it ran as one step."
     if boundary == "encoder-piece":
         return f"Source encoded in {f'{number} pieces' if is_applied else 'one piece'}."
-    return f"Prompt computed in {number} chunks." if is_applied else "Prompt fits in one chunk."
+    return f"Prompt processed in {number} chunks." if is_applied else "Prompt fits in one chunk."

@@ -47,7 +47,7 @@ class LoadedModel:
                 at least every two seconds.
             max_model_len: Largest number of tokens in a prompt and its answer together.
             max_num_seqs: Largest number of sequences that run at the same time.
-            max_step_tokens: Largest number of tokens computed in one step.
+            max_step_tokens: Largest number of tokens processed in one step.
             max_stall_ms: Limit on the time between two tokens of a stream while other prompts are
                 computed.
             kv_cache_memory_bytes: Memory for the KV cache.

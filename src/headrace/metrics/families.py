@@ -34,7 +34,7 @@ _TIMES = {
     "stop": ("Time from a stop to the release of blocks and slots",),
     "log_commit": ("Time to write an event to disk",),
     "queue": ("Time from admission to the start of the prompt",),
-    "prompt": ("Time to compute the prompt",),
+    "prompt": ("Time to process the prompt",),
     "decode": ("Time from the first token to the last",),
     "max_gap": ("Longest time between two tokens of a request",),
     "request": ("Time from admission to the end",),

@@ -10,7 +10,8 @@ from headrace.streams.record import Record
 
 # Clients do not display this character, and no model writes it.
 _MARK = "\N{INVISIBLE SEPARATOR}"
-_LINE = re.compile(rf"{_MARK}Reading the prompt: \d+ %(?:, \d+ (?:s|min) left)?\n")
+# Histories may contain lines of earlier versions, which began with "Reading".
+_LINE = re.compile(rf"{_MARK}(?:Processing|Reading) the prompt: \d+ %(?:, \d+ (?:s|min) left)?\n")
 # A prompt that is computed in less time gets no progress lines.
 _FIRST_MS = 3_000
 _EVERY_MS = 10_000
@@ -37,7 +38,7 @@ class ProgressWords:
             return ""
         self._due_ms = event.at_ms + _EVERY_MS
         percent = 100 * event.processed // event.total
-        return f"{_MARK}Reading the prompt: {percent} %{_left(event)}\n"
+        return f"{_MARK}Processing the prompt: {percent} %{_left(event)}\n"
 
 
 def _left(event: Progress) -> str:

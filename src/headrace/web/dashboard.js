@@ -146,7 +146,7 @@ function showRequests() {
   fill($("requests"), requests.slice(0, MAX_ROWS).map(asRow));
 }
 
-const STATES = { queued: "waiting", prompt: "reading its prompt", decode: "answering", recovering: "recovering" };
+const STATES = { queued: "waiting", prompt: "processing its prompt", decode: "answering", recovering: "recovering" };
 
 function asRow(request) {
   const { number, model, prompt_tokens: total, prompt_processed: done, tokens, tokens_left: left } = request;

@@ -189,7 +189,7 @@ function waiting(message, follower) {
 function promptBar({ total, cache, processed, time_ms: ms }) {
   const speed = ms > 0 ? (1000 * (processed - cache)) / ms : 0;
   const bar = el("progress", { max: total, value: processed, "aria-label": "Prompt processed" });
-  const figures = [`Reading the prompt: ${processed.toLocaleString("en")} of ${total.toLocaleString("en")} tokens`];
+  const figures = [`Processing the prompt: ${processed.toLocaleString("en")} of ${total.toLocaleString("en")} tokens`];
   if (speed) figures.push(`${Math.round(speed)} tokens/s`);
   if (cache) figures.push(`${Math.round((100 * cache) / total)} % cached`);
   if (speed && processed < total) figures.push(`${duration((total - processed) / speed)} left`);

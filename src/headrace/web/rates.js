@@ -20,7 +20,7 @@ const ninetyNine = (name) => (it) => `99 % within ${time(it[`${name}_p99_ms`])}`
 // Each tile: title, name of the figure, its text, a note, and the figures that the chart shows.
 const TILES = [
   ["Tokens out", "tokens_out_per_s", (value) => `${rounded(value)}/s`, () => "answers, last 10 s", ["tokens_out_per_s"]],
-  ["Tokens in", "tokens_in_per_s", (value) => `${rounded(value)}/s`, () => "prompts computed, last 10 s", ["tokens_in_per_s"]],
+  ["Tokens in", "tokens_in_per_s", (value) => `${rounded(value)}/s`, () => "prompts processed, last 10 s", ["tokens_in_per_s"]],
   ["Time to first token", "ttft_p50_ms", time, ninetyNine("ttft"), ["ttft_p50_ms", "ttft_p99_ms"]],
   ["Gaps", "gap_p50_ms", time, ninetyNine("gap"), ["gap_p50_ms", "gap_p99_ms"]],
   ["Time in the queue", "queue_p50_ms", time, ninetyNine("queue"), ["queue_p50_ms", "queue_p99_ms"]],

@@ -11,7 +11,7 @@ const SHORTCUTS = {
   list: [["Ctrl", "/"], "Show this list", (event) => isCommand(event) && event.key === "/"],
   focus: [["Shift", "Escape"], "Go to the message field", (event) => event.shiftKey && event.key === "Escape"],
   stop: [["Escape"], "Stop the answer"],
-  edit: [["↑"], "Edit your last message, from an empty field"],
+  edit: [["↑"], "Edit your last message, if the message field is empty"],
   send: [["Enter"], "Send"],
   line: [["Shift", "Enter"], "New line"],
 };

@@ -41,13 +41,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_step_tokens: Annotated[
         Count | None,
-        Meta(description="Largest number of tokens computed in one step; 512 on a CPU by default"),
+        Meta(description="Largest number of tokens processed in one step; 512 on a CPU by default"),
     ] = None
     max_stall_ms: Annotated[
         Milliseconds | None,
         Meta(
             description="Limit on the time between two tokens of a stream while other clients' "
-            "prompts are computed, or off. Default: 200 on a CPU and 50 on CUDA; up to 500 if "
+            "prompts are processed, or off. Default: 200 on a CPU and 50 on CUDA; up to 500 if "
             "prompts would otherwise run at less than 80 % of their best throughput"
         ),
     ] = None
@@ -68,7 +68,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             le=1000,
             description="How long a prompt may wait while shorter, later prompts overtake it, "
-            "as a multiple of the time to compute the prompt; 0 means strictly "
+            "as a multiple of the time to process the prompt; 0 means strictly "
             "first come, first served",
         ),
     ] = 4.0
@@ -86,7 +86,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=4096,
-            description="Largest number of prompts that are computed at the same time; later "
+            description="Largest number of prompts that are processed at the same time; later "
             "prompts wait",
         ),
     ] = 4
@@ -394,7 +394,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
         Count | None,
         Meta(
             description="Largest number of waiting prompt tokens. Default: as many as can be "
-            "computed in 600 s, and at least one context. An empty queue accepts any prompt "
+            "processed in 600 s, and at least one context. An empty queue accepts any prompt "
             "that fits the context"
         ),
     ] = None

@@ -145,7 +145,7 @@ class SegmentReader:
         except Unusable as error:
             self._warnings.log_once(
                 error.reason,
-                "A file in %s %s. The prompts of this file are computed instead.",
+                "A file in %s %s. The prompts of this file are processed again.",
                 self._folder.path,
                 _UNUSABLE[error.reason],
             )
@@ -156,7 +156,7 @@ class SegmentReader:
         except (OSError, MemoryError) as error:
             self._warnings.log_once(
                 "read",
-                "Cached prefixes cannot be read from %s (%s). Prompts are computed instead.",
+                "Cached prefixes cannot be read from %s (%s). Prompts are processed again.",
                 self._folder.path,
                 error,
             )

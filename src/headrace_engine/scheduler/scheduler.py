@@ -254,7 +254,7 @@ class Scheduler:
         longest_span = max((end - start for start, end in sequence.inputs.spans), default=0)
         if longest_span > self._max_step_tokens:
             message = (
-                f"An image has {longest_span} tokens that must be computed in one step, but a "
+                f"An image has {longest_span} tokens that must be processed in one step, but a "
                 f"step is limited to {self._max_step_tokens} tokens; send a smaller image, or "
                 "raise --max-step-tokens."
             )

@@ -291,7 +291,7 @@ def test_progress_in_words_is_a_thought_in_which_the_models_own_goes_on() -> Non
     )
     assert kinds_of(frames)[2:7] == [
         "content_block_start thinking",
-        "content_block_delta thinking_delta \u2063Reading the prompt: 62 %, 30 s left\n",
+        "content_block_delta thinking_delta \u2063Processing the prompt: 62 %, 30 s left\n",
         "content_block_delta thinking_delta",
         "content_block_delta thinking_delta Hm.",
         "content_block_delta signature_delta",

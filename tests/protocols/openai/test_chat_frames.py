@@ -118,7 +118,7 @@ def test_progress_in_words_is_reasoning() -> None:
         record_of(response_options=options), progress(1280, time_ms=30_000), *HI
     )[1:3]
     assert b'"prompt_progress":{"total":2048' in told
-    line = "\u2063Reading the prompt: 62 %, 30 s left\n"
+    line = "\u2063Processing the prompt: 62 %, 30 s left\n"
     delta = encode({"reasoning_content": line, "reasoning": line})
     assert said == chunk(b'{"index":0,"delta":' + delta + b',"finish_reason":null}')
 
