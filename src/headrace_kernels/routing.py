@@ -116,7 +116,7 @@ def _choose_kernel(at: Any) -> Any:
 
 @Kernel
 def _sort(a: Any) -> None:
-    """Count the rows of each expert and assign the places. One thread does all the work."""
+    """Sort the rows by expert. One thread does all the work."""
     g = _read_sort(a)
     if take_next(a) == 0:
         num_rows = g.tokens * g.chosen

@@ -172,7 +172,7 @@ class BatchRun:
             return
         if not self._stop_reason:
             await self._save("finalizing")
-        # The lines of a batch that was stopped before their check were not counted.
+        # If the batch was stopped before its lines were checked, the lines were not counted.
         await self._close(_ENDS[self._stop_reason], counts=counts, num_lines=num_results)
 
     async def _close(self, status: str, **fields: Any) -> None:

@@ -87,7 +87,7 @@ def find_neighbour(http: HttpConfig) -> Neighbour | None:
 async def _ask(url: str) -> Neighbour | None:
     import httpx
 
-    # The log of a server would show the request.
+    # Otherwise httpx would write this request to a starting server's own log.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         # The timeout of httpx limits each read; this timeout limits the whole answer.

@@ -28,7 +28,7 @@ class LoadView:
 
     @classmethod
     def write_for_program(cls) -> None:
-        """Write each report as a line of JSON, because a program reads stderr."""
+        """Make all later reports lines of JSON, because a program reads stderr."""
         cls._is_for_program = True
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from headrace_common.errors import RequestError
 from headrace_common.system import awake
 
 _MAX_FIELD_BYTES = 1024
-# Maximum number of bytes in a form without the file: fields, headers and boundaries.
+# Maximum number of bytes of a form, apart from its file: fields, headers and boundaries.
 _MAX_BESIDE = 64 << 10
 _PURPOSES = ("batch",)
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"

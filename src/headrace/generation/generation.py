@@ -204,7 +204,7 @@ class Generation:
         stream_id: StreamId | None,
         held: HeldInput,
     ) -> Found:
-        """Check a request, and start its stream, which takes over the counted input."""
+        """Check a request and start its stream. From then on, `held` belongs to the stream."""
         # While a host is read, another host may replace it, which must be read too.
         while (host := self.fleet.hosts.exact(request.model)).known is None:
             await self.fleet.read(host)

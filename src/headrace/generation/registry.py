@@ -181,10 +181,11 @@ class Registry:
     async def find_equal(self, names: Names) -> Found | None:
         """Return the stream of an equal earlier request, or None.
 
-        With an idempotency key, return the key's stream in any state. Without opt-in, return a
-        stream that lingers because its last reader has left. Raises RequestError
-        `idempotency_key_reused` if the key belongs to a different request. If the key's stream is
-        about to end with an error after which the request can be retried, raises that error.
+        With an idempotency key, return the key's stream in any state. If the client did not opt
+        in to resuming, return a stream that lingers because its last reader has left. Raises
+        RequestError `idempotency_key_reused` if the key belongs to a different request. If the
+        key's stream is about to end with an error after which the request can be retried, raises
+        that error.
         """
         if names.key is not None:
             found = await self.find(names.owner, ByKey(names.owner, names.key))

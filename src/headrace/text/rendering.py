@@ -118,7 +118,7 @@ def _with_user_first(template: ChatTemplate, version: _Rewritten) -> _Rewritten:
 
 
 def _with_user_last(template: ChatTemplate, version: _Rewritten) -> _Rewritten:
-    """Append an empty user message to an assistant message that ends the conversation."""
+    """Append an empty user message if the conversation ends with an assistant message."""
     if version.messages[-1]["role"] != "assistant":
         return version
     return _Rewritten([*version.messages, _EMPTY], (*version.changes, "empty user last"))

@@ -48,7 +48,7 @@ _RESERVED = [
 def is_public(address: Address) -> bool:
     """Return whether an address is global unicast.
 
-    If an IPv6 address leads to IPv4 addresses, all these IPv4 addresses must be global.
+    An IPv6 address that leads to IPv4 addresses is judged by these IPv4 addresses alone.
     """
     if isinstance(address, ipaddress.IPv6Address):
         if inside := _embedded_ipv4(address):

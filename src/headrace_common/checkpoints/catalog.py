@@ -50,7 +50,7 @@ def usable_bytes(installed: int) -> int:
 
 @functools.cache
 def catalog() -> dict[str, CatalogEntry]:
-    """Return the entries by name, in the order of their memory."""
+    """Return the entries by name, from the smallest model to the largest."""
     rows = tomllib.loads((Path(__file__).parent / "catalog.toml").read_text())["models"]
     entries = msgspec.convert(rows, list[CatalogEntry])
     return {it.name: it for it in sorted(entries, key=lambda it: it.bytes)}

@@ -192,9 +192,10 @@ class MtpDrafter(Drafter):
         return super()._reads(chunk) and not _reads_prompt(chunk)
 
     def _first(self, chunk: Chunk) -> int:
-        """Return where the last guess began, because its correct tokens must be read again.
+        """Return where the layer must continue reading: at the start of the last guess, if any.
 
-        The second time, the layer reads them with the served model's hidden states.
+        The layer reads the correct tokens of this guess again, with the served model's hidden
+        states.
         """
         first = min(self._guessed_from.pop(chunk.sequence_id, chunk.draft_start), chunk.draft_start)
         if chunk.is_drafted:
@@ -208,5 +209,5 @@ def _reads_prompt(chunk: Chunk) -> bool:
 
 
 def _part(chunk: Chunk, start: int, length: int, has_row: bool) -> Chunk:
-    """Return a chunk of the draft model that continues the cache of `chunk`."""
+    """Return a chunk for the draft model, with the block numbers of the served model's `chunk`."""
     return Chunk(chunk.sequence_id, start, length, int(has_row), (), chunk.block_ids)

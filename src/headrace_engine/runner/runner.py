@@ -201,7 +201,7 @@ class Runner:
             torch.cuda.synchronize(self.lane.device)
 
     def finish(self, plan: StepPlan, rows: Tensor) -> tuple[ChunkResult, ...]:
-        """Draw the tokens of a computed plan, and append each token to its sequence."""
+        """Draw tokens after the forward pass of a plan, and append each token to its sequence."""
         if not plan.chunks:
             return ()
         parts = rows.split([chunk.num_rows for chunk in plan.chunks])

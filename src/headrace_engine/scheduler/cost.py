@@ -250,7 +250,7 @@ class CostModel:
         return self._pace(with_prompt) * self._fitted.seconds(shape, with_prompt)
 
     def hope(self, shape: StepShape) -> float:
-        """Return the predicted seconds, less what `forget` has subtracted since the last use."""
+        """Return the predicted seconds, lowered by each `forget` since the last timed step."""
         return self._hope * self.predict(shape)
 
     def forget(self) -> None:

@@ -186,7 +186,10 @@ class _Offsets:
         self._delivered = 0
 
     def of(self, part: Part) -> Iterable[int]:
-        """Yield each token's offset in the text. If bytes and text disagree, the text decides."""
+        """Yield each token's offset in the text.
+
+        Offsets are counted from the tokens' bytes, but never exceed the length of the text.
+        """
         self._begun = min(self._begun, self._delivered)
         self._delivered += len(part.text)
         for entry in part.logprobs:

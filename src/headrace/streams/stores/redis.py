@@ -239,7 +239,7 @@ class RedisStore:
         return Stored(record, _RedisLog(self, row, self.tails.of(row.stream_id), _NO_WRITER))
 
     def _claimed(self, row: RedisRow, record: Record, tail: Tail) -> Stored:
-        """Return a stream for its writer."""
+        """Return a stream that this gateway has claimed, with a log for its writer."""
         self._taken.discard(row.stream_id)
         log = _RedisLog(self, row, tail, row.epoch)
         return Stored(record, log, stop_code=row.stop_code)

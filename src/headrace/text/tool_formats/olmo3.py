@@ -169,7 +169,7 @@ def _as_json(text: str) -> str:
         at, written = piece.end(), piece[0]
         if kind in ("long", "text"):
             length = 3 if kind == "long" else 1
-            # ASCII, so that two halves of a surrogate pair become one character again.
+            # json.dumps escapes both halves of a surrogate pair, and decoding joins them again.
             found.append(json.dumps(_ESCAPE.sub(_unescaped, written[length:-length])))
         elif kind == "key":
             found.append(f"{json.dumps(piece['key'])}:")

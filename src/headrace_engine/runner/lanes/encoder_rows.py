@@ -25,7 +25,7 @@ _NAME = "headrace_encoder_rows"
 
 @dataclass(slots=True)
 class EncoderState:
-    """The state of an encoder between two units."""
+    """Holds an encoder's data between two units, the parts into which its run is divided."""
 
     hidden: Tensor  # [1, tokens, hidden]
     # The positional arguments of a layer after the hidden states.

@@ -140,7 +140,7 @@ class _PastStates:
 
 
 def mtp_layer(spec: ModelSpec) -> Any | None:
-    """Return the MTP layer of a model without its weights; None if none can be used."""
+    """Return a model's MTP layer, still without weights; None if the layer cannot be used."""
     model_class = family(spec.architecture) if is_native(spec.architecture) else None
     if not hasattr(model_class, "with_one_layer") or not has_head(spec.architecture):
         return None
