@@ -315,6 +315,7 @@ def test_an_answer_goes_on_after_its_engine_was_killed(
     ("words", "code", "line"),
     [
         (("--url", "127.0.0.1:1/v1"), 1, "No server answers (127.0.0.1:1: Connection refused)"),
+        (("--url", "127.0.0.1:1"), 1, "(on the command line with --port or --url)"),
         (("--url", "http:/oops"), 2, "is not a server's address"),
         (("tiny", "--url", "http://127.0.0.1:1"), 2, "use only one of the two"),
         (("--continue",), 2, "no conversation to continue"),

@@ -167,7 +167,7 @@ def ask(url: str | None, key: str, path: str = "/models", model: str = "") -> by
     except httpx.TransportError as error:
         raise Unreachable(
             f"No server answers ({reason_of(error)}); start one with `headrace serve`, or set "
-            "its address with --url or --port."
+            "its address with --port or --url."
         ) from None
     told = to_object(answer.content)
     if answer.is_success and ("data" in told or "success" in told):

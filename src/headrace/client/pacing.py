@@ -36,8 +36,8 @@ class Pacing:
         if not self._has_contact:
             if not was_connected:
                 raise Unreachable(
-                    f"No server answers ({reason}); start one with `headrace serve`, "
-                    "or check the address."
+                    f"No server answers ({reason}); start one with `headrace serve`, or set "
+                    "its address (on the command line with --port or --url)."
                 )
             if self._num_failures == _MAX_BLIND_TRIES:
                 raise Unreachable(f"The server at that address is not Headrace ({reason}).")
