@@ -37,7 +37,7 @@ class MachineSite:
         self._faulty: list[tuple[float, float]] = [(time.monotonic(), float("inf"))]
         roads = {it.machine.name: (it.site.host, it.site.port) for it in cluster.gateways}
         roads["balancer"] = (cluster.host, cluster.port)
-        self._observers = Observers(roads, self._live, seed)
+        self._observers = Observers(roads, self._live, self._was_failover, seed)
         self._observing: asyncio.Task[None]
         self._batches = BatchClient(cluster.url, seed, self._was_failover)
 
@@ -98,14 +98,15 @@ class MachineSite:
     def summary(self) -> str:
         """Return how often each fault happened, and how much was read from logs and batches."""
         faults = ", ".join(f"{num} {kind}" for kind, num in sorted(self.num_faults.items()))
-        num = len(self._observers.observations)
+        observers, batches = self._observers, self._batches
         return (
-            f"faults: {faults}; reads in the history: {num}; lines of batches: "
-            f"{self._batches.num_lines}; batches lost by a failover: {self._batches.num_vanished}"
+            f"faults: {faults}; reads in the history: {len(observers.observations)}; "
+            f"lines of batches: {batches.num_lines}; lost by failovers: "
+            f"{observers.num_vanished} streams, {batches.num_vanished} batches"
         )
 
-    def _was_failover(self, since: float) -> bool:
-        return any(it.what == "failover" and it.at > since for it in self.deaths)
+    def _was_failover(self, since: float, until: float = float("inf")) -> bool:
+        return any(it.what == "failover" and since < it.at < until for it in self.deaths)
 
     async def _live(self) -> list[str]:
         return await asyncio.to_thread(self._live_now)

@@ -20,21 +20,28 @@ _FOREIGN, _FOLLOWS = 10, 4
 # Only this many of the newest streams are read.
 _NEWEST = 12
 _NUM_TRIES = 40
+# The longest time from the start of a failover until gateways use the new primary.
+_FAILOVER_S = 15.0
 
 
 class Observers:
     """Readers of recent streams. `roads` has the addresses of the gateways and the balancer.
 
-    `live` returns the ids of the streams that have not ended.
+    `live` returns the ids of the streams that have not ended. `was_failover` returns whether Redis
+    failed over between two times: a failover may lose a stream that the replica did not have yet.
     """
 
     def __init__(
         self,
         roads: dict[str, tuple[str, int]],
         live: Callable[[], Awaitable[list[str]]],
+        was_failover: Callable[[float, float], bool],
         seed: int,
     ) -> None:
         self.observations: list[Observation] = []
+        # The number of streams that a failover lost.
+        self.num_vanished = 0
+        self._was_failover = was_failover
         self._random = random.Random(f"{seed}/observers")
         self._roads = {
             name: Proxy(port, Fates("", 0.0), host=host) for name, (host, port) in roads.items()
@@ -55,12 +62,20 @@ class Observers:
         unread = []
         for stream_id in {seen.stream_id for seen in self.observations}:
             events = await self._final(stream_id)
-            if events is None:
+            if events is None and self._lost_by_failover(stream_id):
+                self.num_vanished += 1
+            elif events is None:
                 what = f"{stream_id}: its final log cannot be read"
                 unread.append(Violation("lost", 1, what))
             else:
                 finals[stream_id] = events
         return [*unread, *check(self.observations, finals)]
+
+    def _lost_by_failover(self, stream_id: str) -> bool:
+        seen = [it for it in self.observations if it.stream_id == stream_id and not it.is_foreign]
+        last = max((it.ended for it in seen if it.hashes), default=0.0)
+        missed = min((it.began for it in seen if it.began > last), default=float("inf"))
+        return self._was_failover(last - _FAILOVER_S, missed)
 
     async def _look(self) -> None:
         while True:
