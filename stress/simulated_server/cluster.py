@@ -113,6 +113,11 @@ class ClusterWorld(World):
         up = [it.server for it in self.gateways if it.is_up]
         return choice(up) if up else None
 
+    async def until_up(self) -> None:
+        # Each gateway has a machine of its own, and `machine` never starts.
+        while not self.is_up:
+            await asyncio.sleep(0.1)
+
     def busy_gateway(self) -> Gateway:
         """Return a gateway that writes a stream, if there is one, and any gateway otherwise."""
         ids = [self.redis.field(id, "gateway") for id in self.redis.live()]
