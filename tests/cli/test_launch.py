@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from headrace.cli.launch import as_script, choose, warn
+from headrace.cli.launch import as_script, choose, refuse_short_context, warn
 from headrace.cli.launch_clients import CLIENTS, Model
 from headrace.cli.main import cli
 from headrace_common.errors import HeadraceError
 from tests.cli.conftest import KEY
+from tests.client.builders import Given, listed_server
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess
 
@@ -52,15 +54,17 @@ def command(*words: str) -> list[str]:
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_each_agent_gets_the_server_the_model_and_the_key_and_its_exit_code_is_passed_on(
-    name: str, keyed: ServerProcess, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     program(tmp_path, name)
-    words = command(name, "--url", keyed.url, "--", "-p", "a 'b'", "--", "c")
-    ended = subprocess.run(words, env=environment(tmp_path), capture_output=True, text=True)
+    entry = {"id": "tiny", "kind": "text", "status": {}, "context_length": 32_768}
+    with listed_server(Given(body=listing(entry))) as served:
+        words = command(name, "--url", served.url, "--", "-p", "a 'b'", "--", "c")
+        ended = subprocess.run(words, env=environment(tmp_path), capture_output=True, text=True)
     assert ended.returncode == 7, ended.stderr
     arguments, variables, files, modes = json.loads((tmp_path / "seen.json").read_text())
     told = json.dumps([arguments, variables.get("OPENCODE_CONFIG_CONTENT"), files])
-    assert keyed.url in told and "tiny" in told
+    assert served.url in told and "tiny" in told
     # Codex does not show reasoning.
     assert "return_progress" in told or name == "codex"
     assert KEY not in told and variables["KEY_FOR_HEADRACE"] == KEY
@@ -89,15 +93,16 @@ def test_a_private_server_ends_with_the_agent_which_gets_the_signals(
 ) -> None:
     trap = "#!/bin/sh\ntrap 'exit 9' TERM\n"
     end = 'mv "$SEEN.new" "$SEEN"\nwhile :; do sleep 0.1; done\n'
-    program(tmp_path, "claude", f'{trap}echo "$2" > "$SEEN.new"\n{end}')
+    program(tmp_path, "pi", f'{trap}cat "$2" > "$SEEN.new"\n{end}')
     variables = environment(tmp_path, HEADRACE_THREADS="1")
     # An empty cache would have no compiled kernels.
     del variables["XDG_CACHE_HOME"]
-    launched = subprocess.Popen(command("claude", str(folder)), env=variables)
+    launched = subprocess.Popen(command("pi", str(folder)), env=variables)
     try:
         eventually((tmp_path / "seen.json").exists, within_s=60)
-        settings = json.loads((tmp_path / "seen.json").read_text())
-        health = f"{settings['env']['ANTHROPIC_BASE_URL']}/health"
+        url = re.search(r'"baseUrl": "(.+)/v1"', (tmp_path / "seen.json").read_text())
+        assert url is not None
+        health = f"{url[1]}/health"
         assert httpx.get(health).is_success
         launched.send_signal(signal.SIGINT)  # belongs to the agent alone
         launched.send_signal(signal.SIGTERM)
@@ -180,13 +185,22 @@ def test_a_list_of_another_program_is_an_error(body: bytes) -> None:
         choose(body, "u", None)
 
 
-def test_a_short_context_and_a_small_model_are_warned_of(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    warn(CLIENTS["claude"], MODEL._replace(name="headrace-mini"))
-    short, small = capsys.readouterr().err.splitlines()
-    assert "12,200 tokens" in short and "8,192" in short and "too small" in small
-    warn(CLIENTS["pi"], MODEL)
+def test_an_agent_does_not_start_if_its_first_prompt_exceeds_the_context() -> None:
+    with pytest.raises(HeadraceError, match=r"12,200 .* 8,192.*launch pi`, which sends 1,300"):
+        refuse_short_context(CLIENTS["claude"], MODEL)
+    refuse_short_context(CLIENTS["claude"], MODEL._replace(context=12_200))
+    refuse_short_context(CLIENTS["claude"], MODEL._replace(context=None))
+
+
+def test_little_room_and_a_small_model_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert warn(CLIENTS["claude"], MODEL._replace(name="headrace-mini", context=14_000))
+    small, short = capsys.readouterr().err.splitlines()
+    assert "12,200 tokens" in short and "only 1,800 are left" in short and "too small" in small
+    # pi leaves 4,096 tokens free.
+    assert warn(CLIENTS["pi"], MODEL._replace(context=5_000))
+    capsys.readouterr()
+    assert not warn(CLIENTS["pi"], MODEL)
+    assert not warn(CLIENTS["claude"], MODEL._replace(context=16_384))
     assert capsys.readouterr().err == ""
 
 

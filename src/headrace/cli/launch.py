@@ -28,6 +28,8 @@ from headrace_common.errors import ConfigError, HeadraceError
 _NAME = re.compile(r"\w[\w .:/@+=,()-]*")
 _KINDS = (None, "text", "image-text", "seq2seq")  # None if the model is not loaded
 _WITHOUT_TOOLS = re.compile(r"headrace-mini|smollm2", re.IGNORECASE)
+# If less than this share of the context is left for the conversation, launch warns.
+_MIN_ROOM = 0.25
 _NO_KEY = "unused"
 _END = "END_OF_FILE"
 
@@ -114,7 +116,7 @@ def launch(
     end_on_hangup()
     try:
         with _served(found, key, model) as used, _private_folder() as folder:
-            warn(agent, used)
+            _prepare(agent, used)
             setup = agent.setup(used, folder)
             for file, content in setup.files.items():
                 file.write_text(content)
@@ -168,16 +170,42 @@ def choose(body: bytes, address: str, name: str | None) -> Model:
     return Model(address, entry.id, entry.context_length, ("text", *modalities), listing.models)
 
 
-def warn(client: LaunchClient, model: Model) -> None:
-    """Warn about a context that is too short, and about a model that cannot do an agent's tasks."""
+def refuse_short_context(client: LaunchClient, model: Model) -> None:
+    """Raise HeadraceError if the model's context is shorter than the agent's first prompt."""
     if model.context and model.context < client.num_tokens:
-        say(
-            f"headrace: {client.title} needs {client.num_tokens:,} tokens before your first word, "
-            f"and {model.name} takes {model.context:,}; use a model with a longer context, or "
-            "raise --max-model-len."
+        pi = CLIENTS["pi"]
+        raise HeadraceError(
+            f"{client.title} sends {client.num_tokens:,} tokens before your first word, and "
+            f"{model.name} takes {model.context:,}. Use a model with a longer context, raise "
+            f"--max-model-len, or use `headrace launch pi`, which sends {pi.num_tokens:,}."
         )
+
+
+def warn(client: LaunchClient, model: Model) -> bool:
+    """Warn about a small model, and about little room. Returns whether there is little room."""
     if _WITHOUT_TOOLS.search(model.name):
         say(f"headrace: {model.name} is too small for an agent's tasks; use it for tests only.")
+    if not model.context:
+        return False
+    room = max(0, model.context - client.num_tokens)
+    if room >= max(client.num_free_tokens, model.context * _MIN_ROOM):
+        return False
+    say(
+        f"headrace: {client.title} sends {client.num_tokens:,} tokens before your first word, and "
+        f"{model.name} takes {model.context:,}, so only {room:,} are left; use a model with a "
+        "longer context, or raise --max-model-len."
+    )
+    return True
+
+
+def _prepare(client: LaunchClient, model: Model) -> None:
+    """Warn, and let a person read the warning before the agent clears the terminal."""
+    refuse_short_context(client, model)
+    if warn(client, model) and sys.stdin.isatty() and sys.stderr.isatty():
+        click.prompt(
+            "headrace: press Enter to start", default="", show_default=False,
+            prompt_suffix=" ", err=True,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -47,12 +47,16 @@ class Setup(NamedTuple):
 
 
 class LaunchClient(NamedTuple):
-    """A coding agent. It needs `num_tokens` tokens of context before its user's first word."""
+    """A coding agent.
+
+    It sends `num_tokens` tokens before its user's first word, and leaves `num_free_tokens` free.
+    """
 
     title: str
     package: str
     num_tokens: int
     setup: Callable[[Model, Path], Setup]
+    num_free_tokens: int = 0
 
     @property
     def install_command(self) -> str:
@@ -159,13 +163,13 @@ def _pi(model: Model, folder: Path) -> Setup:
     return Setup(flags, files={file: f"export default (pi) => {call};\n"})
 
 
-# docs/guides/agents.md has these numbers, too. pi sends 1,300 tokens and leaves 4,096 free.
+# docs/guides/agents.md has these numbers, too.
 CLIENTS: Mapping[str, LaunchClient] = MappingProxyType(
     {
         "claude": LaunchClient("Claude Code", "@anthropic-ai/claude-code", 12_200, _claude),
         "codex": LaunchClient("Codex", "@openai/codex", 5_000, _codex),
         "opencode": LaunchClient("opencode", "opencode-ai", 7_600, _opencode),
-        "pi": LaunchClient("pi", "@earendil-works/pi-coding-agent", 5_400, _pi),
+        "pi": LaunchClient("pi", "@earendil-works/pi-coding-agent", 1_300, _pi, 4_096),
     }
 )
 """Agents by the names of their programs."""
