@@ -203,7 +203,7 @@ def test_a_file_without_sampling_settings_is_drawn_from_as_llama_cpp_does(tmp_pa
 def test_the_file_of_smollm2_gets_settings_that_it_lacks(tmp_path: Path) -> None:
     more = {"general.name": "Smollm2 135M 8k Lc100K Mix1 Ep2", "general.sampling.top_k": 20}
     spec = read_spec(find_model(str(make(tmp_path, **more)[1])))
-    assert spec.defaults == Defaults(0.2, 0.9, 20, 0.05, 1.1)
+    assert spec.defaults == Defaults(0.2, 0.9, 20, 0.05, 1.1, max_tokens=1024)
 
 
 def test_a_file_that_changes_is_read_anew(tmp_path: Path) -> None:

@@ -22,6 +22,11 @@ def test_small_models_have_prompts_of_their_own() -> None:
     ]
 
 
+def test_a_tiny_model_is_said_to_be_often_wrong_and_a_larger_one_is_not() -> None:
+    assert "often wrong" in of("smollm2", 134_515_008)["description"]
+    assert "description" not in of("some/model", 600_000_000)
+
+
 def test_an_embedding_model_has_no_prompts() -> None:
     told = of("some/embedding", 600_000_000, "embed")
     assert told["suggestions"] == [] and "cannot write answers" in told["description"]

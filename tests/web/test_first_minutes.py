@@ -72,7 +72,7 @@ def test_each_card_of_the_built_in_model_gets_a_right_answer(page: Page, number:
 
 
 def test_the_first_page_leads_to_a_model_that_can_talk(page: Page) -> None:
-    eventually(lambda: page.texts(".welcome .primary") == ["Get a model that can chat"])
+    eventually(lambda: page.texts(".welcome .primary") == ["Get another model"])
     page.find(".welcome .primary").click()
     eventually(lambda: is_open(page, "#pulls"))
     assert violations(page) == []

@@ -7,6 +7,8 @@ from headrace_common.checkpoints.find import MINI
 
 # Below this number of parameters, open questions often lead to loops or made-up facts.
 _SMALL = 1_000_000_000
+# Below this number, even simple questions often get wrong answers.
+_TINY = 200_000_000
 _WEATHER = {
     "type": "function",
     "function": {
@@ -45,4 +47,7 @@ def introduction(model: ServedModel) -> dict[str, Any]:
         about = "This model computes vectors or scores for search; it cannot write answers"
         return {"description": about, "suggestions": []}
     num = model.num_parameters
-    return {"suggestions": _OF_SMALL} if num and num < _SMALL else {}
+    if not num or num >= _SMALL:
+        return {}
+    about = "A tiny model: its answers are often wrong, and sometimes nonsense"
+    return {"suggestions": _OF_SMALL} | ({"description": about} if num < _TINY else {})

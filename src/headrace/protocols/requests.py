@@ -155,7 +155,7 @@ def _to_sampling(fields: dict[str, Any], model: TextModel, num_logprobs: int | N
         presence_penalty=fields.get("presence_penalty", 0.0),
         logit_bias=biases,
         seed=secrets.randbits(63) if seed == -1 else seed,
-        max_tokens=max_tokens(fields),
+        max_tokens=_limit(fields, model),
         min_tokens=fields.get("min_tokens", 0),
         stop_token_ids=stop_ids,
         ignore_eos=fields.get("ignore_eos", False),
@@ -169,6 +169,14 @@ def _to_sampling(fields: dict[str, Any], model: TextModel, num_logprobs: int | N
     settings = {name: fields[name] for name in samplers.SETTINGS if name in fields}
     settings["dry_breakers"] = msgspec.convert(fields.get("dry_breakers", ()), tuple[Breaker, ...])
     return msgspec.structs.replace(sampling, **settings).in_order(fields.get("samplers"))
+
+
+def _limit(fields: dict[str, Any], model: TextModel) -> int | None:
+    default = model.defaults.max_tokens if model.defaults else None
+    if default is None or not fields.keys().isdisjoint(("max_tokens", "max_completion_tokens")):
+        return max_tokens(fields)
+    least: int = fields.get("min_tokens", 0)
+    return max(default, least)
 
 
 def _to_response_options(fields: dict[str, Any]) -> ResponseOptions:

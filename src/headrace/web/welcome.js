@@ -21,7 +21,7 @@ export function welcome(model, { begin, look, get }) {
     const act = () => (starter === PICTURE ? look() : begin(starter));
     return el("button", { type: "button", on: { click: act } }, el("strong", {}, starter.title), el("span", {}, starter.prompt));
   });
-  const about = model.about && [el("p", { class: "about" }, model.about), button("Get a model that can chat", get, { class: "primary" })];
+  const about = model.about && [el("p", { class: "about" }, model.about), button("Get another model", get, { class: "primary" })];
   return el("div", { class: "welcome" }, ...[
     el("img", { src: "web/icon.svg", alt: "" }),
     el("h2", {}, model.id),

@@ -127,13 +127,15 @@ _SAMPLING: dict[str, tuple[str, float]] = {
     "repetition_penalty": ("penalty_repeat", 1.0),
 }
 """Each sampling setting's name in `general.sampling` of newer files, and llama.cpp's default."""
-_RECOMMENDED = {
+_RECOMMENDED: dict[str, dict[str, float]] = {
     # The file of smollm2. Temperature and top_p are those of the model card. The penalty ends
-    # loops: benchmarks/loops.py measures how many answers repeat themselves.
+    # most loops: benchmarks/loops.py measures how many answers repeat themselves. The limit ends
+    # the others.
     "Smollm2 135M 8k Lc100K Mix1 Ep2": {
         "temperature": 0.2,
         "top_p": 0.9,
         "repetition_penalty": 1.1,
+        "max_tokens": 1024,
     },
 }
 """Sampling settings for models whose files have none, by `general.name`."""
@@ -443,8 +445,8 @@ def _sampling(header: GgufHeader) -> dict[str, float]:
 
     A recommended setting or llama.cpp's default replaces each missing or invalid setting.
     """
-    found: dict[str, float] = {}
     recommended = _RECOMMENDED.get(str(header.fields.get("general.name")), {})
+    found = dict(recommended)
     for ours, (theirs, plain) in _SAMPLING.items():
         otherwise = recommended.get(ours, plain)
         given = header.fields.get(f"general.sampling.{theirs}", otherwise)

@@ -85,6 +85,7 @@ class Defaults(msgspec.Struct, frozen=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     min_p: _Share | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class ModelSpec(msgspec.Struct, frozen=True):

@@ -144,6 +144,15 @@ def test_the_models_defaults_stand_in_for_what_is_absent() -> None:
     assert parse(model, top_k=0).sampling.top_k == 0
 
 
+def test_a_models_limit_holds_unless_a_request_sets_one() -> None:
+    model = FakeModel(defaults=Defaults(max_tokens=1024))
+    assert parse(model).sampling.max_tokens == 1024
+    assert parse(model, max_tokens=2000).sampling.max_tokens == 2000
+    assert parse(model, max_tokens=-1).sampling.max_tokens is None
+    assert parse(model, max_completion_tokens=5).sampling.max_tokens == 5
+    assert parse(model, min_tokens=1500).sampling.max_tokens == 1500
+
+
 @pytest.mark.parametrize("top_k", [0, -1, 256, 1 << 40])
 def test_top_k_off_is_zero(top_k: int) -> None:
     assert parse(top_k=top_k).sampling.top_k == 0
