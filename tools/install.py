@@ -29,6 +29,8 @@ _FOUND = re.compile(
     r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)|Processing \S*/([^/-]+)-"
 )
 _FILE = re.compile(r"\s+(?:Downloading|Using cached) (?:\S*/)?([^/-]+)-\S*(?<!\.metadata) \((.+)\)")
+# Only the name of a file that is at least a megabyte large explains a wait.
+_LARGE = re.compile(r"[\d.]+ [MG]B")
 
 
 class Progress:
@@ -47,7 +49,9 @@ class Progress:
             self._found.add((found[1] or found[2]).lower().replace("_", "-"))
             self.stage, self.detail = "resolving packages", f", {len(self._found)} found"
         elif found := _FILE.match(line):
-            self.stage, self.detail = "downloading packages", f": {found[1]}, {found[2]}"
+            is_large = _LARGE.fullmatch(found[2]) is not None
+            self.stage = "downloading packages"
+            self.detail = f": {found[1]}, {found[2]}" if is_large else ""
         elif line.startswith("Installing collected packages: "):
             self.stage, self.num_packages = "unpacking packages", line.count(",") + 1
 
@@ -124,14 +128,22 @@ def index_options(configured: str, index: str = CPU_INDEX) -> list[str]:
 
 
 def run(command: list[str], screen: Screen) -> int:
-    """Run pip, show its progress, its warnings and its errors, and return its exit code."""
+    """Run pip, show its progress and its errors, and return its exit code.
+
+    Warnings are shown only if pip fails: there may be one for each package.
+    """
     pipe = subprocess.PIPE
     pip = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
     assert pip.stdout and pip.stderr
     progress = Progress()
+    warnings: list[str] = []
+
+    def keep(line: str) -> None:
+        warnings.append(line) if line.startswith("WARNING: ") else screen.keep(line)
+
     readers = [
         threading.Thread(target=_each, args=(pip.stdout, progress.read)),
-        threading.Thread(target=_each, args=(pip.stderr, screen.keep)),
+        threading.Thread(target=_each, args=(pip.stderr, keep)),
     ]
     for reader in readers:
         reader.start()
@@ -142,6 +154,8 @@ def run(command: list[str], screen: Screen) -> int:
     for reader in readers:
         reader.join()
     screen.clear()
+    if pip.returncode:
+        _each(warnings, screen.keep)
     return pip.returncode
 
 

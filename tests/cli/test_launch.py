@@ -141,6 +141,29 @@ def test_a_signal_that_another_thread_receives_reaches_the_agent(tmp_path: Path)
             os.killpg(launched.pid, signal.SIGKILL)
 
 
+RUN_IMPATIENTLY = """
+import os, sys
+from headrace.cli import launch
+
+launch._PATIENCE_S = 0.2
+agent = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
+raise SystemExit(launch._run(["sh", "-c", agent], os.environ))
+"""
+
+
+def test_an_agent_that_ignores_sigterm_is_killed() -> None:
+    launched = subprocess.Popen(
+        [sys.executable, "-c", RUN_IMPATIENTLY], start_new_session=True, stdout=subprocess.PIPE
+    )
+    try:
+        assert launched.stdout and launched.stdout.readline() == b"ready\n"
+        launched.terminate()
+        assert launched.wait(60) == 128 + signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launched.pid, signal.SIGKILL)
+
+
 def test_without_an_agent_each_is_listed_and_a_missing_one_names_its_package(
     tmp_path: Path,
 ) -> None:

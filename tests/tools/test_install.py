@@ -1,4 +1,4 @@
-"""`tools/install.py` says what pip does, and shows every warning and error of pip."""
+"""`tools/install.py` says what pip does, and shows errors of pip, and warnings if it fails."""
 
 import sys
 import threading
@@ -36,6 +36,7 @@ _LINES = [
         "downloading packages: numpy, 16.6 MB",
     ),
     ("  Preparing metadata (pyproject.toml): finished", "downloading packages: numpy, 16.6 MB"),
+    ("  Downloading six-1.0-py3-none-any.whl (32 kB)", "downloading packages"),
     ("Installing collected packages: sympy, numpy, torch", "unpacking packages, 1 of 3"),
     ("Successfully installed numpy-2.4.6 sympy-1.14.0 torch-2.13.0", "unpacking packages, 1 of 3"),
 ]
@@ -85,7 +86,9 @@ def test_off_a_terminal_each_stage_is_one_line_and_errors_and_the_code_come_thro
     # The pause lets the screen show the stage more than once.
     program = (
         "import time\n"
-        "for line in 2 * ['Collecting a', '  Using cached a-1.whl (1 kB)']:\n"
+        "import sys\n"
+        "print('WARNING: old', file=sys.stderr)\n"
+        "for line in 2 * ['Collecting a', '  Using cached a-1.whl (2 MB)']:\n"
         "    print(line, flush=True)\n"
         "    time.sleep(1)\n"
         "raise SystemExit('no')"
@@ -93,12 +96,20 @@ def test_off_a_terminal_each_stage_is_one_line_and_errors_and_the_code_come_thro
     assert run([sys.executable, "-c", program], Screen()) == 1
     lines = capsys.readouterr().err.splitlines()
     first = "headrace: preparing the installation"
-    stages = ["headrace: resolving packages, 1 found", "headrace: downloading packages: a, 1 kB"]
-    assert [line.rpartition(" (")[0] for line in lines[:-1]] in (
+    stages = ["headrace: resolving packages, 1 found", "headrace: downloading packages: a, 2 MB"]
+    assert [line.rpartition(" (")[0] for line in lines[:-2]] in (
         [first, *stages],
         stages,
     )
-    assert lines[-1] == "no"
+    assert lines[-2:] == ["no", "WARNING: old"]
+
+
+def test_a_warning_of_an_installation_that_succeeds_is_not_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = "import sys; print('WARNING: old', file=sys.stderr)"
+    assert run([sys.executable, "-c", program], Screen()) == 0
+    assert "WARNING" not in capsys.readouterr().err
 
 
 @pytest.fixture

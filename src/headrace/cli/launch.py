@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ _KINDS = (None, "text", "image-text", "seq2seq")  # None if the model is not loa
 _WITHOUT_TOOLS = re.compile(r"headrace-mini|smollm2", re.IGNORECASE)
 # If less than this share of the context is left for the conversation, launch warns.
 _MIN_ROOM = 0.25
+# An agent that was asked to end gets this many seconds before it is killed.
+_PATIENCE_S = 10.0
 _NO_KEY = "unused"
 _END = "END_OF_FILE"
 
@@ -246,11 +249,17 @@ def _private_folder() -> Iterator[Path]:
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run the agent and pass signals on to it. Return its exit code."""
+    """Run the agent and pass signals on to it. Return its exit code.
+
+    An agent that ignores SIGTERM or SIGHUP is killed.
+    """
     agents: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
+    deadline = float("inf")
 
     def pass_on(number: int, _: object) -> None:
+        nonlocal deadline
+        deadline = min(deadline, time.monotonic() + _PATIENCE_S)
         if not agents:
             early.append(number)
         for agent in agents:
@@ -271,6 +280,8 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
         # A signal that another thread receives does not interrupt a wait, so waits must be short.
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = agents[0].wait(0.5)
+        if code is None and time.monotonic() > deadline:
+            agents[0].kill()
     return 128 - code if code < 0 else code
 
 
