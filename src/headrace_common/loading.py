@@ -11,7 +11,7 @@ import msgspec
 from headrace_common.messages import WEIGHTS, Loading
 
 STARTING = "starting"
-LOOKING = "looking for the model"
+LOOKING = "looking for the model on this machine and on the hub"
 DOWNLOADING = "downloading the model"
 READING = "reading the model's files"
 ENGINE = "starting the engine"

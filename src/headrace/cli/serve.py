@@ -51,12 +51,12 @@ from headrace.streams.stores.memory import MemoryStore
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace.streams.stores.state_dir import StateError, StateInUse
 from headrace.text.model_names import settled_aliases, with_unique_names
-from headrace_common.checkpoints.find import find_model, place_of
+from headrace_common.checkpoints.find import MINI, find_model, place_of
 from headrace_common.config.document import reread_folder
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace_common.config.sources import check_names
 from headrace_common.errors import ConfigError
-from headrace_common.loading import READING
+from headrace_common.loading import LOOKING, READING
 from headrace_common.system.core_lock import open_core_lock
 from headrace_common.version import __version__
 from headrace_common.without_engine import WITHOUT_ENGINE, has_engine
@@ -101,9 +101,12 @@ def serve(config: ServerConfig, lines: LoadLines, chooses: bool = False) -> int:
             # Report a wrong alias before a download.
             if config.alias:
                 settled_aliases(config.alias, _sources(config, listener).all())
-            lines.watch.begin(READING)
+            is_local = pinned.model == MINI or place_of(pinned.model) is not None
+            lines.watch.begin(READING if is_local else LOOKING)
             with LoadingServer(listener, lines.watch, tls, config.http.api_prefix) as room:
-                model = read_checked(pinned, fetch_apart(pinned, room))
+                path = fetch_apart(pinned, room)
+                lines.watch.begin(READING)
+                model = read_checked(pinned, path)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_run(config, model, listener, tls, lines, traces))
 
