@@ -41,7 +41,7 @@ STREAMS: dict[str, Fault] = {
                         stream.ended.set()
                     """,
                 )
-                for error in ("LogTaken", "Exception")
+                for error in ("LogTaken", "Exception as error")
             ),
         ),
     ),

@@ -232,5 +232,5 @@ def test_a_model_whose_text_attends_both_ways_is_refused(tmp_path):
     torch.manual_seed(0)
     transformers.PaliGemmaForConditionalGeneration(config).save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="attends to later tokens"):
+    with pytest.raises(ModelError, match="attend to later tokens"):
         tiny_runner(tmp_path, max_model_len=64)

@@ -12,7 +12,7 @@ from headrace.generation.registry import Registry, cut_by
 from headrace.generation.stream import LiveStream
 from headrace.generation.writers import Writers
 from headrace.metrics.metrics import ServerFigures
-from headrace.streams.log import Log, LogConflict, LogGone
+from headrace.streams.log import Log, LogConflict
 from headrace.streams.record import Record
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
@@ -182,6 +182,6 @@ async def _give_up(log: Log) -> None:
     error = RequestError(
         "resume_mismatch", "This server cannot continue the stored stream; send the request again."
     )
-    with contextlib.suppress(StoreStalled, LogConflict, LogGone):
+    with contextlib.suppress(StoreStalled, LogConflict):
         seq = log.next_seq
         await log.append(seq, [to_event(error, seq, at_ms=0)])

@@ -53,7 +53,7 @@ class LogTaken(LogConflict):
     """Raised by an append of a writer whose log another server has claimed."""
 
 
-class LogGone(Exception):
+class LogGone(LogConflict):
     """Raised when a stream was deleted while a reader or writer still used the stream's log."""
 
 
