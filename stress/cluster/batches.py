@@ -48,13 +48,15 @@ class BatchClient:
         self._running = asyncio.create_task(self._run(), name="batches")
 
     async def finish(self) -> None:
-        """Wait for the end of the last batch."""
+        """Wait for the end of the last batch. Idempotent."""
         self._is_over = True
-        try:
-            async with asyncio.timeout(_LAST_BATCH_S):
-                await self._running
-        except TimeoutError:
+        await asyncio.wait([self._running], timeout=_LAST_BATCH_S)
+        if not self._running.done():
             self._fail("silent", f"the last batch did not end within {_LAST_BATCH_S:.0f} s")
+            self._running.cancel()
+        elif not self._running.cancelled():
+            # Raise what ended the task early.
+            self._running.result()
 
     def _ask_alone(self) -> list[Question]:
         with httpx.Client(base_url=self._url, timeout=300) as client:
