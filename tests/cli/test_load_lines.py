@@ -12,6 +12,7 @@ from typing import TextIO
 import msgspec
 import pytest
 
+from headrace import LLM
 from headrace.cli.load_lines import LoadLines, LoadView
 from headrace_common.loading import COMPILING, DOWNLOADING, READING, LoadProgress
 from tests.checkpoints.small_hub import small_hub
@@ -101,6 +102,18 @@ def test_on_a_terminal_one_bar_is_redrawn_and_disappears(
         assert "\n" not in shown.text
     # The end moves one line down, and then up again to erase the bar.
     assert shown.read().count("\n") == 1
+    assert shown.text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
+
+
+def test_a_model_in_the_callers_process_shows_its_load_too(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = str(make_tiny_model(tmp_path / "model"))
+    monkeypatch.setattr("sys.stderr", shown.end)
+    LLM(folder, on_progress=lambda now: None, threads=1).close()
+    assert not shown.read()
+    LLM(folder, threads=1).close()
+    assert READING in shown.read()
     assert shown.text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
 
 

@@ -1,18 +1,14 @@
 """Shows on stderr how far models are loaded, even before the heavy modules are imported."""
 
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace.cli.logs import can_show_bar, say
 from headrace.fleet.load_progress import LoadProgressWatch, LoadReporter
+from headrace_common.load_bar import LoadBar
 from headrace_common.loading import ON_LOADING, LoadProgress
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-_BAR_WIDTH = 16
 _EVERY_S = 0.25
 # If stderr is not a terminal, a running stage is shown again after this many seconds.
 _AGAIN_S = 30.0
@@ -34,13 +30,13 @@ class LoadView:
     def __init__(self) -> None:
         # When each stage of a model was last shown.
         self._shown: dict[tuple[str, str], float] = {}
-        self._bar: tuple[Progress, TaskID] | None = None
+        self._bar = LoadBar()
 
     def __call__(self, now: LoadProgress) -> None:
         if self._is_for_program:
             say(msgspec.json.encode(now).decode())
         elif can_show_bar():
-            self._draw(now)
+            self._bar.draw(now)
         else:
             self._show_line(now)
 
@@ -53,9 +49,7 @@ class LoadView:
     def end(self) -> None:
         """Remove the bar. A later load begins another bar."""
         self._shown.clear()
-        if self._bar is not None:
-            self._bar[0].stop()
-            self._bar = None
+        self._bar.end()
 
     def _show_line(self, now: LoadProgress) -> None:
         last = self._shown.get((now.model, now.stage))
@@ -63,32 +57,6 @@ class LoadView:
             return
         self._shown[now.model, now.stage] = time.monotonic()
         say(f"headrace: {now.words if last is None else now}...")
-
-    def _draw(self, now: LoadProgress) -> None:
-        text = str(now) if now.share is None else now.words
-        if self._bar is None:
-            self._bar = _new_bar(text)
-        bar, number = self._bar
-        task = bar.tasks[0]
-        # `Progress.update` cannot set a total back to None.
-        task.total = None if now.share is None else 1.0
-        bar.update(number, description=text, completed=now.share or 0.0)
-
-
-def _new_bar(description: str) -> "tuple[Progress, TaskID]":
-    # These imports take longer than all others together, and only some commands draw a bar.
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-    from rich.table import Column
-
-    column = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
-    bar = Progress(
-        BarColumn(_BAR_WIDTH), column, console=Console(stderr=True), refresh_per_second=4,
-        transient=True, redirect_stdout=False, redirect_stderr=False,
-    )  # fmt: skip
-    task = bar.add_task(description, total=None)
-    bar.start()
-    return bar, task
 
 
 class LoadLines(LoadReporter):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import queue
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace_common.config.settings import ServerConfig
+from headrace_common.load_bar import can_redraw
 from headrace_common.log_context import KEY_NAME, REQUEST_ID
 
 # The maximum number of waiting lines. Later lines are dropped and counted.
@@ -51,7 +51,7 @@ def can_show_bar() -> bool:
     """Return whether stderr is a terminal that can redraw a line, and has no log in JSON."""
     outlet = _outlet()
     is_json = outlet is not None and isinstance(outlet.formatter, JsonLines)
-    return not is_json and sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    return not is_json and can_redraw()
 
 
 def _outlet() -> "_Outlet | None":

@@ -50,6 +50,7 @@ from headrace_common.config import sources
 from headrace_common.config.settings import ServerConfig
 from headrace_common.errors import RequestError, StreamFailed
 from headrace_common.ingestion import Plan
+from headrace_common.load_bar import LoadBar, can_redraw
 from headrace_common.loading import ENGINE, ON_LOADING, READING
 from headrace_common.messages import Ready
 from headrace_common.progress_bar import progress_bar
@@ -367,13 +368,20 @@ class Host:
 
 @contextlib.contextmanager
 def _reporting(on_progress: OnLoading | None) -> Iterator[LoadProgressWatch]:
-    """Report the progress of the load while the context is active."""
+    """Report the progress of the load while the context is active.
+
+    Without `on_progress`, a terminal shows a bar.
+    """
     watch = LoadProgressWatch()
     watch.begin(READING)
     ON_LOADING.set(watch.tell)
-    reporter = LoadReporter(lambda: (watch.progress,), on_progress or (lambda progress: None))
-    with reporter:
-        yield watch
+    bar = LoadBar()
+    report = on_progress or (bar.draw if can_redraw() else lambda progress: None)
+    try:
+        with LoadReporter(lambda: (watch.progress,), report):
+            yield watch
+    finally:
+        bar.end()
 
 
 def _unbounded(config: ServerConfig) -> ServerConfig:

@@ -44,12 +44,12 @@ class LoadedModel:
         Args:
             model: A name such as "smollm2", a hub id, a folder, a GGUF file or a ServerConfig.
             on_progress: A thread calls this function when a longer stage of the load begins, and
-                at least every two seconds.
+                at least every two seconds. Without it, a terminal shows a bar.
             max_model_len: Largest number of tokens in a prompt and its answer together.
             max_num_seqs: Largest number of sequences that run at the same time.
             max_step_tokens: Largest number of tokens processed in one step.
             max_stall_ms: Limit on the time between two tokens of a stream while other prompts are
-                computed.
+                processed.
             kv_cache_memory_bytes: Memory for the KV cache.
             dtype: Number format of weights and cache.
             quantize: Quantize the weights to 8 or 4 bits.
@@ -92,7 +92,7 @@ class LoadedModel:
         return ModelTokenizer(self._loaded_host)
 
     def plan(self, messages: Messages | str | None = None, **fields: Any) -> Plan:
-        """Return how the model would compute a prompt, without computing it.
+        """Return how the model would process a prompt, without processing it.
 
         Args:
             messages: Messages as in `chat`. For raw text, pass `prompt=...` instead.
