@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 WIDTH = 80
 INTRODUCTION = """# Command line
 
-Written by `python -m tools.make_cli_docs` from the help of each verb.
+Written by `python -m tools.make_cli_docs` from the help of each command.
 
 Every flag of `serve` is also an environment variable: `HEADRACE_` and the flag's name in capitals,
 such as `HEADRACE_MAX_NUM_SEQS`. Lists are comma-separated, and the variable of `--api-key` is

@@ -163,7 +163,7 @@ def test_gemma_3_reads_images_only_if_its_vision_part_is_named(gemma3):
     _, text, vision = gemma3
     spec = read_spec(find_model(str(text)))
     assert spec.architecture == "Gemma3ForCausalLM"
-    assert f"Add --mmproj {vision.name} if" in spec.config["mmproj_unused"]
+    assert f"add --mmproj {vision.name}." in spec.config["mmproj_unused"]
     named = read_spec(find_model(str(text), mmproj=str(vision)))
     assert choose.choose_lane(named, "auto").traits.id == "generic-multimodal"
     with pytest.raises(ModelError, match="only generic-multimodal and llama-cpp run GGUF"):

@@ -127,7 +127,7 @@ def test_version_and_help_are_verbs_too() -> None:
     assert headrace("version").output == f"{__version__}\n"
     assert headrace("help").output == headrace("--help").output
     assert headrace("help", "models", "rm").output == headrace("models", "rm", "--help").output
-    assert "There is no verb 'nosuch'" in headrace("help", "nosuch").output
+    assert "There is no command 'nosuch'" in headrace("help", "nosuch").output
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -1,4 +1,4 @@
-"""Verbs about the command itself: its version, its help, and completion in a shell."""
+"""Commands about the program itself: its version, its help, and completion in a shell."""
 
 import click
 from click.shell_completion import get_completion_class
@@ -12,11 +12,11 @@ def version() -> None:
     click.echo(__version__)
 
 
-@click.command("help", short_help="Show the help of a verb.")
-@click.argument("words", nargs=-1, metavar="[VERB]...")
+@click.command("help", short_help="Show the help of a command.")
+@click.argument("words", nargs=-1, metavar="[COMMAND]...")
 @click.pass_context
 def show_help(context: click.Context, words: tuple[str, ...]) -> None:
-    """Show the help of a verb, or the list of all verbs.
+    """Show the help of a command, or the list of all commands.
 
     \b
     headrace help serve
@@ -27,7 +27,7 @@ def show_help(context: click.Context, words: tuple[str, ...]) -> None:
         verb = at.command.get_command(at, word) if isinstance(at.command, click.Group) else None
         if verb is None:
             raise click.UsageError(
-                f"There is no verb {' '.join(words)!r}; `headrace help` lists all verbs."
+                f"There is no command {' '.join(words)!r}; `headrace help` lists all commands."
             )
         at = click.Context(verb, parent=at, info_name=word)
     click.echo(at.get_help())
@@ -37,7 +37,7 @@ def show_help(context: click.Context, words: tuple[str, ...]) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print a script that makes a shell complete verbs, flags and choices.
+    """Print a script that makes a shell complete commands, flags and choices.
 
     \b
     echo 'eval "$(headrace completion bash)"' >> ~/.bashrc

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headrace.cli.help import Verbs
+from headrace.cli.help import SectionedGroup
 from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
 from headrace.cli.server_options import key_or_first
 from headrace_common.errors import ConfigError, HeadraceError
@@ -74,7 +74,7 @@ def _with_outputs(about_file: str) -> Callable[[Callable[..., None]], Callable[.
     return add
 
 
-@click.group(cls=Verbs)
+@click.group(cls=SectionedGroup)
 def bench() -> None:
     """Measure servers over HTTP."""
 

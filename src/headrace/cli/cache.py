@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from headrace.cli.help import Verbs
+from headrace.cli.help import SectionedGroup
 from headrace.cli.stdio import print_table
 from headrace_common.config.sources import PREFIX
 from headrace_common.errors import ConfigError
@@ -20,11 +20,16 @@ _FOLDER = click.option(
 )
 
 
-@click.group("cache", cls=Verbs, short_help="Show or clear the starts of prompts cached on disk.")
+@click.group(
+    "cache",
+    cls=SectionedGroup,
+    short_help="Show or clear the starts of prompts cached on disk.",
+)
 def cache() -> None:
     """Show or clear the starts of prompts (prefixes) that servers cached on disk.
 
-    You can do this while servers run. A server computes a removed prefix again when it needs it.
+    You can do this while servers run. If a prompt needs a removed prefix, the server processes the
+    prefix again.
     """
 
 

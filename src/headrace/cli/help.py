@@ -1,4 +1,4 @@
-"""Lays out help texts: verbs and settings in sections, and rare settings behind --help-all."""
+"""Lays out help texts: commands and settings in sections, and rare settings behind --help-all."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,10 +41,10 @@ _REST = {
 """Sections of the other settings, by the part of the configuration or the setting's name."""
 
 
-class Verbs(click.Group):
-    """A group that lists its verbs in sections, and does not cut their summaries.
+class SectionedGroup(click.Group):
+    """A group that lists its commands in sections, and does not cut their summaries.
 
-    `sections` maps titles to names of verbs. The other verbs are listed as "Commands".
+    `sections` maps titles to names of commands. The other commands are listed as "Commands".
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Verbs(click.Group):
         named = {name for names in self._sections.values() for name in names}
         others = [name for name in self.list_commands(ctx) if name not in named]
         for title, names in (*self._sections.items(), ("Commands", others)):
-            verbs = [(name, self.commands[name]) for name in names if name in self.commands]
-            rows = [(name, verb.get_short_help_str(1 << 10)) for name, verb in verbs]
-            if rows := [row for row, (_, verb) in zip(rows, verbs, strict=True) if not verb.hidden]:
+            found = [(name, self.commands[name]) for name in names if name in self.commands]
+            rows = [(name, it.get_short_help_str(1 << 10)) for name, it in found]
+            if rows := [row for row, (_, it) in zip(rows, found, strict=True) if not it.hidden]:
                 with formatter.section(title):
                     formatter.write_dl(rows)
 
@@ -92,7 +92,7 @@ class SettingOption(click.Option):
 
 
 class SettingsCommand(click.Command):
-    """A verb with the flags of settings. Its help shows the rare settings only with --help-all."""
+    """A command with a flag for each setting. Its help shows rare settings only with --help-all."""
 
     def __init__(self, name: str, *, params: list[click.Parameter], **more: Any) -> None:
         number = sum(isinstance(param, SettingOption) for param in params)

@@ -22,7 +22,7 @@ from headrace.cli.about import completion, show_help, version
 from headrace.cli.batch import batch
 from headrace.cli.bench import bench
 from headrace.cli.cache import cache
-from headrace.cli.help import SettingOption, SettingsCommand, Verbs
+from headrace.cli.help import SectionedGroup, SettingOption, SettingsCommand
 from headrace.cli.launch import launch
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.logs import set_up
@@ -425,7 +425,7 @@ def _config_command() -> click.Command:
     return _command("config", run, params, "Print the effective settings and their origins.")
 
 
-@click.group(cls=Verbs, sections=_SECTIONS)
+@click.group(cls=SectionedGroup, sections=_SECTIONS)
 @click.version_option(__version__)
 def cli() -> None:
     """An LLM inference server whose streams are never silent, never stalled, never lost.

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from headrace.cli.help import Verbs
+from headrace.cli.help import SectionedGroup
 from headrace.cli.server_options import WRONG_KEY, key_or_first, server_options
 from headrace.cli.stdio import column_widths, print_table
 from headrace_common.errors import HeadraceError
@@ -25,7 +25,7 @@ _DOWNLOADED = ("name", "size", "since", "folder")
 
 @click.group(
     "models",
-    cls=Verbs,
+    cls=SectionedGroup,
     short_help="List a running server's models; subcommands list and remove downloads.",
     invoke_without_command=True,
     params=server_options(),

@@ -1,4 +1,4 @@
-"""Defines the options of verbs that talk to a running server."""
+"""Defines the options of commands that talk to a running server."""
 
 import os
 

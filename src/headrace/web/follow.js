@@ -153,7 +153,7 @@ export class Follower {
     const error = await errorOf(response);
     const mayTry = [408, 425, 429, 500, 502, 503, 504].includes(response.status);
     if (response.status === 401) {
-      this.trouble({ code: "needs_key", message: "The server wants a key." }, LONGEST_PAUSE_MS);
+      this.trouble({ code: "needs_key", message: "This server needs a key." }, LONGEST_PAUSE_MS);
     } else if (mayTry && error.code !== "load_failed") {
       const asked = Number(response.headers.get("Retry-After")) * 1000;
       this.trouble(error, Math.min(asked || 0, response.status === 429 ? LONGEST_ASKED_MS : LONGEST_PAUSE_MS));

@@ -146,7 +146,7 @@ def _read_vision(
 ) -> VisionParts:
     if reason := config.get("only_llama_cpp"):
         raise ModelError(
-            f"This model runs in llama.cpp, with which Headrace does not read images. {reason}"
+            f"This model runs in llama.cpp, and Headrace passes no images to llama.cpp. {reason}"
         )
     vision = read_gguf(path, _MAX_HEADER)
     if vision.architecture != "clip":
@@ -173,8 +173,8 @@ def _read_vision(
         )
     if projector.must_be_named and not is_named:
         raise ModelError(
-            f"To read images, {projector.label} runs in transformers, and all its weights are "
-            f"unpacked to 2 bytes each. Add --mmproj {path.name} if this is wanted."
+            f"{projector.label} reads images only in transformers, with all its weights unpacked "
+            f"to 2 bytes each. To read images, add --mmproj {path.name}."
         )
     return projector.read(config, text, vision, path)
 

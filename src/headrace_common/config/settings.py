@@ -216,8 +216,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "none", ToolFormatName],
         Meta(
             description="Format in which the model writes tool calls; auto: as its chat template "
-            "shows. If the template has no tools, generic describes them in a text "
-            "before the conversation"
+            "shows. generic describes the tools in the system message, for models whose template "
+            "does not support tools"
         ),
     ] = "auto"
     reasoning_format: Annotated[
@@ -552,8 +552,8 @@ class LoadingConfig(msgspec.Struct, frozen=True, kw_only=True):
     idle_unload_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="Seconds without requests after which one of several models is unloaded, "
-            "and engines in excess of --min-replicas stop"
+            description="Seconds without requests after which a model is unloaded, if the server "
+            "has several, and after which engines in excess of --min-replicas stop"
         ),
     ] = None
 

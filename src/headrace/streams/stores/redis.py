@@ -376,7 +376,7 @@ class _RedisLog:
 
     async def append(self, expected_seq: int, events: Sequence[AnyEvent]) -> None:
         if self._epoch == _NO_WRITER:
-            raise LogConflict("append by a reader")
+            raise LogConflict("append through a log that was opened for reading")
         if events:
             publish = partial(self._store.tails.extend, self._row.stream_id, list(events))
             id = self._row.stream_id
