@@ -129,7 +129,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     choices: list[Choice]
     usage: dict[str, Any]
     timings: dict[str, Any]
-    # How the prompt was computed, if the request set `return_ingestion`.
+    # How the prompt was processed, if the request set `return_ingestion`.
     ingestion: Ingestion | None = None
 
     @classmethod

@@ -1,19 +1,19 @@
-"""Describes how a prompt is computed: the record of a request, and the plan before a request."""
+"""Describes how a prompt is processed: the record of a request, and the plan before a request."""
 
 import msgspec
 
 
 class Ingestion(msgspec.Struct, frozen=True, kw_only=True):
-    """How the prompts of a request were actually computed.
+    """How the prompts of a request were actually processed.
 
     None means that the value was not measured. The size of a chunk is its number of prompt tokens.
     """
 
     # The lane (the code path for this kind of model); None if no lane matched.
     strategy: str | None
-    # Whether the model can compute a prompt in chunks.
+    # Whether the model can process a prompt in chunks.
     eligible: bool
-    # Whether any prompt was computed in more than one chunk.
+    # Whether any prompt was processed in more than one chunk.
     applied: bool
     reason: str
     # The origin of the chunk boundaries: "step", "encoder-piece" or "whole"; "" if no lane matched.
@@ -29,7 +29,7 @@ class Ingestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How the loaded model would compute a prompt. `llm.plan` returns this struct.
+    """How the loaded model would process a prompt. `llm.plan` returns this struct.
 
     The scheduler decides the size of each chunk when it runs, from the time limits and the other
     requests. Therefore the plan states the least number of chunks.

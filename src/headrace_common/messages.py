@@ -116,7 +116,7 @@ class Pong(Message, frozen=True):
 
 
 class LaneFacts(msgspec.Struct, frozen=True):
-    """How a lane (a way to run a model) computes prompts."""
+    """How a lane (a way to run a model) processes prompts."""
 
     memory: str = "blocks"  # blocks or slot
     # `none`: the kernel uses lengths instead of a mask. `lazy-prefix`: a mask is made for each
@@ -162,12 +162,13 @@ class Ready(Message, frozen=True):
     fingerprint: str
     max_step_tokens: int = 0
     max_stall_s: float | None = None  # None: no stall target
-    # The largest value that the stall target may take. It differs only for the default target.
+    # The largest value that the stall target may take. Only the default target may rise, so for any
+    # other target this value equals `max_stall_s`.
     highest_stall_s: float | None = None
     kernels: InstructionSet = "plain"
     kernels_reason: str = ""  # reason for the choice of kernels
     tasks: tuple[str, ...] = ("generate",)  # subset of generate, embed and score
-    # Whether each prompt is computed as a whole, never in chunks.
+    # Whether each prompt is processed as a whole, never in chunks.
     is_whole: bool = False
     vector_size: int = 0  # numbers in an embedding; 0: no embeddings
     # How the rows of a prompt, one for each token, become one vector.
@@ -204,7 +205,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptAdvance(msgspec.Struct, frozen=True, array_like=True):
-    """`processed` tokens of the prompt are computed or came from the cache."""
+    """`processed` tokens of the prompt are done, including those from the cache."""
 
     sequence_id: SequenceId
     processed: int

@@ -333,4 +333,4 @@ class Elsewhere(NamedTuple):
     # Sum of the seconds per step that the other engines need for their streams.
     decode_s: float = 0.0
     is_awaited: bool = False  # whether another engine has running streams
-    num_with_prompts: int = 0  # number of other engines with prompts to compute
+    num_with_prompts: int = 0  # number of other engines with prompts to process

@@ -85,7 +85,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     # Any int64. Token i of choice k is drawn with Philox: seed is the key, (i, k) is the counter.
     seed: int = 0
-    # None: as many tokens as fit into the context. 0: only the prompt is computed.
+    # None: as many tokens as fit into the context. 0: only the prompt is processed.
     max_tokens: int | None = None
     # With fewer tokens, a choice ends only at the length limit or where its grammar must end.
     min_tokens: int = 0

@@ -111,9 +111,9 @@ def _visible(g: int, span: Any, sight: Any) -> Any:
 
 
 class _Working(NamedTuple):
-    """The arrays of a piece of work.
+    """The arrays for a piece of work, which is one kv head for some queries.
 
-    Each span overwrites scores, weights and tops. values and running accumulate over all spans.
+    Each span overwrites `scores`, `weights` and `tops`, and adds to `values` and `running`.
     """
 
     scores: Any  # float32 [rows, positions of a span and some more]

@@ -20,8 +20,8 @@ from headrace_kernels.silu import LIMIT, clamped_row, gelu_row, row_for, silu_ro
 SILU, GELU, CLAMPED = range(3)
 """Activations of a gate.
 
-CLAMPED is the activation of gpt-oss, which also clamps the values to gate, and adds 1 to the
-clamped values.
+CLAMPED is the activation of gpt-oss. It also clamps the values that the gate multiplies, and adds
+1 to these values.
 """
 
 # Up to this number of values, waking another thread takes more time than it saves.

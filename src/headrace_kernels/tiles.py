@@ -482,11 +482,12 @@ def halves(builder: Any, address: Any) -> list[Any]:
 def _terms_of(
     builder: Any, address: Any, kind: str, by: str, num_vectors: int
 ) -> list[tuple[Any, ...]]:
-    """Load the weights of a line. For each load from x, return a vector for each vector of outputs.
+    """Load the weights of a line of a panel: the weights of two inputs, for each output.
 
-    bfloat16 weights become floats, with separate vectors for the two inputs of the line. If the
-    rows are bfloat16, the weights stay words of two inputs. int8 weights become int16, with both
-    inputs in one vector.
+    The result has an entry for each load from x, with a vector of weights for each vector of
+    outputs. For float32 rows, each of the two inputs is a separate load, and bfloat16 weights
+    become floats. For bfloat16 and int16 rows, a single load gets both inputs: bfloat16 weights
+    stay pairs, and int8 weights become pairs of int16.
     """
     if kind == "bf16":
         places = [builder.add(address, _I64(CACHE_LINE * v)) for v in range(num_vectors)]

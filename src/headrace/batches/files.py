@@ -114,7 +114,7 @@ class Files:
         return self._uploading[owner]
 
     def count(self, owner: str, num_bytes: int) -> None:
-        """Add bytes to an API key's running uploads; a negative number subtracts."""
+        """Count `num_bytes` more bytes in a key's running uploads; the number may be negative."""
         self._uploading[owner] += num_bytes
         if not self._uploading[owner]:
             del self._uploading[owner]

@@ -251,7 +251,7 @@ class BatchRun:
         """Answer a line if this server still holds the claim on the batch.
 
         This server may have been suspended. Another server can then have answered the line and
-        deleted the line's stream, so the line would be computed twice.
+        deleted the line's stream, so the line would be answered twice.
         """
         if not await self._records.claim(self.batch.id, is_held=True):
             raise ClaimLost

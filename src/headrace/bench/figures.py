@@ -12,7 +12,7 @@ Window = tuple[float, float]
 
 
 class Gap(NamedTuple):
-    """The time between two tokens of a stream. `tag` says which prompts were computed in it."""
+    """The time between two tokens of a stream. `tag` says which prompts were processed in it."""
 
     stream: int
     end: float
@@ -90,7 +90,11 @@ def measured(cell: Cell) -> list[Injection]:
 
 
 def between_tokens(cell: Cell) -> list[float]:
-    """Return all gaps from the first prompt's sending to the last prompt's first token."""
+    """Return the gaps between a stream's tokens, in seconds.
+
+    The gaps of a round count from the sending of its first prompt until the first token of its
+    last prompt.
+    """
     found = []
     for round in cell.rounds:
         if inside := windows(round):
@@ -127,7 +131,7 @@ def ratio(value: float, base: float) -> float | None:
 def cost_of_chunking(run: ServerRun, whole: ServerRun) -> dict[str, dict[str, float | None]]:
     """Return the costs of chunking: each cell's time and throughput divided by those of `whole`.
 
-    `whole` is the run on a server that computes each prompt in one step.
+    `whole` is the run on a server that processes each prompt in one step.
     """
     others = {cell.plan.name: cell.figures for cell in whole.cells if cell.plan}
     costs = {}

@@ -58,7 +58,7 @@ CHUNKING = {
 
 # Without speculative decoding, each token of a stream arrives alone, so every gap is one step.
 _ALL = ("--guess", "off", "--prefix-cache-dir", "none")
-# Room for the streams' decode tokens in a step that computes a whole prompt.
+# Room for the streams' decode tokens in a step that processes a whole prompt.
 _NUM_DECODING = 1024
 
 

@@ -72,7 +72,7 @@ class MeasuredServer:
         """Return the cell, and the ingestion report of a prompt sent before the streams."""
         target, length = self.target, load.prompt_tokens
         if num_cached := int(load.cached_share * length) // _BLOCK * _BLOCK:
-            # One more token, because a prompt's last token is always computed.
+            # One more token, because a prompt's last token is always processed.
             await target.first_token(prompts.begin_with(num_cached) + prompts.fresh(1))
         plan = CellPlan(
             name=str(load),

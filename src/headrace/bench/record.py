@@ -82,7 +82,7 @@ class ServerRun(msgspec.Struct, kw_only=True):
     server: dict[str, Any]  # the server's description of itself
     flags: tuple[str, ...] = ()  # flags of the server, if given
     calibration: dict[str, Any] = {}
-    ingestion: dict[str, Any] | None = None  # the server's description of how it computes prompts
+    ingestion: dict[str, Any] | None = None  # the server's description of how it processes prompts
     controls: list[Cell] = []
     cells: list[Cell] = []
 

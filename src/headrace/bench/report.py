@@ -63,7 +63,7 @@ def write(path: Path, shown: dict[str, Any]) -> None:
 
 
 def gaps(ingestion: dict[str, Any] | None) -> list[dict[str, str]]:
-    """Return the limitations that apply to how the server computed a prompt."""
+    """Return the limitations that apply to how the server processed a prompt."""
     found = []
     if ingestion and ingestion["memory"] == "slot":
         found.append(

@@ -72,7 +72,7 @@ class Target:
                     yield now
 
     async def ingestion(self, prompt: list[int]) -> dict[str, Any] | None:
-        """Return the server's description of how it computed this prompt; None if there is none."""
+        """Return the server's report on how it processed this prompt; None if there is none."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "cache_salt": self._salt}
         body["return_ingestion"] = True
         response = await self.http.post("/v1/completions", json=body)

@@ -1,4 +1,4 @@
-"""Judges whether prompts were really computed while streams ran; has no side effects."""
+"""Judges whether prompts were really processed while streams ran; has no side effects."""
 
 from headrace.bench.figures import measured
 from headrace.bench.record import Cell
@@ -12,9 +12,9 @@ def reasons(cell: Cell) -> tuple[str, ...]:
 
 
 def drifted(cells: list[Cell], tolerance: float) -> str | None:
-    """Return a reason if the times of equal prompts on the idle server vary too much.
+    """Return why the cells are not valid, or None if the machine's speed has not changed.
 
-    Such times mean that the machine changed its speed.
+    The speed has changed if the times of equal prompts on the idle server vary too much.
     """
     by_length: dict[int, list[float]] = {}
     for cell in cells:

@@ -93,7 +93,7 @@ class MemoryPolicy(Generic[Ticket]):
         self._queue.pop(ticket, None)
 
     def hold(self, model: str) -> None:
-        """Count a use without a ticket, even if the model is not in memory yet."""
+        """Count a use immediately, without a queued ticket, even if the model is not in memory."""
         entry = self._models[model]
         entry.num_uses += 1
         entry.used = next(self._uses)
@@ -114,7 +114,7 @@ class MemoryPolicy(Generic[Ticket]):
             self._models[model].must_leave = True
 
     def loaded(self, model: str) -> None:
-        """Note that the move `load` has been carried out."""
+        """Record that the model is in memory now, as the move `load` demanded."""
         entry = self._models[model]
         entry.stage, entry.used = Stage.IN, next(self._uses)
 
@@ -150,7 +150,7 @@ class MemoryPolicy(Generic[Ticket]):
         return entry.stage is Stage.OUT and entry.num_uses == 0
 
     def unloaded(self, model: str) -> None:
-        """Note that the move `unload` has been carried out."""
+        """Record that the model has left memory, as the move `unload` demanded."""
         entry = self._models[model]
         entry.stage, entry.must_leave = Stage.OUT, False
 

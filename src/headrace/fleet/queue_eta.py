@@ -35,8 +35,8 @@ def starts(
 
     The function simulates the queue. A heap holds the times at which sequence slots become free.
     Each waiting sequence takes the earliest slot, but starts only after all earlier prompts,
-    since prompts are computed one after another. The slot becomes free again once the sequence's
-    prompt and answer are computed.
+    since prompts are processed one after another. The slot becomes free again once the sequence's
+    prompt and answer are complete.
     """
     free_in = [*running, *[0.0] * (num_places - len(running))]
     heapq.heapify(free_in)

@@ -40,8 +40,8 @@ def download_wait(
         headers["x-headrace-loading"] = "true"
     if checked.ignored:
         headers["x-headrace-ignored"] = ", ".join(checked.ignored)
-    # A client that named its stream would look up the stream by `stream_id`. But this stream may
-    # never exist, so such a client does not get the id.
+    # A client that opted in to resuming would later ask for the stream with this id. But the stream
+    # may never exist, so such a client does not get the id here.
     if not names.is_opted_in:
         headers |= {"x-stream-id": stream_id, "x-stream-mode": "fresh"}
     model = checked.fields.get("model", "")

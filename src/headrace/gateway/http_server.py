@@ -98,7 +98,7 @@ class _Clients(ServerState):
         self.idle: dict[HttpToolsProtocol, None] = {}
 
     def make_room(self, newest: HttpToolsProtocol) -> None:
-        """Close a connection if descriptors run out.
+        """Close a connection if there are more than --max-connections or the descriptors allow.
 
         Closes the connection that has been idle longest. If all connections are busy, closes the
         newest connection.

@@ -178,7 +178,7 @@ class RetryPromise(NamedTuple):
 class Admission:
     """Applies the limits of one queue. The limits count choices (n per prompt) and prompt tokens.
 
-    `eta` estimates when waiting requests will start and how fast prompts are computed.
+    `eta` estimates when waiting requests will start and how fast prompts are processed.
 
     A refused client gets a RetryPromise: until shortly after the promised time, a place is reserved
     for the client. Otherwise, a new client could take the place first.

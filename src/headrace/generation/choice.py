@@ -206,8 +206,8 @@ class Echo:
     def __init__(self, record: Record, tokenizer: Tokenizer) -> None:
         self._record = record
         self._tokenizer = tokenizer
-        # By prompt and by position in the prompt. After a crash, another engine computes the prompt
-        # again in other chunks, so its entries replace some of the earlier entries.
+        # By prompt and by position in the prompt. After a crash, another engine processes the
+        # prompt again in other chunks, so its entries replace some of the earlier entries.
         self._entries: dict[int, dict[int, TokenLogprob]] = {}
 
     def add(self, prompt: int, item: PromptLogprobs) -> None:

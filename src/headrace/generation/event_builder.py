@@ -51,7 +51,7 @@ class OriginalModel(NamedTuple):
 
 
 class CurrentModel:
-    """The model that computes the stream: the admitting model or a later replacement.
+    """The model that generates the answer: the admitting model or a later replacement.
 
     `known` is None until the model is loaded for the first time. `is_unreported` is true if no
     event in the log reports the latest change of `known`.
@@ -268,7 +268,7 @@ class EventBuilder:
         )
 
     def ingestion(self) -> Ingestion:
-        """Describe how the prompts have been computed so far."""
+        """Describe how the prompts have been processed so far."""
         chunks, usage = [p.chunks for p in self._progress], self.tally.usage
         return describe(self._record, self.serving.model.ready, usage, chunks)
 

@@ -1,4 +1,4 @@
-"""Admits requests, and builds the components that compute the answers."""
+"""Admits requests, and builds the components that generate the answers."""
 
 import asyncio
 import secrets
@@ -130,7 +130,7 @@ class Generation:
                 self.writers.let_go(self.writers.tasks, _SHUTS_DOWN, RESTARTS)
 
     def streams_of(self, host: ModelHost) -> list[LiveStream]:
-        """Return the streams that this host computes, in order of arrival."""
+        """Return the streams that this host runs, in order of arrival."""
         return [user for user in host.users if isinstance(user, LiveStream)]
 
     async def _reread_models(self) -> None:

@@ -1,4 +1,4 @@
-"""Describes how the prompts of a request were computed, from the engine's reports."""
+"""Describes how the prompts of a request were processed, from the engine's reports."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ def describe(
 
 
 def plan_of(ready: Ready, prompt: PromptIds) -> Plan:
-    """Return how an idle engine would compute this prompt at best."""
+    """Return how an idle engine would process this prompt at best."""
     boundary, num_tokens = _boundary(ready), len(prompt.token_ids)
     is_cut = boundary == "step" and not ready.is_whole
     longest = (ready.max_step_tokens or num_tokens) if is_cut else None

@@ -161,7 +161,7 @@ class Resumption:
         admitted = Admitted(stored.record.prompts)
         if stored.record.images and not cut:
             admitted, cut = await see_again(self._work, host.model, stored.record)
-        # After the fleet's end, no engine would compute the stream, and the server would never end.
+        # After the fleet's end, no engine would run the stream, and the server would never end.
         # The next server continues the stream.
         if not self._fleet.ended.is_set():
             self._writers.resume(host, stored, builder, admitted, cut)

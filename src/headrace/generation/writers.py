@@ -62,7 +62,7 @@ class Writers:
         place: QueueTicket,
         admitted: Admitted,
     ) -> LiveStream:
-        """Start writing a new stream; the stream is computed once its model is in memory."""
+        """Start writing a new stream; its answer is generated once its model is in memory."""
         used = host if self._fleet.enter_now(host) else None
         stream = self._start(host, stored, builder, place, admitted, used)
         stream.end_within(self._config.queue_timeout_s, self._config.request_timeout_s)
@@ -127,7 +127,7 @@ class Writers:
         return stream
 
     async def _enter(self, host: ModelHost, stream: LiveStream) -> ModelHost | None:
-        """Wait until the model is in memory; return the host that computes the stream.
+        """Wait until the model is in memory; return the host that will run the stream.
 
         Returns None if the stream was cut instead.
         """

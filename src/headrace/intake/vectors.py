@@ -74,7 +74,10 @@ class VectorAnswers:
     async def _embedded(
         self, checked: CheckedBody, asker: Requester, form: VectorForm
     ) -> tuple[Vectors, bytes]:
-        """Return the vectors, and the same vectors as JSON values separated by commas."""
+        """Return the vectors, and the answer's JSON values for them, separated by commas.
+
+        The JSON values have the number format and the dimensions that the request asks for.
+        """
         fields = checked.fields
         asked = embeddings.to_request(checked, asker.owner, asker.priority)
         making = self._generation.vectors.make(

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class LLM(LoadedModel):
     """Runs a model in the caller's process.
 
-    Any thread may call the methods; concurrent calls are computed in the same engine steps. Each
-    method takes and checks the fields of its HTTP route: RequestFailed names the wrong field.
-    Unlike the route, a method also refuses unknown fields.
+    Any thread may call the methods; concurrent calls share the engine's steps. Each method takes
+    and checks the fields of its HTTP route: RequestFailed names the wrong field. Unlike the route,
+    a method also refuses unknown fields.
 
     Example:
         >>> from headrace import LLM

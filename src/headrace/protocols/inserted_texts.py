@@ -51,7 +51,7 @@ def client_of(user_agent: str) -> str:
 
 
 def remove_inserted(body: dict[str, Any], route: Route, client: str) -> dict[str, str]:
-    """Remove this client's texts from a decoded body; return the removed texts by name."""
+    """Remove the texts that `client` inserts from a decoded body; return them by name."""
     taken: dict[str, str] = {}
     for one in TABLE if client else ():
         if (one.client, one.route) != (client, route):

@@ -12,7 +12,7 @@ from headrace.streams.record import Record
 _MARK = "\N{INVISIBLE SEPARATOR}"
 # Histories may contain lines of earlier versions, which began with "Reading".
 _LINE = re.compile(rf"{_MARK}(?:Processing|Reading) the prompt: \d+ %(?:, \d+ (?:s|min) left)?\n")
-# A prompt that is computed in less time gets no progress lines.
+# A prompt that is processed in less time gets no progress lines.
 _FIRST_MS = 3_000
 _EVERY_MS = 10_000
 _IN_MINUTES_S = 120

@@ -129,9 +129,7 @@ class Served(Event, frozen=True):
 
 
 class Progress(Event, frozen=True):
-    """`processed` of `total` prompt tokens are computed, including `cache` tokens from the
-    cache.
-    """
+    """`processed` of `total` prompt tokens are done, including `cache` tokens from the cache."""
 
     choice: int
     total: int

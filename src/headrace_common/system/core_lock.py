@@ -83,7 +83,7 @@ class CoreLock:
         self._map[self._number * _NEED.size : (self._number + 1) * _NEED.size] = need
 
     def others(self) -> Elsewhere:
-        """Return the needs of the other engines that are running."""
+        """Return how much time the other engines need, and whether they have streams or prompts."""
         now, found = time.monotonic(), Elsewhere()
         for number, (noted, decode_s, kind) in enumerate(_NEED.iter_unpack(self._map[:_SHARED_AT])):
             if number == self._number or not kind or now - noted > _FRESH_S + decode_s:

@@ -43,7 +43,7 @@ class DraftLane(Protocol):
 
 
 class Drafter:
-    """Reads tokens into the draft model's cache, and chooses the tokens of guesses."""
+    """Runs the draft model: processes the tokens so far, and chooses the tokens of guesses."""
 
     def __init__(self, lane: DraftLane, facts: DraftFacts) -> None:
         self.facts = facts
@@ -66,10 +66,10 @@ class Drafter:
     def run(
         self, chunks: Sequence[Chunk], sequences: Mapping[SequenceId, SequenceState]
     ) -> tuple[Chunk, ...]:
-        """Read the tokens that the chunks ask for; return the chunks with all guesses chosen.
+        """Process the tokens that the chunks ask for; return the chunks with all guesses chosen.
 
-        The first forward pass reads all tokens. Each further pass reads the last chosen token of
-        every guess that is not complete yet.
+        The first forward pass processes all these tokens. Each further pass processes the last
+        chosen token of every guess that is not complete yet.
         """
         reading = [chunk for chunk in chunks if self._reads(chunk)]
         if not reading:
@@ -109,11 +109,11 @@ class Drafter:
         """Release what is stored for a sequence."""
 
     def _reads(self, chunk: Chunk) -> bool:
-        """Return whether `run` reads tokens of the chunk."""
+        """Return whether `run` processes tokens of the chunk."""
         return chunk.draft_end > chunk.draft_start
 
     def _first(self, chunk: Chunk) -> int:
-        """Return the index of the first token of the chunk that `run` reads."""
+        """Return the index in the sequence of the first token that `run` processes."""
         return chunk.draft_start
 
     def _forward(self, parts: Sequence[Chunk], tokens: Sequence["array[int]"]) -> Tensor:
@@ -153,15 +153,15 @@ class Drafter:
 class MtpDrafter(Drafter):
     """Drafts with the MTP layer of the served model, which needs the model's hidden states.
 
-    The hidden states of a prompt only exist after the model has computed the prompt's chunk. So
-    the layer reads prompts in `after`, and everything else in `run`.
+    The hidden states of a prompt only exist after the model has processed the prompt's chunk. So
+    the layer processes prompts in `after`, and everything else in `run`.
     """
 
     def __init__(self, lane: MtpLane, facts: DraftFacts, served: NativeText) -> None:
         super().__init__(lane, facts)
         self._mtp, self._served = lane, served
-        # For each sequence, the index of the first token of the last guess. The layer read these
-        # tokens with its own hidden states.
+        # For each sequence, the index of the first token of the last guess. The layer processed
+        # these tokens with its own hidden states.
         self._guessed_from: dict[SequenceId, int] = {}
 
     def after(self, chunks: Sequence[Chunk], sequences: Mapping[SequenceId, SequenceState]) -> None:
@@ -192,9 +192,9 @@ class MtpDrafter(Drafter):
         return super()._reads(chunk) and not _reads_prompt(chunk)
 
     def _first(self, chunk: Chunk) -> int:
-        """Return where the layer must continue reading: at the start of the last guess, if any.
+        """Return the index from which the layer must continue: the start of the last guess, if any.
 
-        The layer reads the correct tokens of this guess again, with the served model's hidden
+        The layer processes the correct tokens of this guess again, with the served model's hidden
         states.
         """
         first = min(self._guessed_from.pop(chunk.sequence_id, chunk.draft_start), chunk.draft_start)
@@ -204,7 +204,7 @@ class MtpDrafter(Drafter):
 
 
 def _reads_prompt(chunk: Chunk) -> bool:
-    """Return whether the draft model reads prompt tokens that the same chunk computes."""
+    """Return whether both models process the same prompt tokens for this chunk."""
     return not chunk.guess and chunk.draft_end > max(chunk.start, chunk.draft_start)
 
 

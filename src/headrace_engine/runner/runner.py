@@ -177,7 +177,7 @@ class Runner:
         return time.perf_counter() - started
 
     def _compute(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Run the chunks' tokens through the model; return the rows that the chunks ask for."""
+        """Run the chunks' tokens through the model; return each chunk's last `num_rows` rows."""
         tokens = []
         for chunk in chunks:
             num_known = chunk.length - len(chunk.guess)

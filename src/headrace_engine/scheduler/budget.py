@@ -27,7 +27,7 @@ MAX_GUESS = 8
 # second value applies to a target that the user has set.
 DEFAULT_SHARE, EXPLICIT_SHARE = 1.4, 0.25
 
-# The default stall target rises until a step computes prompts at this fraction of the best
+# The default stall target rises until a step processes prompts at this fraction of the best
 # possible rate, but to at most MOST_DEFAULT_S seconds.
 DEFAULT_RATE, MOST_DEFAULT_S = 0.8, 0.5
 
@@ -342,7 +342,7 @@ class TimeBudget:
         return True
 
     def seconds_alone(self, context: int, new: int) -> float:
-        """Return the predicted seconds to compute a prompt alone, in steps of the maximum size."""
+        """Return the predicted seconds to process a prompt alone, in steps of the maximum size."""
         if not self.model.is_measured:
             return new / UNMEASURED_TOKENS_PER_S
         num_steps = -(-new // self._max_tokens)
@@ -400,9 +400,10 @@ class TimeBudget:
         return self.draft.predict(drafted) * (self.draft.margin(True) if with_margin else 1.0)
 
     def seconds_hoped(self, drafted: StepShape | None) -> float:
-        """Return the seconds in the draft model that decide whether the model is used.
+        """Return the seconds to expect in the draft model when deciding whether to use the model.
 
-        While the model is not used, the result slowly falls, so that the model is tried again.
+        The result is the prediction at first. While the model is not used, the result slowly falls,
+        so that the model is tried again.
         """
         return 0.0 if drafted is None else self.draft.hope(drafted)
 
@@ -462,7 +463,7 @@ class TimeBudget:
         return room
 
     def _choose_target(self, coefficients: Coefficients, context: int) -> None:
-        """Raise the default stall target if shorter steps would compute prompts much more slowly.
+        """Raise the default stall target if shorter steps would process prompts much more slowly.
 
         Each step first computes its decode chunks and reads the prompt's context again. So the
         shorter a step, the smaller is the part of its time in which prompts advance.

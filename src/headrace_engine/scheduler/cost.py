@@ -152,7 +152,7 @@ class Coefficients:
     def seconds_at_rate(
         self, fraction: float, context: int, before: float, max_tokens: int
     ) -> float:
-        """Return how long a step must be to compute a prompt at `fraction` of the best rate.
+        """Return how long a step must be to process a prompt at `fraction` of the best rate.
 
         The step computes other chunks for `before` seconds, and x tokens of the prompt after
         `context` tokens. So the step takes t(x) = before + g·L + (b + 2·a·L)·x + a·x² seconds, and

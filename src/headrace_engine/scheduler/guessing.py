@@ -86,7 +86,7 @@ class Guessing:
         return guess if guess.num_expected > own.num_expected else own
 
     def _catch_up(self, step: PlannedStep, decoders: list[Sequence]) -> None:
-        """Let the draft model read tokens of the first sequence that has MAX_UNREAD unread ones."""
+        """Let the draft model process tokens of the first sequence that has MAX_UNREAD unread."""
         for index, sequence in enumerate(decoders):
             chunk, end = step.chunks[index], sequence.num_draft_read + MAX_UNREAD
             is_late = end <= chunk.start and not chunk.is_drafted

@@ -1,6 +1,6 @@
 """Decides which prompt segments to read from disk, and how long a prompt waits for a read.
 
-While a prompt waits or is partly computed, its next segments are read from disk in the
+While a prompt waits or is partly processed, its next segments are read from disk in the
 background. A segment is a number of consecutive blocks in one file. A step loads a segment into
 memory after the segment has arrived. Steps never wait for a read: a segment that is late, missing
 or damaged is computed instead.

@@ -148,7 +148,7 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Return whether any prompt still has to be computed."""
+        """Return whether any prompt still has to be processed."""
         return not all(sequence.is_decoding for sequence in self._table.running) or bool(
             self._table.waiting
         )
@@ -188,7 +188,7 @@ class Scheduler:
     def add(self, submit: Submit, now: float) -> None:
         """Admit all sequences of a submission; sequences that can never run end immediately.
 
-        The choices of one prompt form a family, which computes the prompt once. Suspects of a
+        The choices of one prompt form a family, which processes the prompt once. Suspects of a
         failed step join no family, because each suspect runs alone.
         """
         families: dict[int, Family] = {}

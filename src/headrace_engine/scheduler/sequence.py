@@ -90,7 +90,7 @@ class Sequence:
     family: "Family | None" = None
     # The tenant or client that sent the request; clients share the engine fairly.
     client: str = ""
-    # The predicted seconds to compute the prompt if nothing else runs.
+    # The predicted seconds to process the prompt if nothing else runs.
     alone: float = 0.0
     # When the prompt is due. Among a client's prompts, the prompt with the earliest due time is
     # next. After the due time, no later sequence in the queue may start before this sequence.
@@ -192,7 +192,7 @@ class Sequence:
 
     @property
     def key(self) -> tuple[float, float, int]:
-        """Return the sort key for the order in which prompts are computed."""
+        """Return the sort key for the order in which prompts are processed."""
         return self.due, self.arrival, self.number
 
     @property
@@ -258,7 +258,7 @@ class Sequence:
         self.status, self.lease = SequenceStatus.RUNNING, lease
 
     def run_sibling(self, leader: "Sequence", lease: Lease) -> None:
-        """Start with a lease that shares the leader's computed prompt."""
+        """Start with a lease that shares the leader's processed prompt."""
         self.run(lease)
         self.chain = leader.chain.copy()
         self.num_draft_read = leader.num_draft_read
@@ -387,7 +387,7 @@ class Sequence:
 
 
 class Family:
-    """Groups the choices of one prompt. The leader computes the prompt for all choices."""
+    """Groups the choices of one prompt. The leader processes the prompt for all choices."""
 
     def __init__(self, leader: Sequence) -> None:
         self.leader = leader

@@ -272,7 +272,7 @@ class SequenceTable:
     def report_starts(self, sequences: Iterable[Sequence]) -> None:
         """Report once for each sequence how many tokens of the prompt are cached.
 
-        The method is called when the rest of the prompt is about to be computed.
+        The method is called when the rest of the prompt is about to be processed.
         """
         for sequence in sequences:
             if sequence.num_reported < 0:
@@ -284,7 +284,7 @@ class SequenceTable:
     def start_sibling(
         self, sibling: Sequence, family: Family
     ) -> tuple[BlockCopy | None, SlotCopy | None]:
-        """Lease memory for a sibling in the step that computes the end of the shared prompt.
+        """Lease memory for a sibling in the step that processes the end of the shared prompt.
 
         Return the copies of the leader's partly filled block and of the leader's slot.
         """
@@ -296,7 +296,7 @@ class SequenceTable:
         return block_copy, slot_copy
 
     def queue_siblings(self, family: Family) -> None:
-        """Queue the siblings that still wait, because the leader's prompt is computed.
+        """Queue the siblings that still wait, because the leader's prompt is processed.
 
         These siblings find the prompt in the prefix cache.
         """
@@ -336,8 +336,8 @@ class SequenceTable:
         del self._sequences[sequence.id]
         self._outputs.finished.append(sequence.outcome)
         if family is not None and family.leader is sequence:
-            # The prompt may not be computed yet, so the next choice becomes the leader and
-            # computes the prompt.
+            # The prompt may not be processed yet, so the next choice becomes the leader and
+            # processes the prompt.
             leader = family.hand_over()
             if leader is not None:
                 self.waiting.add(leader)

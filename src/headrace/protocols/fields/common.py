@@ -232,7 +232,10 @@ def check_required(names: Iterable[str], body: Mapping[str, Any]) -> None:
 def read_known(
     table: Mapping[str, Kind], required: Iterable[str], body: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields that a body of any route sets. Each field is checked separately."""
+    """Check each field of a body by its row in `table`; return the fields that are set.
+
+    Any route can use this function: nothing depends on a combination of fields.
+    """
     check_required(required, body)
     fields = read_fields(table, body)
     _refuse_unsupported(table, body)

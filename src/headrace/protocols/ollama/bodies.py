@@ -353,7 +353,7 @@ def _to_chat(own: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str
 def _finished(fields: dict[str, Any], own: Mapping[str, Any], is_asked: bool) -> dict[str, Any]:
     """Extend `fields`, which OpenAI's code has read, by the fields that only Ollama's API has.
 
-    A request without a prompt loads the model: the request computes an empty prompt and samples no
+    A request without a prompt loads the model: the request processes an empty prompt and samples no
     token. With `keep_alive: 0`, a request without a prompt unloads the model instead. In all other
     requests, keep_alive has no effect.
     """

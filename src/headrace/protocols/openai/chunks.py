@@ -337,7 +337,7 @@ def progress_of(event: Progress) -> dict[str, Any]:
 
 
 def ingestion_of(event: Finish) -> dict[str, Any]:
-    """Return fields that describe how the prompt was computed; empty if they were not requested."""
+    """Return the ingestion report as fields of a frame; empty if the report was not requested."""
     if isinstance(event.ingestion, UnsetType):
         return {}
     return {"headrace": {"ingestion": event.ingestion}}

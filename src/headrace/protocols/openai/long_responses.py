@@ -212,8 +212,8 @@ def compaction(job: WriteCompaction, kept: bytes) -> bytes:
     """Return the answer of /v1/responses/compact as JSON.
 
     The output has the items that the summary does not replace, an assistant message with the
-    summary, and the summary as a compaction item. This server does not show the message to the
-    model; it is for servers that do not know compaction items.
+    summary, and the summary as a compaction item. The message is for servers that do not know
+    compaction items; this server does not show the message to the model.
     """
     items = listed(_decode_items(open_kept(kept).items), job.stream_id)
     id = item_id(job.stream_id, COMPACTION, f"i{len(items)}")

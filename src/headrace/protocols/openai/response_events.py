@@ -178,7 +178,7 @@ class ResponseBuilder:
         return []
 
     def _compacted(self) -> list[ResponseEvent]:
-        """Return the events of the item with the summary, which is the first of the output."""
+        """Return the events of the summary, the output's first item; none without a summary."""
         if not self._kept.summary:
             return []
         item = summary_item(item_id(self._record.id, COMPACTION, "o0"), self._kept.summary)
@@ -245,7 +245,7 @@ class ResponseBuilder:
         made = [it for piece in event.pieces for it in self._blocks.feed(piece)]
         if event.end is None:
             return made
-        # A request with `generate: false` only computes the prompt; its answer is complete.
+        # A request with `generate: false` only processes the prompt; its answer is complete.
         is_prompt_only = self._record.request.sampling.max_tokens == 0
         # An answer without text is one empty message.
         if not self._blocks.num_opened and not is_prompt_only:

@@ -32,7 +32,7 @@ from headrace_kernels import choose_instructions
 logger = logging.getLogger(__name__)
 
 _PROBE_ENDS = (7, 37, 40)
-"""The ends of the chunks in which a test prompt is computed.
+"""The ends of the chunks in which a test prompt is processed.
 
 The last chunk is short. A model that forgets the earlier chunks would have little context left,
 and its error would exceed rounding.
@@ -190,7 +190,7 @@ class DenseCaches:
     def _measure(self) -> tuple[int, int]:
         """Return the fixed bytes of a cache, and the bytes per position.
 
-        The method also computes a prompt both whole and in chunks. If the results differ, tokens
+        The method also processes a prompt both whole and in chunks. If the results differ, tokens
         are added one by one. If the results still differ, the method raises ModelError.
         """
         first, *_, length = _PROBE_ENDS

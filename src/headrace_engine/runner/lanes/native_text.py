@@ -75,7 +75,7 @@ class NativeText:
         )
         self.num_parameters = sum(p.numel() for p in self._model.parameters())
         self._hidden: Callable[[Batch], Tensor]
-        # The hidden states of the last forward. Twins of this lane (see `adapted`) share the list.
+        # The hidden states of the last forward. Lanes from `adapted` share the list.
         self._last = [torch.empty(0)]
         self.spec, self.device, self.dtype = spec, device, dtype
         self._instructions, self._kv_cache_dtype = options.instructions, options.kv_cache_dtype
