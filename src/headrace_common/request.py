@@ -81,7 +81,8 @@ class Channels(msgspec.Struct, frozen=True, omit_defaults=True):
 
     tools: str = ""  # a tool format; "": no tools
     reasoning: str = ""  # a reasoning format; "": all text is content
-    text_parameters: dict[str, tuple[str, ...]] = {}  # names of string parameters, by tool
+    # The JSON types of the parameters that can be strings, by tool and parameter.
+    parameter_types: dict[str, dict[str, tuple[str, ...]]] = {}
     # Tools that take free text. The model sees each such tool as a function of `input`.
     custom_tools: tuple[str, ...] = ()
     toolsets: dict[str, str] = {}  # the toolset of each tool, by the tool's name in the prompt

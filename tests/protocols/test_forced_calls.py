@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from headrace.fleet.served_model import ServedModel
 from headrace.protocols.worker import Jobs
 from headrace.text.output_splitter import TagSplitter
+from headrace.text.parameter_types import parameter_types
 from headrace.text.tool_formats.table import format_of
 from headrace_common.config.settings import ModelConfig
 from headrace_common.errors import RequestError
@@ -28,6 +29,8 @@ PLACE: dict[str, Any] = {
     "properties": {
         "city": {"type": "string"},
         "unit": {"enum": ["C", "F"]},
+        "zone": {"type": ["string", "null"]},
+        "wind": {"anyOf": [{"enum": ["m/s"]}, {"type": "null"}]},
         "days": {"type": "integer", "minimum": 1, "maximum": 14},
         "places": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
     },
@@ -86,11 +89,14 @@ RIGHT = {
     ],
     "gemma4": [
         '<|tool_call>call:f{city:<|"|>a "b", {c}\n<|"|>,unit:<|"|>C<|"|>,days:3}<tool_call|>',
+        '<|tool_call>call:f{city:<|"|><|"|>,zone:<|"|>12<|"|>,wind:null}<tool_call|>',
+        '<|tool_call>call:f{city:<|"|><|"|>,zone:null,wind:<|"|>m/s<|"|>}<tool_call|>',
         '<|tool_call>call:f{city:<|"|><|"|>,places:["a", "c"]}<tool_call|>'
         '<|tool_call>call:now{"a": 1}<tool_call|>',
     ],
     "olmo3": [
         '<function_calls>f(city="a \\"b\\"", unit="C", days=3)</function_calls>',
+        '<function_calls>f(city="", zone="12", wind=null)</function_calls>',
         '<function_calls>f(city="", places=["a", "c"])\nnow(**{"a": 1})</function_calls>',
     ],
 }
@@ -107,6 +113,7 @@ WRONG = {
         '<|tool_call>call:f{unit:<|"|>C<|"|>}<tool_call|>',
         '<|tool_call>call:f{city:<|"|>a<|"|>,unit:<|"|>K<|"|>}<tool_call|>',
         '<|tool_call>call:f{city:<|"|>a<|"|>,days:15}<tool_call|>',
+        '<|tool_call>call:f{city:<|"|>a<|"|>,zone:12}<tool_call|>',
         '<|tool_call>call:f{city:<|"|>a<|"|>,x:1}<tool_call|>',
         '<|tool_call>call:f{city:<|"|>a<|"|>',
         "<|tool_call>call:g{}<tool_call|>",
@@ -116,6 +123,7 @@ WRONG = {
         '<function_calls>f(unit="C")</function_calls>',
         '<function_calls>f(city="a", unit="K")</function_calls>',
         '<function_calls>f(city="a", days=15)</function_calls>',
+        '<function_calls>f(city="a", zone=12)</function_calls>',
         '<function_calls>f(city="a", x=1)</function_calls>',
         '<function_calls>f(city="a")',
         "<function_calls>g()</function_calls>",
@@ -146,7 +154,8 @@ def test_a_forced_call_has_the_notation_and_the_arguments_of_its_tool(
 
 
 def splitter_of(name: str) -> TagSplitter:
-    return TagSplitter(None, format_of(name))
+    types = parameter_types(PLACE)
+    return TagSplitter(None, format_of(name), types=lambda _, key: types.get(key, ()))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -155,7 +164,7 @@ def test_a_named_tool_is_the_only_one_and_a_strict_tool_leaves_the_answer_free(
 ) -> None:
     speaker = speaker_of(name, True)
     end = "<|/tool_call|>" if name == "phi4" else ""
-    first, both = (text + end for text in RIGHT[name])
+    first, *_, both = (text + end for text in RIGHT[name])
     named = speaker.grammar({"type": "function", "function": {"name": "f"}})
     assert speaker.takes(named, first) and not speaker.takes(named, both)
     strict = speaker.grammar("auto", strict=True)

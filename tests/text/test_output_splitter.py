@@ -109,7 +109,8 @@ def joined(splitter: Splitter, parts: list[str]) -> list[tuple[str, str, str]]:
 
 
 def splitter_of(name: str, **more: Any) -> TagSplitter:
-    return TagSplitter(TAGS, format_of(name), is_text=lambda _, key: key == "cmd", **more)
+    types = {"cmd": ("string",), "note": ("null", "string"), "size": ("integer", "string")}
+    return TagSplitter(TAGS, format_of(name), types=lambda _, key: types.get(key, ()), **more)
 
 
 @pytest.mark.parametrize("name, text, expected", EXAMPLES)

@@ -9,6 +9,7 @@ from headrace.text.schema_rules import Grammars, RuleWriter, pattern_of
 
 _NAMING = {"type", "properties", "required", "additionalProperties"}
 _ANY_STRING = {"type": ["string"]}
+_NULL = {"type": ["null"]}
 _BARE_NAME = re.compile(r"[\w.-]{1,64}")
 
 
@@ -18,7 +19,8 @@ class ArgumentNotation(NamedTuple):
     `opening`, `comma` and `closing` are Lark. `separator` is the text between a name and a value.
     `whole` is the rule if the schema does not list all names; `{}` in it stands for a JSON object.
     Values are JSON, with one exception: if the token `quote` is set, it encloses the strings of an
-    enum, and strings whose length and pattern the schema does not limit.
+    enum, and strings whose length and pattern the schema does not limit. The schema may also allow
+    null instead of the string.
     """
 
     opening: str
@@ -62,11 +64,15 @@ def _names_all(root: dict[str, Any]) -> bool:
 
 
 def _in_quotes(node: Node, quote: str | None) -> str | None:
-    """Return a rule for a string in quotes that are tokens; None for all other values."""
+    """Return a rule for a string in quotes that are tokens, or null; None for other values."""
     if quote is None or not isinstance(node, dict):
         return None
     if node == _ANY_STRING:
         return f"({quote} (/(?s:.+)/)? {quote})"
+    options = node.get("anyOf", [{"type": [it]} for it in node.get("type", ())])
+    if len(node) == 1 and len(options) > 1:
+        rules = ['"null"' if it == _NULL else _in_quotes(it, quote) for it in options]
+        return f"({' | '.join(map(str, rules))})" if all(rules) else None
     texts = node.get("enum", ())
     is_enum = texts and node.keys() <= {"type", "enum"}
     if is_enum and all(isinstance(it, str) and it for it in texts):

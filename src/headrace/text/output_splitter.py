@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from headrace.text.harmony import CHANNEL, HarmonySplitter
-from headrace.text.tool_formats.format import CallBody, CallDelta, IsText, ToolFormat
+from headrace.text.tool_formats.format import CallBody, CallDelta, StringTypes, ToolFormat
 from headrace.text.tool_formats.table import format_of
 from headrace_common.pieces import CONTENT, REASONING, TOOL, ChannelPiece
 from headrace_common.request import Channels
@@ -65,7 +65,7 @@ class TagSplitter:
         tags: tuple[str, str] | None,
         tools: ToolFormat | None,
         tokens: Iterable[str] = (),
-        is_text: IsText = lambda name, parameter: False,
+        types: StringTypes = lambda name, parameter: (),
         starts_in: str = CONTENT,
         label: str = "",
     ) -> None:
@@ -78,7 +78,7 @@ class TagSplitter:
         self._label = label
         self._tools = tools
         self._tokens = frozenset(tokens)
-        self._is_text = is_text
+        self._types = types
         self.is_reasoning = starts_in == REASONING
         self._held = ""
         self._is_after_marker = starts_in == REASONING
@@ -219,7 +219,7 @@ class TagSplitter:
 
     def _open_body(self, raw: str) -> None:
         assert self._tools
-        self._body, self._raw = self._tools.make(self._is_text), raw
+        self._body, self._raw = self._tools.make(self._types), raw
         self._num_calls_before = self._call
 
     def _close_body(self, pieces: list[ChannelPiece]) -> str:
@@ -320,12 +320,12 @@ def make_splitting(
     markers = _ids_of([*(tags or ()), *(tools.starts + tools.ends if tools else ())], token_id)
     label = _LABELS.get(channels.reasoning, "")
     is_open = tags is not None and tail.rstrip().removesuffix(label).endswith(tags[0])
-    texts = channels.text_parameters
+    types = channels.parameter_types
     splitter = TagSplitter(
         tags,
         tools,
         markers.values(),
-        lambda name, parameter: parameter in texts.get(name, ()),
+        lambda name, parameter: types.get(name, {}).get(parameter, ()),
         REASONING if is_open else CONTENT,
         label,
     )

@@ -40,7 +40,7 @@ def test_only_allowed_tools_are_offered_and_may_be_called() -> None:
     body = ASKED | {"tool_choice": allowed("auto", "mul", "sub")}
     request = parsed(openai_chat, body)  # type: ignore[arg-type]
     assert names_in(request.prompts[0]) == ["sub", "mul"]
-    assert request.channels and set(request.channels.text_parameters) == {"sub", "mul"}
+    assert request.channels and set(request.channels.parameter_types) == {"sub", "mul"}
 
 
 def test_one_of_the_allowed_tools_may_be_required_and_paths_stay_those_of_the_body() -> None:

@@ -355,7 +355,7 @@ def test_tools_that_items_bring_along_are_offered() -> None:
     first = [{"role": "user", "content": "x"}, SEARCHED, ADDED]
     checked = checked_of(input=first, tools=[ADD | {"name": "look"}])
     assert [tool["function"]["name"] for tool in chat_of(first).tools] == ["look", "sql"]
-    assert checked.fields["text_parameters"] == {"look": (), "sql": ("input",)}
+    assert checked.fields["parameter_types"] == {"look": {}, "sql": {"input": ("string",)}}
     named = ("input[1].tools[1]", "input[1].tools[2]")
     assert checked.ignored == named
     assert checked_of(input=first).ignored == (*named, "input[1].tools[0].strict")
@@ -369,7 +369,7 @@ def test_a_conversation_that_goes_on_keeps_the_tools_that_were_found() -> None:
         goes_on = openai_responses.go_on(first.kept, b"[]", more, {})
         (chat,) = msgspec.msgpack.decode(goes_on.packed, type=tuple[Chat])
         assert [tool["function"]["name"] for tool in chat.tools] == names
-        assert list(goes_on.fields["text_parameters"]) == names
+        assert list(goes_on.fields["parameter_types"]) == names
         assert open_kept(goes_on.kept).kinds == ({"sql": "custom"} if names else {})
 
 

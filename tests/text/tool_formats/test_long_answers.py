@@ -22,7 +22,7 @@ def limited() -> Iterator[None]:
 
 
 def parsed(name: str, *parts: str) -> list[CallDelta]:
-    calls = format_of(name).make(lambda name, key: False)
+    calls = format_of(name).make(lambda name, key: ())
     found = [delta for part in parts for delta in calls.feed(part)]
     return found + (calls.flush() if calls.rest is None else [])
 

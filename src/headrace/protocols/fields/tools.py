@@ -25,6 +25,7 @@ from headrace.protocols.fields.kinds import (
     wrong_type,
     wrong_value,
 )
+from headrace.text.parameter_types import parameter_types
 from headrace_common.errors import RequestError
 
 MAX_TOOLS = 128
@@ -183,16 +184,10 @@ def check_choice(fields: dict[str, Any], path: str = "tool_choice.function.name"
         raise wrong_value(choice[0], path, known)
 
 
-def text_parameters(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return a dict from each tool's name to the parameters that the tool declares as strings."""
-    found = {}
-    for tool in tools:
-        function = tool["function"]
-        properties = (function.get("parameters") or {}).get("properties")
-        properties = properties if isinstance(properties, dict) else {}
-        names = (k for k, v in properties.items() if isinstance(v, dict) and _is_text(v))
-        found[function["name"]] = tuple(names)
-    return found
+def types_of(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return a dict from each tool's name to the types of the parameters that can be strings."""
+    functions = (tool["function"] for tool in tools)
+    return {it["name"]: parameter_types(it.get("parameters")) for it in functions}
 
 
 def _type_of(tool: Any, path: str) -> str:
@@ -214,12 +209,6 @@ def _tool(value: dict[str, Any], path: str) -> dict[str, Any]:
     if type(function.get("strict")) not in (bool, type(None)):
         raise wrong_type(function["strict"], f"{path}.function.strict", "true or false")
     return value
-
-
-def _is_text(schema: dict[str, Any]) -> bool:
-    values = schema.get("enum")
-    is_listed = isinstance(values, list) and all(type(value) is str for value in values)
-    return schema.get("type") == "string" or ("type" not in schema and is_listed)
 
 
 def arguments_of(text: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from headrace.protocols.fields.tools import (
     Tools,
     check_choice,
     narrow,
-    text_parameters,
+    types_of,
 )
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chunks as openai
@@ -69,7 +69,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     check_choice(fields)
     fields["skipped"] = (*tools.skipped, *fields["messages"].skipped)[:_MAX_SKIPPED]
     fields["one_call"] = body.get("parallel_tool_calls") is False
-    fields["text_parameters"] = text_parameters(fields.get("tools", ()))
+    fields["parameter_types"] = types_of(fields.get("tools", ()))
     if fields.get("top_logprobs") and not fields.get("logprobs"):
         message = "top_logprobs needs logprobs: true; send both, or neither."
         raise RequestError("invalid_value", message, "top_logprobs")
@@ -88,15 +88,15 @@ def to_request(fields: dict[str, Any], prompts: tuple[Prompt, ...], model: TextM
     if not (has_tools or model.reasoning_format):
         return request
     tools = model.tool_format if has_tools else ""
-    texts = fields["text_parameters"] if tools else {}
+    types = fields["parameter_types"] if tools else {}
     custom = tuple(fields.get("tool_kinds", ()))
-    channels = Channels(tools, model.reasoning_format, texts, custom)
+    channels = Channels(tools, model.reasoning_format, types, custom)
     return msgspec.structs.replace(request, channels=channels)
 
 
 def offers_tools(fields: Mapping[str, Any]) -> bool:
     """Whether a request with these checked fields lets the model call tools."""
-    return bool(fields.get("text_parameters")) and fields.get("tool_choice") != "none"
+    return bool(fields.get("parameter_types")) and fields.get("tool_choice") != "none"
 
 
 def read_chat(fields: dict[str, Any]) -> Chat:

@@ -42,7 +42,7 @@ from headrace_common.worker_jobs import (
 # The fields of a request that also apply to the request for a summary of its conversation.
 _FOR_SUMMARY = (
     *("model", "alias", "temperature", "top_p", "top_k", "min_p", "seed"),
-    *("cache_prompt", "cache_salt", "priority", "text_parameters"),
+    *("cache_prompt", "cache_salt", "priority", "parameter_types"),
 )
 _ASK = (
     "Summarize this conversation, so that another assistant can continue it without seeing it. "

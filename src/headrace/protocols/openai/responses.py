@@ -11,7 +11,7 @@ from headrace.protocols.fields.client_tools import OfferedTools
 from headrace.protocols.fields.common import COMMON, read_common
 from headrace.protocols.fields.kinds import Array, Flag, Integer, Kind, Object, String
 from headrace.protocols.fields.messages import TEXT_ONLY, take_images, unseen
-from headrace.protocols.fields.tools import check_choice, narrow, text_parameters
+from headrace.protocols.fields.tools import check_choice, narrow, types_of
 from headrace.protocols.framing import SSE
 from headrace.protocols.openai import chat as openai_chat
 from headrace.protocols.openai import chunks as openai
@@ -176,7 +176,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
         fields["is_compaction"] = True
     if fields.get("generate") is False or is_compaction:
         fields["max_tokens"] = 0
-    fields["text_parameters"] = text_parameters(fields.get("tools", ()))
+    fields["parameter_types"] = types_of(fields.get("tools", ()))
     fields["skipped"] = (*tools.skipped, *fields["input"].skipped)[:_MAX_SKIPPED]
     if ids := referenced(fields["input"]):
         fields["referenced"] = ids
@@ -272,7 +272,7 @@ def go_on(
     fields = {name: value for name, value in checked.fields.items() if name != "referenced"}
     if found := _found_earlier([*past, *new], chat, fields):
         chat = msgspec.structs.replace(chat, tools=(*chat.tools, *found))
-        fields = fields | {"text_parameters": text_parameters(chat.tools)}
+        fields = fields | {"parameter_types": types_of(chat.tools)}
         kept = msgspec.structs.replace(
             kept,
             namespaces=found.namespaces | own.namespaces,

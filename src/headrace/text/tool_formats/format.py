@@ -9,8 +9,9 @@ from headrace.text.argument_rules import ArgumentNotation
 Call = tuple[str, dict[str, Any]]
 """The name and the arguments of a call."""
 
-IsText = Callable[[str, str], bool]
-"""Returns whether a tool, given by name, declares a parameter as a string."""
+StringTypes = Callable[[str, str], tuple[str, ...]]
+"""Returns the JSON types of a parameter that can be a string, given the names of the tool and of
+the parameter; returns nothing for other parameters, and if any type is allowed."""
 
 TokenId = Callable[[str], int | None]
 """Returns the id of a token by its text, or None."""
@@ -68,7 +69,7 @@ class ToolFormat(NamedTuple):
 
     signs: tuple[str, ...]
     starts: tuple[str, ...]
-    make: Callable[[IsText], CallBody]
+    make: Callable[[StringTypes], CallBody]
     leads: str = ""
     # Markers inside or after a call.
     ends: tuple[str, ...] = ()

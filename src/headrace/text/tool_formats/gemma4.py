@@ -9,7 +9,7 @@ from headrace.text.tool_formats.format import (
     ANY_TEXT,
     Call,
     CallRules,
-    IsText,
+    StringTypes,
     TokenId,
     ToolFormat,
     marker,
@@ -29,7 +29,7 @@ _PIECE = re.compile(
 )
 
 
-def _parse(body: str, is_text: IsText) -> list[Call] | None:
+def _parse(body: str, types: StringTypes) -> list[Call] | None:
     head = _HEAD.match(body)
     if head is None:
         return None
@@ -38,7 +38,7 @@ def _parse(body: str, is_text: IsText) -> list[Call] | None:
         arguments = read_json(written) if written else None
     except (ValueError, RecursionError):
         return None
-    return [with_texts(head[1], arguments, is_text)] if isinstance(arguments, dict) else None
+    return [with_texts(head[1], arguments, types)] if isinstance(arguments, dict) else None
 
 
 def _as_json(text: str) -> str | None:
@@ -88,7 +88,7 @@ def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
 FORMAT = ToolFormat(
     (_START,),
     (_START,),
-    lambda is_text: WholeCalls(_END, lambda body: _parse(body, is_text)),
+    lambda types: WholeCalls(_END, lambda body: _parse(body, types)),
     ends=(_END, _QUOTE),
     rules=_rules,
 )

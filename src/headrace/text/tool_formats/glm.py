@@ -2,7 +2,7 @@
 
 import re
 
-from headrace.text.tool_formats.format import Call, IsText, ToolFormat
+from headrace.text.tool_formats.format import Call, StringTypes, ToolFormat
 from headrace.text.tool_formats.values import value_of
 from headrace.text.tool_formats.whole_calls import WholeCalls
 
@@ -14,20 +14,20 @@ _PAIR = re.compile(
 _NAME = re.compile(r"[\w.-]{1,64}")
 
 
-def _parse(body: str, is_text: IsText) -> list[Call] | None:
+def _parse(body: str, types: StringTypes) -> list[Call] | None:
     head, opening, _ = body.partition("<arg_key>")
     name, at = head.strip(), len(head)
     arguments = {}
     while opening and (pair := _PAIR.match(body, at)):
         key, at = pair[1].strip(), pair.end()
-        arguments[key] = value_of(pair[2], is_text(name, pair[1]))
+        arguments[key] = value_of(pair[2], types(name, key))
     return [(name, arguments)] if at == len(body) and _NAME.fullmatch(name) else None
 
 
 FORMAT = ToolFormat(
     ("<arg_key>",),
     ("<tool_call>",),
-    lambda is_text: WholeCalls(
-        "</tool_call>", lambda body: _parse(body, is_text), ("<arg_value>", "</arg_value>")
+    lambda types: WholeCalls(
+        "</tool_call>", lambda body: _parse(body, types), ("<arg_value>", "</arg_value>")
     ),
 )

@@ -10,7 +10,7 @@ from headrace.text.tool_formats.format import (
     ANY_TEXT,
     CallDelta,
     CallRules,
-    IsText,
+    StringTypes,
     TokenId,
     ToolFormat,
     marker,
@@ -56,9 +56,9 @@ class CallLines:
     Each character is read twice: to find the end of the call, and to parse the call.
     """
 
-    def __init__(self, is_text: IsText) -> None:
+    def __init__(self, types: StringTypes) -> None:
         self.rest: str | None = None
-        self._is_text = is_text
+        self._types = types
         self._text = ""
         # The start of the current call, or of the text in which the next call may begin.
         self._start = 0
@@ -88,7 +88,7 @@ class CallLines:
         while (self._depth or self._begin(is_last)) and self._reaches_end():
             try:
                 arguments = _arguments(self._text[self._body : self._at])
-                found += deltas_of(with_texts(self._name, arguments, self._is_text))
+                found += deltas_of(with_texts(self._name, arguments, self._types))
             except (ValueError, RecursionError):
                 self._end(self._start)
                 break

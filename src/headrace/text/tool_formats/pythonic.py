@@ -4,15 +4,16 @@ import ast
 import json
 import re
 
-from headrace.text.tool_formats.format import Call, ToolFormat
+from headrace.text.tool_formats.format import Call, StringTypes, ToolFormat
+from headrace.text.tool_formats.values import with_texts
 from headrace.text.tool_formats.whole_calls import WholeCalls
 
 
-def _parse(body: str) -> list[Call] | None:
+def _parse(body: str, types: StringTypes) -> list[Call] | None:
     try:
         tree = ast.parse(body.strip().removesuffix("<|python_end|>").strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
-        return [_call(call) for call in calls]
+        return [with_texts(*_call(call), types) for call in calls]
     except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
         return None
 
@@ -41,5 +42,8 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 FORMAT = ToolFormat(
-    ("<|python_start|>",), ("<|python_start|>",), lambda _: WholeCalls("", _parse), leads="["
+    ("<|python_start|>",),
+    ("<|python_start|>",),
+    lambda types: WholeCalls("", lambda body: _parse(body, types)),
+    leads="[",
 )

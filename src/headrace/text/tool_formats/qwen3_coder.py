@@ -2,7 +2,7 @@
 
 import re
 
-from headrace.text.tool_formats.format import Call, IsText, ToolFormat
+from headrace.text.tool_formats.format import Call, StringTypes, ToolFormat
 from headrace.text.tool_formats.values import value_of
 from headrace.text.tool_formats.whole_calls import WholeCalls
 
@@ -15,7 +15,7 @@ _PARAMETER = re.compile(
 _END = re.compile(r"\s*</function>\s*")
 
 
-def _parse(body: str, is_text: IsText) -> list[Call] | None:
+def _parse(body: str, types: StringTypes) -> list[Call] | None:
     calls, at = [], 0
     while at < len(body):
         if not (function := _FUNCTION.match(body, at)):
@@ -24,7 +24,7 @@ def _parse(body: str, is_text: IsText) -> list[Call] | None:
         arguments = {}
         while parameter := _PARAMETER.match(body, at):
             key, at = parameter[1].strip(), parameter.end()
-            arguments[key] = value_of(parameter[2], is_text(name, key))
+            arguments[key] = value_of(parameter[2], types(name, key))
         if not (end := _END.match(body, at)):
             return None
         calls.append((name, arguments))
@@ -35,8 +35,8 @@ def _parse(body: str, is_text: IsText) -> list[Call] | None:
 FORMAT = ToolFormat(
     ("<function=",),
     ("<tool_call>", "<function="),
-    lambda is_text: WholeCalls(
-        "</tool_call>", lambda body: _parse(body, is_text), ("<parameter=", "</parameter>")
+    lambda types: WholeCalls(
+        "</tool_call>", lambda body: _parse(body, types), ("<parameter=", "</parameter>")
     ),
     # Models often omit the tag <tool_call> before <function=.
     kept=("<function=",),

@@ -4,7 +4,8 @@ import json
 import re
 from typing import Any
 
-from headrace.text.tool_formats.format import Call, CallDelta, IsText
+from headrace.text.parameter_types import json_type
+from headrace.text.tool_formats.format import Call, CallDelta, StringTypes
 
 LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 """Matches a JSON value that is neither a string nor a list nor an object."""
@@ -26,23 +27,30 @@ def _finite(text: str) -> float:
     return value if value - value == 0 else _refuse(text)
 
 
-def value_of(text: str, is_text: bool) -> Any:
-    """Parse an argument that stood between tags: as JSON, unless the tool declares a string."""
-    if is_text:
+def value_of(text: str, types: tuple[str, ...]) -> Any:
+    """Parse an argument that stood between tags: as JSON, or else as a string.
+
+    If the parameter can be a string (see StringTypes), the text is a string unless it is the JSON
+    of another of the parameter's types.
+    """
+    if types == ("string",):
         return text
     try:
-        return read_json(PYTHON_LITERALS.get(text, text))
+        value = read_json(PYTHON_LITERALS.get(text, text))
     except (ValueError, RecursionError):
         return text
+    is_string = types and (isinstance(value, str) or json_type(value) not in types)
+    return text if is_string else value
 
 
-def with_texts(name: str, arguments: dict[str, Any], is_text: IsText) -> Call:
-    """Return the call with numbers turned into texts where the tool declares a string.
+def with_texts(name: str, arguments: dict[str, Any], types: StringTypes) -> Call:
+    """Return the call; numbers become strings if the parameter can be a string but not a number.
 
     A model may omit the quotes of a text that looks like a number.
     """
     for key, value in arguments.items():
-        if isinstance(value, int | float) and is_text(name, key):
+        known = types(name, key) if isinstance(value, int | float) else ()
+        if known and json_type(value) not in known:
             arguments[key] = json.dumps(value)
     return name, arguments
 
