@@ -255,7 +255,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(Message, frozen=True, omit_defaults=True):
-    """Events from planning or committing one step, in the order of the fields."""
+    """The events of planning or committing one step, which happened in the order of the fields."""
 
     started: tuple[Started, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -3,7 +3,7 @@
 Every step calls the same several hundred kernels with the same addresses. For a small model these
 calls take as long as the computation. `capture` runs a function once with many rows and records
 the calls. The memory of all results is kept. `Graph.first_rows` returns calls that compute only
-the first rows. The returned calls read the values that the inputs have at that time.
+the first rows. A returned call uses the values that the inputs have when it runs.
 """
 
 import threading

@@ -187,7 +187,7 @@ class _Panel:
         """Prefetch the part of share number `at` that belongs to `line`."""
 
     def fetch_heads(self, at: Any) -> None:
-        """Prefetch the rest of share number `at`, which no line prefetches."""
+        """Prefetch what the calls of `fetch_at` leave out of share number `at`."""
 
     def exact_sums(self, at: Any, group: Any, rows: list[Any], zeros: list[Any]) -> list[Any]:
         """Return the integer sums of a group's products with each row; prefetch share `at`."""

@@ -371,7 +371,7 @@ def reloaded(builder: Any, address: Any) -> Any:
 def over_panel(name: str, tile_of: Callable[[int, int], Any]) -> Any:
     """Return a function take(w, (x, by, out), num_rows, span, (base, share)) for a panel's tiles.
 
-    `take` runs one tile after another. Each tile prefetches `share` bytes, starting at `base`.
+    `take` runs one tile after another. Each tile prefetches the next `share` bytes, from `base` on.
     `take` returns the address after all prefetched bytes. tile_of: makes a tile for a number of
     rows and of vectors, called like the tile of `panel_tile`. span: the arguments of a tile that
     precede `part` and `base`.

@@ -65,7 +65,7 @@ class EngineLife:
         self._is_idle.set()
 
     def expect(self) -> None:
-        """Note that an engine is about to be started."""
+        """Record that an engine is about to be started."""
         self.state = "loading"
 
     def begin(self, model: ServedModel, client: EngineClient) -> None:

@@ -222,7 +222,7 @@ class EngineUsers:
             owner.tell(self._current[1])
 
     def pause(self, news: EngineDown) -> None:
-        """Note that the engine has died.
+        """Record that the engine has died.
 
         The users wait for a restart, or end if the engine was given up.
         """
@@ -237,7 +237,7 @@ class EngineUsers:
                 user.tell(news)
 
     def end(self) -> None:
-        """Note that the engine has ended and will not restart."""
+        """Record that the engine has ended and will not restart."""
         self._client = self._current = None
         self._stop_reading()
         self._update_eta()

@@ -119,7 +119,7 @@ class MemoryPolicy(Generic[Ticket]):
         entry.stage, entry.used = Stage.IN, next(self._uses)
 
     def lost(self, model: str) -> list[Ticket]:
-        """Note a failed load or a dead engine; remove and return the model's tickets."""
+        """Record a failed load or a dead engine; remove and return the model's tickets."""
         entry = self._models[model]
         entry.stage, entry.must_leave = Stage.OUT, False
         return self.remove_tickets(model)

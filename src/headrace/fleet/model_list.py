@@ -95,7 +95,7 @@ class ModelChanges(NamedTuple):
 
     @classmethod
     def none(cls, hosts: tuple[ModelHost, ...]) -> "ModelChanges":
-        """Return the value for a server whose models never change."""
+        """Return the sources and functions of a server whose models never change."""
         configs = tuple(host.config for host in hosts)
 
         def make(config: ModelConfig) -> ModelHost:

@@ -166,7 +166,7 @@ class Placement:
         return request
 
     def release(self, part: PartId) -> None:
-        """Note that the engine has ended one sequence of a part; an unknown part is ignored."""
+        """Record that the engine has ended one sequence of a part; an unknown part is ignored."""
         if (number := self._assigned.get(part)) is None:
             return
         replica = self._replicas[number]

@@ -233,7 +233,7 @@ class Pulls:
         return pull.state == "here"
 
     async def note_deletion(self, model: str) -> None:
-        """Note that the files of a deleted model do not exist any more."""
+        """Record that the files of a deleted model do not exist any more."""
         if model in self.deleted:
             del self._pulls[model]
             await self._save()

@@ -48,7 +48,7 @@ class Replica:
         self.status = status
 
     def went_down(self) -> Status | None:
-        """Note that the engine is gone; return the engine's last status report."""
+        """Record that the engine is gone; return the engine's last status report."""
         last, self.up, self.status = self.status, None, None
         return last
 
@@ -57,11 +57,11 @@ class Replica:
         self.num_taken = num_places
 
     def leave(self) -> None:
-        """Note that the replica will be removed."""
+        """Record that the replica will be removed."""
         self.is_leaving = True
 
     def stay(self) -> None:
-        """Note that the replica will not be removed, because no other engine could start."""
+        """Record that the replica will not be removed, because no other engine could start."""
         self.is_leaving = False
 
 
@@ -84,7 +84,7 @@ class ReplicaCount:
         self.fewest, self.most = fewest, most
 
     def give_up(self, now: float) -> None:
-        """Note that an engine was given up. No new engine starts for `_RETRY_AFTER_S` seconds."""
+        """Record that an engine was given up. No new engine starts for `_RETRY_AFTER_S` seconds."""
         self._retry_at = now + _RETRY_AFTER_S
 
     def needs_more(self, now: float, replicas: Sequence[Replica], has_queue: bool) -> bool:

@@ -73,7 +73,7 @@ class RequestQueue:
         return tuple(ended), cancels
 
     def release(self, sequence_id: SequenceId) -> None:
-        """Note that an engine has ended a sequence; unknown sequences are ignored."""
+        """Record that an engine has ended a sequence; unknown sequences are ignored."""
         if (part := self._part_of.get(sequence_id)) is not None:
             self.placement.release(part)
             self._remove(sequence_id)

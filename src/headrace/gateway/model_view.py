@@ -52,7 +52,7 @@ class ModelView(msgspec.Struct, frozen=True):
 
 
 def view_of(host: ModelHost, name: str, id: str | None = None) -> ModelView:
-    """Return the view of a name of a host, or of the alias `id` for this name."""
+    """Return the view of one of a host's names; with `id`, the view of this alias of the name."""
     text = host.known
     view = ModelView(
         id=id or name,

@@ -35,8 +35,8 @@ class PolledState(Generic[Seen]):
         self._newest: Seen | None = None
         # Time at which the state must be read again.
         self._stale_at = -math.inf
-        # The events that lead to the newest state, by the `id` of the earlier state. The entry
-        # contains this state, so that no other state can get the same `id`.
+        # The events that lead to the newest state, by the `id()` of the earlier state. The entry
+        # contains this state, so that no other state can get the same `id()`.
         self._rendered: dict[int, tuple[Seen | None, bytes]] = {}
 
     def newest(self) -> Seen:

@@ -159,7 +159,7 @@ class _FramesAfter(WireFrames):
 
 
 def page_query(request: Request) -> tuple[int, bool, str]:
-    """Return the limit of a page of items, whether the order is rising, and the item before it."""
+    """Return a page's limit, whether its order is rising, and the id of the item before it."""
     limit = _number(request, "limit")
     if limit is not None and not 1 <= limit <= _MAX_LIMIT:
         raise _out_of_range("limit", f"a number from 1 to {_MAX_LIMIT}")

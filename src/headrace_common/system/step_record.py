@@ -46,7 +46,7 @@ class StepRecord:
             raise
 
     def write(self, sequence_ids: Iterable[SequenceId], predicted_s: float) -> None:
-        """Note the start of a step with these sequences.
+        """Record the start of a step with these sequences.
 
         A `predicted_s` of 0 means unknown; inf means no limit.
         """
@@ -56,13 +56,13 @@ class StepRecord:
         self._map[: _NUMBER.size] = _NUMBER.pack(len(packed) // _ID.size)
 
     def clear(self) -> None:
-        """Note that the engine works, but that no step is running."""
+        """Record that the engine works, but that no step is running."""
         predicted_s = _SHORT_S / _TIMES_PREDICTED
         self._map[_NUMBER.size : _IDS_AT] = _TIMES.pack(time.monotonic(), predicted_s)
         self._map[: _NUMBER.size] = _NUMBER.pack(_BETWEEN_STEPS)
 
     def wait(self) -> None:
-        """Note that the engine waits for messages or another engine, for as long as it takes."""
+        """Record that the engine waits for messages or another engine, for as long as it takes."""
         self._map[: _NUMBER.size] = _NUMBER.pack(_WAITING)
 
     def read(self) -> tuple[SequenceId, ...]:

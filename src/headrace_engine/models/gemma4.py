@@ -2,7 +2,8 @@
 
 Layers with a window and layers without one have heads of different sizes. The last layers may have
 no keys and values of their own: they attend to those of an earlier layer of their kind. In small
-models each layer also gets a vector that depends only on the token (per-layer embeddings).
+models, each layer also gets its own input: a vector that depends only on the token (per-layer
+embeddings).
 """
 
 from collections.abc import Sequence
@@ -169,7 +170,7 @@ class OwnInput(nn.Module):
 
 
 class OwnInputs(nn.Module):
-    """Computes the own inputs of all layers from the tokens and from their embeddings."""
+    """Computes each layer's own input from the tokens and from their embeddings."""
 
     def __init__(self, config: Gemma4Config) -> None:
         super().__init__()

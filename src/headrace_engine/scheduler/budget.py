@@ -252,7 +252,10 @@ class Room:
         return several
 
     def _chunk_to_save_for(self, context: int, wanted: int) -> tuple[float, int]:
-        """Return the cost of two chunks of one token, and the length of one chunk at that cost."""
+        """Return the seconds to save for a larger chunk, and the length of this chunk.
+
+        The price is that of two chunks of one token.
+        """
         price = 2 * self._coefficients.cost(context, 1, self._forwards)
         several = self._coefficients.largest_chunk(context, price, self._forwards) or 1
         foreseen = self._budget.model.largest_foreseen(context)

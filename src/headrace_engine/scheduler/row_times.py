@@ -35,7 +35,7 @@ class RowTimes:
             self._forget()
 
     def seconds(self, num_chunks: int, num_rows: int) -> float:
-        """Return the expected seconds of such a step; 0 if no similar step was timed.
+        """Return the expected seconds of a decode step; 0 if no similar step was timed.
 
         If few steps had this number of rows, the time is interpolated from steps with fewer and
         with more rows. Beyond the largest measured number of rows, each row is expected to cost

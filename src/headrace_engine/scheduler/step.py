@@ -227,7 +227,10 @@ class PlannedStep:
         self.loads.append(Load(sequence.id, start, end, tuple(segments), lease.slot_id))
 
     def _add(self, sequence: Sequence, length: int, drawing: list[Sequence]) -> None:
-        """Add a chunk. A chunk that ends at the last known token also draws the next token."""
+        """Add a chunk, which draws the next token if it ends at the last known token.
+
+        No token is drawn if the sequence already has its maximum length.
+        """
         start, lease = sequence.num_planned, sequence.lease
         assert lease is not None
         end = start + length

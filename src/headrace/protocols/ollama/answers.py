@@ -120,7 +120,7 @@ class _AnswerLines:
         self._load_ms = 0
 
     def feed(self, event: AnyEvent) -> None:
-        """Note the times of an event. The caller passes every event from seq 0, in order."""
+        """Record the times of an event. The caller passes every event from seq 0, in order."""
         self._at_ms = event.at_ms
         if isinstance(event, Served):
             self._load_ms = event.at_ms

@@ -90,7 +90,7 @@ class LiveTails:
         return tail
 
     def lose(self, id: StreamId, epoch: int) -> None:
-        """Note that the writer of this epoch has lost its stream.
+        """Record that the writer of this epoch has lost its stream.
 
         If another gateway writes the stream now, the readers of the tail follow that gateway.
         """
