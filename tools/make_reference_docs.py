@@ -114,8 +114,8 @@ Steps that missed the stall target have a `cause`:
 | `preempted` | a stream lost its memory |
 | `quarantine` | a sequence that had made a step fail ran alone |
 
-`headrace_disk_prefix_misses_total` counts files that were not used, by reason: `late`, `slower` (computing is faster),
-`gone`, `damaged`, `foreign` (another model or version), `older` (another prefix) or `failed`.
+`headrace_disk_prefix_misses_total` counts files that were not used, by reason: `late`, `slower` (processing the tokens
+is faster), `gone`, `damaged`, `foreign` (another model or version), `older` (another prefix) or `failed`.
 """  # noqa: E501  # a line of Markdown
 
 ROUTES_TEXT = """# Routes

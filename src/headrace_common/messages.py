@@ -174,7 +174,7 @@ class Ready(Message, frozen=True):
     # How the rows of a prompt, one for each token, become one vector.
     pooling: tuple[PoolingMode, ...] = ("last",)
     facts: LaneFacts = LaneFacts()
-    # Set only for an encoder-decoder, whose encoder reads the prompt.
+    # Set only for an encoder-decoder, whose encoder processes the prompt.
     source: SourceSpec | None = None
     quantize: Quantize = "none"
     # Bytes of experts in a mapped file. An expert is read from disk when a token needs the expert.

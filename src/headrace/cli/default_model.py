@@ -72,7 +72,7 @@ def with_best_model(config: ServerConfig) -> ServerConfig:
 
 
 def _local_models() -> Iterator[_Local]:
-    """Yield the downloaded models, except those that cannot chat by their names."""
+    """Yield the downloaded models, except models whose names show that they cannot chat."""
     short_names = {it.file: it.name for it in catalog().values()}
     for found in downloads():
         if found.name in PACKAGED:

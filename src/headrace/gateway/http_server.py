@@ -29,7 +29,7 @@ from headrace_common.system.awake import Countdown
 MAX_AHEAD, _MAX_AHEAD_BYTES = 16, 64 << 10
 # Descriptors that are reserved for the engine, the store, worker processes and files.
 _RESERVED_DESCRIPTORS = 64
-# Number of descriptors that the server needs for other purposes than connections.
+# Number of descriptors that the server needs besides those of connections.
 OTHER_DESCRIPTORS = 256
 # Maximum number of bytes in a request line and its headers.
 MAX_HEAD = 64 << 10

@@ -23,7 +23,7 @@ _TAIL = 16
 
 @dataclass(slots=True)
 class _Unreported:
-    """The results of a choice since its last event, without the assembler's log probabilities."""
+    """A choice's results since its last event. The assembler keeps the log probabilities."""
 
     ids: list[int] = field(default_factory=list)
     state: bytes = b""

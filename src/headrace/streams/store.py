@@ -111,7 +111,7 @@ class StoreStalled(RequestError):
 
 
 class ConversationLocked(RequestError):
-    """Raised if another stream than `follows` is the newest of a conversation, or is running."""
+    """Raised if the stream `follows` is not the newest of its conversation, or has not ended."""
 
     def __init__(self) -> None:
         message = "Another process is currently operating on this conversation. "
@@ -152,7 +152,10 @@ class Store(Protocol):
     writable: asyncio.Event
 
     def surely_writes(self, stream_id: StreamId) -> bool:
-        """Return whether no other server can have taken over this stream of this server."""
+        """Return whether this server certainly still writes its stream `stream_id`.
+
+        If not, another server may have taken over the stream.
+        """
 
     async def close(self) -> None:
         """Make every append durable and release the store's resources."""

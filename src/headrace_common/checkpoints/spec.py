@@ -127,7 +127,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def has_source(self) -> bool:
-        """Whether the model is an encoder-decoder, whose encoder reads the prompt."""
+        """Whether the model is an encoder-decoder, whose encoder processes the prompt."""
         return self.config.get("is_encoder_decoder") is True
 
 
