@@ -168,9 +168,9 @@ class Chunk(msgspec.Struct, frozen=True):
     one sequence draws. The first draw uses the logits of the last known token. As long as each
     drawn token equals the guessed token, another draw uses the next logits.
 
-    The draft model reads the known tokens [draft_start, draft_end); the range is empty if the model
-    reads nothing. If the guess consists of DRAFTED, the range ends at the last known token, and the
-    draft model then chooses the guess.
+    The draft model processes the known tokens [draft_start, draft_end); the range is empty if the
+    draft model has nothing to do. If the guess consists of DRAFTED, the range ends at the last
+    known token, and the draft model then chooses the guess.
     """
 
     sequence_id: SequenceId

@@ -24,8 +24,8 @@ class SamplingOptions(
 
     Args:
         temperature: Randomness of the answer, 0 to 100. 0 always takes the likeliest token.
-        top_p: Share of the probability among which a token is drawn, 0 to 1.
-        top_k: Number of likeliest tokens among which a token is drawn. 0 and -1 mean all.
+        top_p: Total probability of the likeliest tokens that may be drawn, 0 to 1.
+        top_k: Number of likeliest tokens that may be drawn. 0 and -1 mean all.
         min_p: Least probability of a token, as a fraction of the likeliest token's, 0 to 1.
         max_tokens: Largest number of tokens in the answer. -1 means as many as fit.
         min_tokens: Least number of tokens before the answer may end.
@@ -34,8 +34,8 @@ class SamplingOptions(
         seed: Number that makes the drawn tokens repeatable.
         n: Number of answers to the same prompt, 1 to 128.
         repetition_penalty: Above 1, used tokens become less likely. At most 10.
-        frequency_penalty: Taken from a token's logit for each use, -2 to 2.
-        presence_penalty: Taken from a used token's logit once, -2 to 2.
+        frequency_penalty: Subtracted from a token's logit for each use in the answer, -2 to 2.
+        presence_penalty: Subtracted once from the logit of a token in the answer, -2 to 2.
         logit_bias: Numbers from -100 to 100, added to the logits of tokens by their ids.
         logprobs: Number of likeliest tokens to report with each token, 0 to 20.
         json_schema: JSON Schema that the answer follows.

@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
         step_record: StepWriter | None = None,
         core_lock: CoreLock | None = None,
     ) -> Engine:
-        """Build the engine from these parts and from the arguments, which belong to the process."""
+        """Build the engine from these parts and from the parts of the process, the arguments."""
         return Engine(
             self.scheduler,
             self.runner,

@@ -52,7 +52,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class ComputeChoice(NamedTuple):
-    """The quantization of the weights, the instruction set of the kernels, and the reason."""
+    """The quantization of the weights, and the instruction set of the kernels with the reason."""
 
     quantize: Quantize
     instructions: InstructionSet

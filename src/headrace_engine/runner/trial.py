@@ -27,8 +27,8 @@ _TRIALS = ((4, 1), (16, 1), (64, 8, 1))
 
 The prompt chunks have four different sizes, so that the trials use every kernel.
 """
-# For each trial of a draft model: the length of the context, and how many tokens are read and
-# chosen. The context is not computed, because the time does not depend on the cache's values.
+# For each trial of a draft model: the length of the context, and how many tokens are processed
+# and chosen. The context is not computed, because the time does not depend on the cache's values.
 _DRAFTS = ((0, 1, 1), (0, 1, 4), (0, 2, 8), (0, 64, 1), (448, 64, 1), (448, 1, 4))
 _NUM_DRAFT_ROUNDS = 3
 _NUM_ROUNDS = 4
@@ -92,10 +92,10 @@ def _trial(runner: Runner, layout: MemoryLayout, lengths: tuple[int, ...]) -> It
 
 
 def timed_drafts(runner: Runner, layout: MemoryLayout) -> Iterator[tuple[int, int, int, float]]:
-    """Time how long the draft model takes to read some tokens and to choose a guess.
+    """Time how long the draft model takes to process some tokens and to choose a guess.
 
-    Yields the context, the numbers of read and chosen tokens, and the seconds. The first times are
-    not yielded, because they include warming up.
+    Yields the context, the numbers of processed and chosen tokens, and the seconds. The first times
+    are not yielded, because they include warming up.
     """
     end = time.monotonic() + _MAX_TIMING_S
     blocks = array("i", range(layout.blocks_for(layout.max_positions)))

@@ -68,7 +68,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     source: SourceSpec | None = None
     # The largest number of guessed tokens in a chunk.
     max_guess: int = 0
-    # How many positions the draft model can read; 0 without a draft model.
+    # How many positions the draft model can process; 0 without a draft model.
     max_draft: int = 0
 
     def max_total(self, layout: MemoryLayout) -> int:

@@ -90,7 +90,7 @@ class StepShape:
         self.num_pairs += 2 * (context + new) + 1
 
     def draft(self, context: int, num_read: int, num_chosen: int) -> None:
-        """Let the draft model read `num_read` tokens after `context`, then choose tokens.
+        """Let the draft model process `num_read` tokens after `context`, then choose tokens.
 
         Each chosen token but the first takes another forward pass, in which all sequences take
         part. Every token counts as a prompt token, so that the cost model has one kind of step.

@@ -15,8 +15,8 @@ from headrace_engine.scheduler.step import PlannedStep
 MAX_STREAMS = 8
 # Guesses are added only if the expected tokens per second increase by at least 2 %.
 _GAIN = 1.02
-# The draft model reads at most this many tokens of a sequence in a decode step. A sequence with
-# more unread tokens first catches up, by this many tokens per step.
+# The draft model processes at most this many tokens of a sequence in a decode step. A sequence with
+# more unread (unprocessed) tokens first catches up, by this many tokens per step.
 MAX_UNREAD = 64
 MakeGuesser = Callable[[Sequence], Guesser]
 

@@ -312,7 +312,7 @@ class Sequence:
         return self.draft_chance.guess(most)
 
     def read_draft(self, end: int) -> None:
-        """Count the tokens up to `end` as read by the draft model."""
+        """Count the tokens up to `end` as processed by the draft model."""
         self.num_draft_read = end
 
     def plan_guess(self, num_guessed: int, is_drafted: bool = False) -> None:
@@ -332,7 +332,7 @@ class Sequence:
     def commit_guess(self, num_right: int, num_to_recompute: int) -> None:
         """Count the correct guesses; `num_to_recompute` tokens have to be computed again."""
         if self.is_drafted and self.draft_chance is not None:
-            # The draft model has not read the last token that it chose.
+            # The draft model has not processed the last token that it chose.
             self.num_draft_read += min(num_right, self.num_guessed - 1)
             self.draft_chance.learn(self.num_guessed, num_right)
         self.num_guessed, self.num_to_recompute = 0, num_to_recompute

@@ -192,9 +192,9 @@ class PlannedStep:
         self.shape.add(context, length, True, self.forward_per_chunk)
 
     def read_prompt_by_draft(self, max_positions: int) -> None:
-        """Let the draft model read the last prompt chunk, up to token `max_positions`.
+        """Let the draft model process the last prompt chunk too, up to token `max_positions`.
 
-        If tokens before the chunk are missing in the draft model's cache, the model does not read.
+        Does nothing if tokens before the chunk are missing in the draft model's cache.
         """
         chunk, named = self.chunks[-1], self.named[-1]
         end = min(chunk.start + chunk.length, max_positions)
@@ -202,7 +202,7 @@ class PlannedStep:
             self.chunks[-1] = self._read_by_draft(chunk, named, end)
 
     def catch_up_by_draft(self, index: int, sequence: Sequence, end: int) -> None:
-        """Let the draft model read earlier tokens of a decoding sequence, without a guess."""
+        """Let the draft model process earlier tokens of a decoding sequence, without a guess."""
         self.shape.draft(sequence.num_draft_read, end - sequence.num_draft_read, 0)
         self.chunks[index] = self._read_by_draft(self.chunks[index], [sequence], end)
 
