@@ -37,7 +37,7 @@ PLACE: dict[str, Any] = {
     "required": ["city"],
 }
 ANY: dict[str, Any] = {"type": "object"}
-NAMES = ("phi4", "gemma4", "olmo3")
+NAMES = ("phi4", "gemma4", "olmo3", "pythonic")
 
 
 class Speaker(NamedTuple):
@@ -99,6 +99,11 @@ RIGHT = {
         '<function_calls>f(city="", zone="12", wind=null)</function_calls>',
         '<function_calls>f(city="", places=["a", "c"])\nnow(**{"a": 1})</function_calls>',
     ],
+    "pythonic": [
+        '<|tool_call_start|>[f(city="a \\"b\\"", unit="C", days=3)]<|tool_call_end|>',
+        '<|tool_call_start|>[f(city="", zone="12", wind=null)]<|tool_call_end|>',
+        '<|tool_call_start|>[f(city="", places=["a"]), now(**{"a": 1})]<|tool_call_end|>',
+    ],
 }
 WRONG = {
     "phi4": [
@@ -128,6 +133,16 @@ WRONG = {
         '<function_calls>f(city="a")',
         "<function_calls>g()</function_calls>",
     ],
+    "pythonic": [
+        "text",
+        '<|tool_call_start|>[f(unit="C")]<|tool_call_end|>',
+        '<|tool_call_start|>[f(city="a", unit="K")]<|tool_call_end|>',
+        '<|tool_call_start|>[f(city="a", zone=12)]<|tool_call_end|>',
+        '[f(city="a", days=15)]',
+        '<|tool_call_start|>[f(city="a", x=1)]<|tool_call_end|>',
+        '<|tool_call_start|>[f(city="a")',
+        "<|tool_call_start|>[g()]<|tool_call_end|>",
+    ],
 }
 
 
@@ -141,16 +156,24 @@ def test_a_forced_call_has_the_notation_and_the_arguments_of_its_tool(
     # Granite 3 has no token for the end of a call, and writes no end.
     end = "<|/tool_call|>" if name == "phi4" and has_tokens else ""
     for text in RIGHT[name]:
-        whole = text + end
-        # Without a token for the quote, Gemma's strings are JSON.
-        as_json = whole.replace("\n", " ").replace('"b"', "b").replace('<|"|>', '"')
-        whole = whole if has_tokens or name != "gemma4" else as_json
+        whole = text + end if has_tokens else without_tokens(name, text)
         assert speaker.takes(grammar, whole), whole
         found = joined(splitter_of(name), [whole])
         assert [(channel, called) for channel, called, _ in found][:1] == [("tool", "f")]
         Draft202012Validator(PLACE).validate(json.loads(found[0][2]))
     for text in WRONG[name]:
-        assert not speaker.takes(grammar, text + end), text
+        whole = text + end if has_tokens else without_tokens(name, text)
+        assert not speaker.takes(grammar, whole), whole
+
+
+def without_tokens(name: str, text: str) -> str:
+    """Return the text as models without tokens for the markers write it."""
+    if name == "gemma4":
+        # Without a token for the quote, strings are JSON.
+        return text.replace("\n", " ").replace('"b"', "b").replace('<|"|>', '"')
+    if name == "pythonic":
+        return text.removeprefix("<|tool_call_start|>").removesuffix("<|tool_call_end|>")
+    return text
 
 
 def splitter_of(name: str) -> TagSplitter:
@@ -172,8 +195,18 @@ def test_a_named_tool_is_the_only_one_and_a_strict_tool_leaves_the_answer_free(
         assert speaker.takes(strict, text), text
     for text in WRONG[name][1:]:
         assert not speaker.takes(strict, text + end), text
-    with pytest.raises(RequestError, match=f"tool format is {name}"):
-        speaker_of(name, False).grammar("auto", strict=True)
+    if name != "pythonic":
+        with pytest.raises(RequestError, match=f"tool format is {name}"):
+            speaker_of(name, False).grammar("auto", strict=True)
+
+
+def test_strict_calls_in_brackets_need_no_tokens(speaker_of: Any) -> None:
+    speaker = speaker_of("pythonic", False)
+    strict = speaker.grammar("auto", strict=True)
+    for text in ("", "Some text.", without_tokens("pythonic", RIGHT["pythonic"][0])):
+        assert speaker.takes(strict, text), text
+    for text in WRONG["pythonic"][1:]:
+        assert not speaker.takes(strict, without_tokens("pythonic", text)), text
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,6 +15,12 @@ def test_a_template_with_the_sign_of_a_format_has_that_format(name: str) -> None
     assert {tool_format(template) for template in templates} == {name}
 
 
+def test_a_template_of_llama_4_that_asks_for_json_has_the_format_of_llama_3() -> None:
+    assert (
+        tool_format("""{{ tools }} <|python_start|> {"name": "", "parameters": {}}""") == "llama3"
+    )
+
+
 def test_a_template_that_takes_tools_and_has_no_sign_is_of_the_commonest_format() -> None:
     assert tool_format("{{ tools }}") == "hermes"
     assert tool_format("") == ""

@@ -1,49 +1,34 @@
-"""Parses the tool calls of Llama 4 and LFM2: [name(key=value), ...] with Python literals."""
+"""Parses the tool calls of LFM2 and some templates of Llama: [name(key=value), ...]."""
 
-import ast
-import json
-import re
+from collections.abc import Sequence
 
-from headrace.text.tool_formats.format import Call, StringTypes, ToolFormat
-from headrace.text.tool_formats.values import with_texts
-from headrace.text.tool_formats.whole_calls import WholeCalls
+from headrace.text.tool_formats.format import CallRules, TokenId, ToolFormat, marker, more
+from headrace.text.tool_formats.python_calls import NOTATION, PythonCalls, any_call
 
-
-def _parse(body: str, types: StringTypes) -> list[Call] | None:
-    try:
-        tree = ast.parse(body.strip().removesuffix("<|python_end|>").strip(), mode="eval").body
-        calls = tree.elts if isinstance(tree, ast.List) else [tree]
-        return [with_texts(*_call(call), types) for call in calls]
-    except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
-        return None
+# Llama 4 sometimes writes its markers around the list, LFM2 always.
+_LLAMA, _LLAMA_END = "<|python_start|>", "<|python_end|>"
+_LFM, _LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+_ENDS = (f"]{_LLAMA_END}", f"]{_LFM_END}", _LLAMA_END, _LFM_END, "]")
 
 
-def _call(call: ast.expr) -> Call:
-    assert isinstance(call, ast.Call) and not call.args
-    name = ast.unparse(call.func)
-    assert re.fullmatch(r"\w+(\.\w+)*", name)
-    arguments = {}
-    for keyword in call.keywords:
-        assert keyword.arg
-        arguments[keyword.arg] = ast.literal_eval(_InPython().visit(keyword.value))
-    # Sets and bytes raise an error here, because JSON cannot represent these types.
-    json.dumps(arguments, allow_nan=False)
-    return name, arguments
-
-
-class _InPython(ast.NodeTransformer):
-    """Replaces JSON literals with Python literals."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
-
-
-_WORDS = {"true": True, "false": False, "null": None}
+def _rules(names: Sequence[str], most: int, token_id: TokenId) -> CallRules:
+    has_marker = token_id(_LFM) is not None
+    opening, closing = (marker(it, token_id) if has_marker else "" for it in (_LFM, _LFM_END))
+    lines = [
+        f'calls: {opening} "[" call' + more('", " call', most) + f' "]" {closing}',
+        f"call: {any_call(names)}",
+    ]
+    # Text that begins with a bracket would be read as calls.
+    start = "TEXT? calls?" if has_marker else "calls | TEXT?"
+    return CallRules(lines, start, r"/[^\[\s](?s:.*)/", NOTATION)
 
 
 FORMAT = ToolFormat(
-    ("<|python_start|>",),
-    ("<|python_start|>",),
-    lambda types: WholeCalls("", lambda body: _parse(body, types)),
+    # Templates of Llama 3.2 and 4 show this example. Llama 4's own template asks for JSON.
+    ("<|tool_list_start|>", _LFM, "[func_name1("),
+    (_LLAMA, _LFM),
+    lambda types: PythonCalls(types, "[", _ENDS),
     leads="[",
+    ends=(_LLAMA_END, _LFM_END),
+    rules=_rules,
 )
