@@ -103,7 +103,7 @@ def _named(node: dict[str, Any]) -> frozenset[str]:
 
 
 def _widened(names: Iterator[str]) -> frozenset[str]:
-    """Return the names; every integer is also a number."""
+    """Return the names, with "integer" if "number" is there: every integer is a number."""
     found = frozenset(names)
     return found | {"integer"} if "number" in found else found
 
