@@ -242,7 +242,7 @@ class NoStreams:
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    async def find(self, owner: str, by: object) -> None:
+    async def find(self, owner: str, by: object, suspended: bool = False) -> None:
         return None
 
     async def find_equal(self, names: Names) -> None:
@@ -264,7 +264,7 @@ class OneStream(NoStreams):
     def __init__(self, found: FinishedStream) -> None:
         self._found = found
 
-    async def find(self, owner: str, by: object) -> FinishedStream:  # type: ignore[override]
+    async def find(self, owner: str, by: object, suspended: bool = False) -> FinishedStream:  # type: ignore[override]
         return self._found
 
     async def reach(self, found: FinishedStream, seq: int) -> int:

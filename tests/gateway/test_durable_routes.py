@@ -29,7 +29,7 @@ END = f"{len(KINDS):016d}"
 
 
 class Expired(OneStream):
-    async def find(self, owner: str, by: object) -> None:  # type: ignore[override]
+    async def find(self, owner: str, by: object, suspended: bool = False) -> None:  # type: ignore[override]
         return None
 
 

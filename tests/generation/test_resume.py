@@ -103,8 +103,8 @@ async def test_a_stop_that_finds_no_writer_holds_for_the_next_writer(folder: Pat
             await asyncio.sleep(0)
         if by == "client":  # while the writer is ending
             assert not stream.ended.is_set()
-            with pytest.raises(RequestError, match="could not be restarted"):
-                await generation.streams.stop(stream)
+            await generation.streams.stop(stream)
+            assert await end_of(generation) == "cancelled"
         await settle()
         asked = WriterRequest(stream.record.id, "stop", "cancelled")
         if by == "another server":
@@ -122,6 +122,33 @@ async def test_a_stop_that_finds_no_writer_holds_for_the_next_writer(folder: Pat
         code = "replaced" if by == "newer request" else "cancelled"
         assert isinstance(end, Error) and end.code == code
         assert not engines["a"][1].submits
+
+
+@pytest.mark.parametrize("way", ["stop", "delete"])
+async def test_a_stream_that_waits_for_a_later_engine_is_stopped_at_once(
+    folder: Path, way: str
+) -> None:
+    async with models_of(folder, "ab", durable_store()) as (generation, engines):
+        stream = await ask(generation, "a", OPTED_IN)
+        await engines["a"][0].say(EngineUp(READY))
+        await engines["a"][0].say(GIVEN_UP)
+        await settle()
+        streams, name = generation.streams, ById(stream.record.id)
+        with pytest.raises(RequestError, match="could not be restarted"):
+            await streams.find("", name)
+        assert await streams.find("another", name, suspended=True) is None
+        if way == "stop":
+            found = await streams.find("", name, suspended=True)
+            assert found is not None and found.state == "recovering"
+            await streams.stop(found)
+            assert await end_of(generation) == "cancelled"
+        else:
+            await streams.discard("", name)
+            assert await streams.find("", name) is None
+        generation.fleet.need(generation.fleet.hosts.get("a"))
+        await settle()
+        await engines["a"][1].say(EngineUp(READY))
+        assert not generation.writers.tasks and not engines["a"][1].submits
 
 
 async def test_a_stream_is_resumed_after_what_its_last_writer_still_had_to_append(

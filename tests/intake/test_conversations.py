@@ -40,7 +40,7 @@ async def test_a_stream_that_is_replaced_while_it_is_read_is_looked_up_again(
         id = json.loads(await conversations.create("ann", b"{}"))["id"]
         find = generation.streams.find
 
-        async def find_too_late(owner: str, name: Name) -> Found | None:
+        async def find_too_late(owner: str, name: Name, suspended: bool) -> Found | None:
             monkeypatch.undo()
             found = await find(owner, name)
             await add(conversations, id)

@@ -120,7 +120,7 @@ class NativeRoutes:
         return answer(await self._shown(request, await self._find(request)))
 
     async def cancel(self, request: Request) -> ASGIApp:
-        found = await self._find(request)
+        found = await self._find(request, suspended=True)
         await self._streams.stop(found)
         return answer(await self._shown(request, found))
 
@@ -149,9 +149,9 @@ class NativeRoutes:
     async def _shown(self, request: Request, found: Found) -> dict[str, Any]:
         return await unless_left(request.receive, _state(found, self._index))
 
-    async def _find(self, request: Request) -> Found:
-        owner = self._auth.owner(request.headers)
-        found = await self._streams.find(owner, ById(StreamId(request.path_params["id"])))
+    async def _find(self, request: Request, suspended: bool = False) -> Found:
+        owner, id = self._auth.owner(request.headers), StreamId(request.path_params["id"])
+        found = await self._streams.find(owner, ById(id), suspended)
         if found is None:
             raise RequestError("stream_not_found", "This stream does not exist, or it has expired.")
         return found

@@ -69,12 +69,12 @@ class ResponsesRoutes:
         return LiveAnswer(found, view, pace)
 
     async def cancel(self, request: Request) -> ASGIApp:
-        found = await self._find(request)
+        found = await self._find(request, suspended=True)
         await self._generation.streams.stop(found)
         return AnswerSoFar(found)
 
     async def delete(self, request: Request) -> ASGIApp:
-        id = (await self._find(request)).record.id
+        id = (await self._find(request, suspended=True)).record.id
         await self._intake.conversations.discard(self._auth.owner(request.headers), ById(id))
         return answer({"id": id, "object": "response", "deleted": True})
 
@@ -133,9 +133,9 @@ class ResponsesRoutes:
         encoded = await self._generation.work.do(job, [checked.packed])
         return sum(len(token_ids) // 4 for token_ids in encoded.prompts)
 
-    async def _find(self, request: Request) -> Found:
-        owner = self._auth.owner(request.headers)
-        return await find(self._generation.streams, owner, request.path_params["id"])
+    async def _find(self, request: Request, suspended: bool = False) -> Found:
+        owner, id = self._auth.owner(request.headers), request.path_params["id"]
+        return await find(self._generation.streams, owner, id, suspended=suspended)
 
 
 class _FramesAfter(WireFrames):

@@ -7,11 +7,12 @@ from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from headrace.generation.admission import QueueTicket
+from headrace.generation.event_builder import to_event
 from headrace.generation.readers import Audience, ReaderPause
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
 from headrace.metrics.metrics import ServerFigures
-from headrace.streams.log import Log, LogGone, LogUnsound, MemoryLog
+from headrace.streams.log import Log, LogConflict, LogGone, LogUnsound, MemoryLog
 from headrace.streams.record import Names, Record
 from headrace.streams.store import (
     ByConversation,
@@ -56,7 +57,24 @@ class FinishedStream:
         """Do nothing: the first terminal event is final."""
 
 
-Found = LiveStream | FinishedStream | RemoteStream
+class SuspendedStream:
+    """A stream that waits for a later engine of its model; it can be stopped, but not read."""
+
+    state = "recovering"
+
+    def __init__(self, record: Record, log: Log) -> None:
+        self.record = record
+        self.log = log
+        self.audience = Audience(log)
+
+    def beat(self, form: str, interval_s: float) -> None:
+        """Do nothing: the stream has no writer."""
+
+    def stop(self, error: RequestError) -> None:
+        """Do nothing: `Registry.stop` ends the log."""
+
+
+Found = LiveStream | FinishedStream | SuspendedStream | RemoteStream
 
 
 class Registry:
@@ -80,6 +98,8 @@ class Registry:
         self.elsewhere = ReaderPause()
         # The reasons why streams get no writer, by stream id. The key None applies to all streams.
         self._closed: dict[StreamId | None, RequestError] = {}
+        # The streams that wait for a later engine, by stream id.
+        self._suspended: dict[StreamId, Stored] = {}
         # Stops of streams without a writer, by stream id. The next writer of this server ends them.
         self._stops: dict[StreamId, RequestError] = {}
 
@@ -108,8 +128,18 @@ class Registry:
         """Return the reason why no stream gets a writer any more; None while the server runs."""
         return self._closed.get(None)
 
-    def open_again(self, stream_id: StreamId) -> None:
+    def suspend(self, stored: Stored, reason: RequestError) -> None:
+        """Raise `reason` in readers until `continues`, because the stream waits for an engine."""
+        self._suspended[stored.record.id] = stored
+        self.close(reason, stored.record.id)
+
+    def continues(self, stream_id: StreamId) -> bool:
+        """Let readers wait for the stream's writer again; return False if the stream was stopped.
+
+        A stop that comes later ends the writer.
+        """
         self._closed.pop(stream_id, None)
+        return self._suspended.pop(stream_id, None) is not None
 
     def pause(self, reason: RequestError) -> None:
         """Disconnect the readers of durable streams, including streams that other servers write."""
@@ -146,9 +176,10 @@ class Registry:
         else:
             self._stops.setdefault(stream_id, error)
 
-    async def find(self, owner: str, name: Name) -> Found | None:
+    async def find(self, owner: str, name: Name, suspended: bool = False) -> Found | None:
         """Return the stream with this name if the stream belongs to this owner, else None.
 
+        If `suspended`, also return a stream that waits for a later engine; it cannot be read.
         Raises LogUnsound if the stream is damaged, and StoreStalled if the store does not answer.
         """
         found: Found | None = self._live.get(name.stream_id) if isinstance(name, ById) else None
@@ -163,7 +194,7 @@ class Registry:
                 if unsound.owner not in (owner, None):
                     return None
                 raise
-            found = await self.wrap(stored) if stored else None
+            found = await self.wrap(stored, suspended) if stored else None
         return found if found and found.record.names.owner == owner else None
 
     async def find_conversations(self, owner: str, names: Sequence[str]) -> list[Found]:
@@ -269,7 +300,7 @@ class Registry:
         A live stream is stopped first.
         """
         try:
-            found = await self.find(owner, name)
+            found = await self.find(owner, name, suspended=True)
         except LogUnsound as unsound:
             await self.store.forget(unsound.stream_id)
             return
@@ -293,10 +324,14 @@ class Registry:
             found.stop(cut_by("cancelled"))
         if isinstance(found, LiveStream):
             await self.unless_stalled(found.record, found.ended.wait())
+        if (
+            isinstance(found, LiveStream | SuspendedStream)
+            and not await _has_ended(found.log)
+            and not await self._end_suspended(found.record.id, cut_by("cancelled"))
+        ):
             # The stop holds for the next writer of this server. But another server, or this one
             # after a restart, would continue the stream.
-            if not await _has_ended(found.log):
-                found.audience.pause.check()
+            found.audience.pause.check()
         self.figures.stopped(state, time.monotonic() - asked_at)
 
     async def unless_stalled(self, record: Record, work: Coroutine[Any, Any, Result]) -> Result:
@@ -335,8 +370,8 @@ class Registry:
     async def stop_here(self, stream_id: StreamId, error: RequestError) -> None:
         """Stop a stream that this server writes.
 
-        If the stream is still opening, resuming, or waiting for an engine, it ends as soon as it
-        has a writer. A stream of another server, or a stream that has ended, is ignored.
+        If the stream is still opening or resuming, it ends as soon as it has a writer. A stream of
+        another server, or a stream that has ended, is ignored.
         """
         if (live := self._live.get(stream_id)) is not None:
             live.stop(error)
@@ -353,15 +388,37 @@ class Registry:
                 await self._stop_stored(stored, error)
 
     async def _stop_stored(self, stored: Stored, error: RequestError) -> None:
-        if stored.elsewhere is None and not await _has_ended(stored.log):
-            self._stop_writer(stored.record.id, self._live.get(stored.record.id), error)
+        if stored.elsewhere is not None or await _has_ended(stored.log):
+            return
+        with contextlib.suppress(StoreStalled):
+            if await self._end_suspended(stored.record.id, error):
+                return
+        self._stop_writer(stored.record.id, self._live.get(stored.record.id), error)
 
-    async def wrap(self, stored: Stored) -> Found:
+    async def _end_suspended(self, stream_id: StreamId, error: RequestError) -> bool:
+        """End a stream that waits for a later engine; return False if the stream does not wait.
+
+        If the end cannot be stored, the next writer stores the end.
+        """
+        # While the server ends, a stalled store must not delay the answer.
+        if self.closed or (stored := self._suspended.pop(stream_id, None)) is None:
+            return False
+        try:
+            await self.unless_stalled(stored.record, _end(stored.log, error))
+        except BaseException:
+            self._suspended.setdefault(stream_id, stored)
+            self._stop_writer(stream_id, None, error)
+            raise
+        self._stops.pop(stream_id, None)
+        return True
+
+    async def wrap(self, stored: Stored, suspended: bool = False) -> Found:
         """Return a stored stream as a live, remote or finished stream.
 
         A stream that is still opening or resuming has no writer yet, so wait for the writer. If the
         stream counted as finished, clients could not stop it and would get no heartbeats. Raises
-        RequestError if no writer will start before the server restarts.
+        RequestError if no writer will start before the server restarts. If `suspended`, return a
+        stream that waits for a later engine instead.
         """
         # If the log of a live stream is behind the stored log, another server writes the stream.
         while (live := self._live.get(stored.record.id)) is None or (
@@ -374,6 +431,8 @@ class Registry:
                 return RemoteStream(stored, stored.elsewhere, self.elsewhere)
             closed = self._closed.get(None) or self._closed.get(stored.record.id)
             if closed is not None:
+                if suspended and stored.record.id in self._suspended:
+                    return SuspendedStream(stored.record, stored.log)
                 raise closed.with_traceback(None)
             changed = _first(added.wait(), stored.log.wait(stored.log.next_seq - 1))
             await self.unless_stalled(stored.record, changed)
@@ -396,6 +455,14 @@ def _check_same(record: Record, names: Names) -> None:
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
     async with race(*waits):
         pass
+
+
+async def _end(log: Log, error: RequestError) -> None:
+    """End a log whose last writer was cancelled, perhaps during an append."""
+    await log.settle()
+    with contextlib.suppress(LogConflict):
+        seq = log.next_seq
+        await log.append(seq, [to_event(error, seq, at_ms=0)])
 
 
 async def _has_ended(log: Log) -> bool:

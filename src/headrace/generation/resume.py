@@ -84,14 +84,14 @@ class Resumption:
 
         `cut` is an error that will end the stream, or None.
         """
-        self._streams.close(GONE, stored.record.id)
+        self._streams.suspend(stored, GONE)
         self._kept.setdefault(host.name, []).append((stored, cut))
 
     def host_loaded(self, host: ModelHost) -> None:
         """Continue the streams that were kept for a later engine of this host."""
         for stored, cut in self._kept.pop(host.name, ()):
-            self._streams.open_again(stored.record.id)
-            self._group.create_task(self._resume_kept(stored, cut), name="resume one")
+            if self._streams.continues(stored.record.id):
+                self._group.create_task(self._resume_kept(stored, cut), name="resume one")
 
     async def _resume_kept(self, stored: Stored, cut: RequestError | None) -> None:
         try:

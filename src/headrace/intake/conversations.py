@@ -74,7 +74,7 @@ class Conversations:
         found = None
         if _ID.fullmatch(id):
             found = await self._generation.streams.find(
-                owner, ByConversation(owner, CONVERSATION + id)
+                owner, ByConversation(owner, CONVERSATION + id), suspended=True
             )
         if found is None or not found.record.request.kept:
             message = f"Conversation with id '{id[:64]}' not found."
@@ -124,7 +124,7 @@ class Conversations:
     async def discard(self, owner: str, name: Name) -> None:
         """Delete a stream. First, move its conversation to another stream, if there is one."""
         with contextlib.suppress(LogUnsound):
-            found = await self._generation.streams.find(owner, name)
+            found = await self._generation.streams.find(owner, name, suspended=True)
             if found is not None and found.record.names.is_in_conversation:
                 await self._stop(found)
                 await self._pass_on(owner, found.record)

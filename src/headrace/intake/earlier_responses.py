@@ -106,9 +106,14 @@ class EarlierResponses:
         return msgspec.structs.replace(checked, fields=fields)
 
 
-async def find(streams: Registry, owner: str, id: str, param: str = "id") -> Found:
-    """Return the response with this id. Raise RequestError if `owner` has no such response."""
-    return _checked(await streams.find(owner, ById(StreamId(id))), param)
+async def find(
+    streams: Registry, owner: str, id: str, param: str = "id", suspended: bool = False
+) -> Found:
+    """Return the response with this id, as `Registry.find` does.
+
+    Raise RequestError if `owner` has no such response.
+    """
+    return _checked(await streams.find(owner, ById(StreamId(id)), suspended), param)
 
 
 def _checked(found: Found | None, param: str) -> Found:
