@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.intake.intake import Intake, names_of
@@ -64,3 +65,16 @@ def test_an_empty_conversation_is_none_but_an_empty_key_is_refused() -> None:
     assert names_of("", checked, conversation="").conversation is None
     with pytest.raises(RequestError, match="takes 1 to 255 printable ASCII characters"):
         names_of("", checked, key="")
+
+
+async def test_a_known_request_is_answered_even_if_the_input_memory_is_full(folder: Path) -> None:
+    async with running(folder, max_total_input_bytes=100_000) as (generation, _):
+        intake = Intake(generation, ServerConfig())
+        checked = await read(intake)
+        checked = msgspec.structs.replace(checked, kept=bytes(80_000))
+        names = names_of("ann", checked, key="once")
+        first = await intake.open(CHAT, checked, names)
+        again = await intake.open(CHAT, checked, names)
+        assert again.is_attached and again.stream is first.stream
+        with pytest.raises(RequestError, match="--max-total-input-bytes"):
+            await intake.open(CHAT, checked, names_of("ann", checked, key="new"))

@@ -168,16 +168,13 @@ class Intake:
         `options` replace the body's response options.
         """
         offers_tools = openai_chat.offers_tools(checked.fields)
-        with self._generation.queues.inputs.hold(names.owner, checked.num_bytes) as held:
-            earlier = self.earlier.get(route)
-            if earlier is not None:
-                checked = await earlier.restore(checked, names.owner)
-                held.resize(checked.num_bytes)
-            stream = await self._generation.streams.find_equal(names)
-            if stream is None:
-                checked, host = await self._prepare(checked, names, earlier, held)
+        # A repeated request needs no memory for its input.
+        stream = await self._generation.streams.find_equal(names)
         is_attached = stream is not None
         if stream is None:
+            earlier = self.earlier.get(route)
+            with self._generation.queues.inputs.hold(names.owner, checked.num_bytes) as held:
+                checked, host = await self._prepare(checked, names, earlier, held)
             if earlier is not None:
                 names = msgspec.structs.replace(names, follows=checked.fields.get("follows"))
             dialect = dialect_of(route)
@@ -207,6 +204,9 @@ class Intake:
 
         The host's tokenizer is loaded. `held` counts the input.
         """
+        if earlier is not None:
+            checked = await earlier.restore(checked, names.owner)
+            held.resize(checked.num_bytes)
         can_wait = names.conversation is None or names.is_in_conversation
         host = await self._generation.host_for(checked.fields.get("model"), waits=can_wait)
         if earlier is not None:
