@@ -13,7 +13,9 @@ from headrace.fleet.model_host import ModelHost
 from headrace.fleet.served_model import ServedModel
 from headrace.generation.generation import Generation
 from headrace.generation.registry import FinishedStream
+from headrace.generation.resume import GONE
 from headrace.generation.store_tasks import _do
+from headrace.generation.stream import LiveStream
 from headrace.streams.events import Error, Finish
 from headrace.streams.record import Names, Record
 from headrace.streams.store import ByConversation, ById, WriterRequest
@@ -25,7 +27,7 @@ from headrace_common.messages import FinishReason
 from headrace_common.request import Request
 from headrace_common.sampling import Sampling
 from tests.fleet.fakes import DOWN, READY, FakeEngine
-from tests.generation.fakes import ask, models_of, opened, read, running
+from tests.generation.fakes import ask, make_request, models_of, opened, read, running
 from tools.harness.eventually import settle
 from tools.harness.stream_events import locked, opened_sqlite
 
@@ -253,6 +255,30 @@ async def test_a_stream_whose_engine_is_given_up_leaves_nothing_with_its_engine(
         await settle()
         host = generation.fleet.hosts.get("a")
         assert not host.users._owners and not stream._submission.parts
+
+
+async def test_a_writer_that_is_let_go_before_its_first_step_leaves_the_queue(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with models_of(folder, "ab", durable_store()) as (generation, engines):
+        await ask(generation, "a")
+        await engines["a"][0].say(EngineUp(READY))
+        host, start = generation.fleet.hosts.get("a"), generation.writers.start
+        queue = generation.queues.of(host)
+        num_live = queue.num_live
+
+        def start_and_lose(*about: Any) -> LiveStream:
+            stream = start(*about)
+            generation.writers.let_go([stream], GONE, GONE)
+            return stream
+
+        monkeypatch.setattr(generation.writers, "start", start_and_lose)
+        await generation.open(msgspec.structs.replace(make_request(), model="a"), OPTED_IN)
+        await settle()
+        assert queue.num_live == num_live
+        assert (
+            len(generation.streams) == len(generation.writers.tasks) == len(list(host.users)) == 1
+        )
 
 
 async def test_a_stream_that_is_read_when_the_server_ends_is_left_to_the_next_server(

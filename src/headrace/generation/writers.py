@@ -105,7 +105,9 @@ class Writers:
         for stream in list(streams):
             if stream.record.is_durable:
                 stream.audience.pause.set(durable)
-                self.tasks[stream].cancel()
+                # A task that is cancelled before its first step would release nothing. The event
+                # loop has already scheduled that step, so cancel the task after it.
+                asyncio.get_running_loop().call_soon(self.tasks[stream].cancel)
             else:
                 stream.end_now(plain)
                 stream.audience.close()
