@@ -99,6 +99,20 @@ def test_repetition_comes_before_frequency() -> None:
     assert drawn_token([4, 1.2] + [0] * 8, sequence) == 1
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 2.0},
+        {"repetition_penalty": 2.0, "repeat_last_n": 3},
+        {"repetition_penalty": 2.0, "samplers": ("penalties", "top_k")},
+        {"logit_bias": {9: 100.0, 1: -100.0}},
+        {"ignore_eos": True, "end_token_ids": (1, 9)},
+    ],
+)
+def test_a_token_id_without_a_logit_has_no_effect(sampling: dict[str, Any]) -> None:
+    assert drawn_token([1, 5, 4, 0], known([1, 9], temperature=0, top_k=1, **sampling)) == 2
+
+
 def test_end_tokens_are_masked_until_min_tokens_and_stop_tokens_never() -> None:
     ends = {"temperature": 0, "min_tokens": 2, "end_token_ids": (0,), "stop_token_ids": (1,)}
     assert drawn_token([9, 8, 7], known(generated=[2], **ends)) == 1

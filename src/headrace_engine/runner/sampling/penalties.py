@@ -17,6 +17,8 @@ def penalize(row: Floats, sequence: SequenceState) -> None:
     s = sequence.sampling
     if s.repetition_penalty != 1:
         seen, _ = _counted(sequence, sequence.seen, 0)
+        # A prompt can have tokens without a logit, for example placeholders of images.
+        seen = seen[: np.searchsorted(seen, len(row))]
         row[seen] = _scaled(row[seen], np.float32(s.repetition_penalty))
     if s.frequency_penalty or s.presence_penalty:
         drawn, counts = _counted(sequence, sequence.drawn, sequence.num_prompt)

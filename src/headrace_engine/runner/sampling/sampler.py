@@ -155,8 +155,10 @@ def _starts_reasoning(row: Floats, sequence: SequenceState) -> bool:
 def _adjust(row: Floats, sequence: SequenceState) -> None:
     s = sequence.sampling
     starts_reasoning = s.grammar_tags is not None and _starts_reasoning(row, sequence)
+    # A vocabulary can have tokens without a logit, for example placeholders of images.
     for token_id, bias in s.logit_bias.items():
-        row[token_id] += np.float32(bias)
+        if token_id < len(row):
+            row[token_id] += np.float32(bias)
     if sequence.is_penalized:
         penalize(row, sequence)
     if sequence.constraint is not None:
@@ -165,4 +167,4 @@ def _adjust(row: Floats, sequence: SequenceState) -> None:
             allowed[s.grammar_tags[0]] = True
         row[~allowed] = -np.inf
     elif s.masks_ends(len(sequence.token_ids) - sequence.num_prompt):
-        row[list(s.end_token_ids)] = -np.inf
+        row[[token_id for token_id in s.end_token_ids if token_id < len(row)]] = -np.inf
