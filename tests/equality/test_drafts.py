@@ -113,6 +113,18 @@ def test_a_cached_prefix_also_has_the_draft_models_part() -> None:
     assert told.status.num_drafted_right == told.status.num_drafted > 100
 
 
+def test_an_mtp_layer_drafts_after_a_cached_prefix(tmp_path: Path) -> None:
+    options = {"head_dim": 32, "dtype": torch.bfloat16, "pad_token_id": 0}
+    folder = make_tiny_model(tmp_path / "tiny", "Qwen3_5ForCausalLM", **options)
+    add_mtp_layer(folder, is_right=True)
+    asked = submits_of_ids(6, PLAIN_DRAWS[:1])
+    asked = [msgspec.structs.replace(submit, prompts=asked[2].prompts) for submit in asked]
+    alone = run(asked, "off", folder=folder, block_size=16)
+    told = run(asked, "auto", NoGuesser, folder=folder, draft="mtp", block_size=16)
+    assert told.answers == alone.answers
+    assert told.status.num_drafted_right > 0.9 * told.status.num_drafted > 50
+
+
 @pytest.mark.parametrize("draft", ["headrace-mini", "poor"])
 def test_preempted_streams_draft_and_say_the_same(
     draft: str, request: pytest.FixtureRequest

@@ -67,6 +67,15 @@ def test_only_the_first_choice_of_a_prompt_reports_progress():
     ]
 
 
+def test_a_suspected_choice_reports_the_prompt_itself():
+    """Suspects run alone, and the newest is the first."""
+    sampling = Sampling(max_tokens=2, num_prompt_logprobs=0)
+    family = msgspec.structs.replace(make_family(2, 20, sampling=sampling), suspect=True)
+    plans = Engine(make_scheduler(max_step_tokens=8)).add(family).run()
+    first = [chunk for plan in plans[:3] for chunk in plan.chunks]
+    assert [(c.sequence_id, c.num_rows) for c in first] == [(1, 8), (1, 8), (1, 4)]
+
+
 def test_if_the_first_is_cancelled_the_next_one_leads():
     engine = Engine(make_scheduler(max_step_tokens=8)).add(make_family(3, 20, max_tokens=1))
     engine.scheduler.cancel(cancel(0))
@@ -136,3 +145,17 @@ def test_nothing_to_draw_needs_no_siblings_in_the_step():
     plans = engine.run()
     assert [lengths(plan) for plan in plans] == [[20], [4]]
     assert set(engine.finished.values()) == {(FinishReason.LENGTH, "")}
+
+
+def test_a_choice_whose_first_step_failed_reports_the_prompt_itself():
+    """The failed step computed the end of the prompt, which the first choice did not report."""
+    sampling = Sampling(max_tokens=2, num_prompt_logprobs=0)
+    engine = Engine(make_scheduler(max_step_tokens=16))
+    engine.add(make_family(2, 20, sampling=sampling))
+    engine.step()
+    plan = engine.scheduler.plan(1.0)
+    assert plan is not None and plan.chunks[0].draws == (0, 1)
+    engine.scheduler.fail(plan, "It failed.", 1.0)
+    plans = engine.run()
+    second = [chunk for plan in plans for chunk in plan.chunks if chunk.sequence_id == 1]
+    assert [chunk.num_rows for chunk in second][:2] == [16, 4]

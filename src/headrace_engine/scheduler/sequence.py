@@ -85,7 +85,8 @@ class Sequence:
     chain: NameChain
     # Whether the sequence may reuse cached prefixes.
     uses_prefix_cache: bool = True
-    # Whether this sequence reports the progress of the prompt, for all choices of the prompt.
+    # Whether this sequence reports the prompt: its progress and its log probabilities. The choices
+    # of a prompt usually have one reporter.
     is_reporter: bool = True
     family: "Family | None" = None
     # The tenant or client that sent the request; clients share the engine fairly.
@@ -233,7 +234,8 @@ class Sequence:
 
     def join(self, family: "Family", alone: bool) -> None:
         """Join the choices of a prompt; if `alone` is true, do not wait for the leader."""
-        self.is_reporter = family.leader is self
+        # The choices that do not wait may start before the leader, so each of them reports.
+        self.is_reporter = alone or family.leader is self
         self.family = None if alone else family
 
     def lead(self, is_reporter: bool) -> None:
@@ -372,6 +374,8 @@ class Sequence:
 
     def rewind(self) -> None:
         """Let the sequence wait again: keep every token, but count no token as computed."""
+        # A failed step may have lost the leader's report, and the leader may start later.
+        self.is_reporter |= self.num_reported < 0
         self.status, self.lease = SequenceStatus.WAITING, None
         self.num_pending = self.num_guessed = self.num_to_recompute = 0
         self.num_planned = self.num_computed = self.num_draft_read = 0
