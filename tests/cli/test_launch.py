@@ -211,6 +211,10 @@ def test_a_list_of_another_program_is_an_error(body: bytes) -> None:
 def test_an_agent_does_not_start_if_its_first_prompt_exceeds_the_context() -> None:
     with pytest.raises(HeadraceError, match=r"12,200 .* 8,192.*launch pi`, which sends 1,300"):
         refuse_short_context(CLIENTS["claude"], MODEL)
+    with pytest.raises(HeadraceError, match="raise --max-model-len"):
+        refuse_short_context(CLIENTS["claude"], MODEL._replace(longest_context=40_960))
+    with pytest.raises(HeadraceError, match=r"such as qwen3-4b, or use `headrace launch pi`"):
+        refuse_short_context(CLIENTS["claude"], MODEL._replace(longest_context=8192))
     refuse_short_context(CLIENTS["claude"], MODEL._replace(context=12_200))
     refuse_short_context(CLIENTS["claude"], MODEL._replace(context=None))
 
@@ -219,6 +223,8 @@ def test_little_room_and_a_small_model_are_warned_of(capsys: pytest.CaptureFixtu
     assert warn(CLIENTS["claude"], MODEL._replace(name="headrace-mini", context=14_000))
     small, short = capsys.readouterr().err.splitlines()
     assert "12,200 tokens" in short and "only 1,800 are left" in short and "too small" in small
+    assert warn(CLIENTS["claude"], MODEL)
+    assert "which is too short; use a model" in capsys.readouterr().err
     # pi leaves 4,096 tokens free.
     assert warn(CLIENTS["pi"], MODEL._replace(context=5_000))
     capsys.readouterr()

@@ -88,7 +88,7 @@ def test_the_page_says_that_the_engine_restarts(page: Page) -> None:
     answer = page.wait_for_end(120)
     assert answer["outcome"] == "done" and answer["text"] == page.log_text(answer)
     said = page.driver.execute_script("return [...window.said]")
-    assert any(text.startswith("The engine is restarting (attempt 1)") for text in said), said
+    assert any(text.startswith("The engine is restarting (attempt 1, ") for text in said), said
 
 
 def test_an_answer_survives_the_server(page: Page) -> None:
@@ -138,6 +138,19 @@ def test_two_tabs_show_the_same(page: Page) -> None:
     driver.close()
     driver.switch_to.window(first)
     eventually(lambda: page.texts(".message.assistant .body") == [answer["text"]])
+
+
+def test_a_page_that_is_opened_anew_comes_back_to_the_running_answer(page: Page) -> None:
+    page.send("Count from 1 to 150.")
+    page.wait_for_text()
+    page.open()
+    page.wait_for_text()
+    answer = page.wait_for_end(120)
+    assert answer["text"] == page.log_text(answer)
+    eventually(lambda: page.texts(".message.assistant .body") == [answer["text"]])
+    page.driver.get("about:blank")
+    page.open()
+    assert page.texts(".message.assistant .body") == []
 
 
 def test_conversations_run_at_once_and_are_never_mixed(page: Page) -> None:

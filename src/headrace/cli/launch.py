@@ -41,12 +41,17 @@ class _Architecture(msgspec.Struct):
     input_modalities: tuple[str, ...] = ()
 
 
+class _Meta(msgspec.Struct):
+    n_ctx_train: int | None = None
+
+
 class _ListedModel(msgspec.Struct):
     id: str
     root: str | None = None
     kind: str | None = None
     context_length: int | None = None
     architecture: _Architecture = msgspec.field(default_factory=_Architecture)
+    meta: _Meta | None = None
     status: dict[str, Any] = {}
 
 
@@ -101,12 +106,15 @@ def launch(
         _list_clients()
         return
     agent, key = CLIENTS[client], key_or_first(api_key)
+    found = _running(url, key, model)
+    if found is not None and not prints:
+        # This comes first, so that nobody installs an agent that cannot run.
+        refuse_short_context(agent, found)
     program = shutil.which(client)
     if program is None and not prints:
         raise HeadraceError(
             f"{agent.title} is not installed; install it with `{agent.install_command}`."
         )
-    found = _running(url, key, model)
     if prints:
         if found is None:
             raise HeadraceError(
@@ -170,7 +178,14 @@ def choose(body: bytes, address: str, name: str | None) -> Model:
         raise HeadraceError(f"The server at {address} {what}; it has: {names or 'none'}.")
     entry = next((it for it in fitting if it.status.get("value") == "loaded"), fitting[0])
     modalities = tuple(it for it in entry.architecture.input_modalities if it == "image")
-    return Model(address, entry.id, entry.context_length, ("text", *modalities), listing.models)
+    return Model(
+        address,
+        entry.id,
+        entry.context_length,
+        ("text", *modalities),
+        listing.models,
+        entry.meta and entry.meta.n_ctx_train,
+    )
 
 
 def refuse_short_context(client: LaunchClient, model: Model) -> None:
@@ -178,10 +193,22 @@ def refuse_short_context(client: LaunchClient, model: Model) -> None:
     if model.context and model.context < client.num_tokens:
         pi = CLIENTS["pi"]
         raise HeadraceError(
-            f"{client.title} sends {client.num_tokens:,} tokens before your first word, and "
-            f"{model.name} takes {model.context:,}. Use a model with a longer context, raise "
-            f"--max-model-len, or use `headrace launch pi`, which sends {pi.num_tokens:,}."
+            f"{_needs(client, model)}. {_remedy(model).capitalize()}, or use `headrace launch pi`, "
+            f"which sends {pi.num_tokens:,}."
         )
+
+
+def _needs(client: LaunchClient, model: Model) -> str:
+    return (
+        f"{client.title} sends {client.num_tokens:,} tokens before your first word, and "
+        f"{model.name} takes {model.context:,}"
+    )
+
+
+def _remedy(model: Model) -> str:
+    if model.can_grow:
+        return "use a model with a longer context, or raise --max-model-len"
+    return "use a model with a longer context, such as qwen3-4b"
 
 
 def warn(client: LaunchClient, model: Model) -> bool:
@@ -190,14 +217,11 @@ def warn(client: LaunchClient, model: Model) -> bool:
         say(f"headrace: {model.name} is too small for an agent's tasks; use it for tests only.")
     if not model.context:
         return False
-    room = max(0, model.context - client.num_tokens)
+    room = model.context - client.num_tokens
     if room >= max(client.num_free_tokens, model.context * _MIN_ROOM):
         return False
-    say(
-        f"headrace: {client.title} sends {client.num_tokens:,} tokens before your first word, and "
-        f"{model.name} takes {model.context:,}, so only {room:,} are left; use a model with a "
-        "longer context, or raise --max-model-len."
-    )
+    left = f"so only {room:,} are left" if room > 0 else "which is too short"
+    say(f"headrace: {_needs(client, model)}, {left}; {_remedy(model)}.")
     return True
 
 

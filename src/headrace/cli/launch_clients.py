@@ -24,13 +24,23 @@ _MAX_ANSWER = 32_000
 
 
 class Model(NamedTuple):
-    """A model of a server. `catalog` is the server's list of models for Codex."""
+    """A model of a server.
+
+    The server serves `context` tokens of the `longest_context` that the model can have. `catalog`
+    is the server's list of models for Codex.
+    """
 
     url: str
     name: str
     context: int | None = None
     modalities: tuple[str, ...] = ("text",)
     catalog: tuple[Any, ...] = ()
+    longest_context: int | None = None
+
+    @property
+    def can_grow(self) -> bool:
+        """Return whether --max-model-len can give the model a longer context."""
+        return not self.context or not self.longest_context or self.context < self.longest_context
 
     @property
     def max_answer(self) -> int | None:
@@ -167,7 +177,7 @@ def _pi(model: Model, folder: Path) -> Setup:
 CLIENTS: Mapping[str, LaunchClient] = MappingProxyType(
     {
         "claude": LaunchClient("Claude Code", "@anthropic-ai/claude-code", 12_200, _claude),
-        "codex": LaunchClient("Codex", "@openai/codex", 5_000, _codex),
+        "codex": LaunchClient("Codex", "@openai/codex", 7_200, _codex),
         "opencode": LaunchClient("opencode", "opencode-ai", 7_600, _opencode),
         "pi": LaunchClient("pi", "@earendil-works/pi-coding-agent", 1_300, _pi, 4_096),
     }

@@ -631,4 +631,6 @@ drawIcons();
 purgeDeleted((message) => followers.get(message)?.close());
 followServer(true);
 refreshModels();
-await show(location.hash.slice(1));
+// Without a named conversation, the page opens the conversation whose answer began last and still runs.
+const running = (await store.liveMessages()).sort((a, b) => b.created - a.created);
+await show(location.hash.slice(1) || running[0]?.conversation);

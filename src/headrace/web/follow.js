@@ -217,7 +217,7 @@ export class Follower {
     const answer = this.answer;
     if (chunk.queue) this.status = { queue: chunk.queue };
     if (chunk.prompt_progress) this.status = { prompt: chunk.prompt_progress };
-    if (chunk.recovering) this.status = { recovering: chunk.recovering };
+    if (chunk.recovering) this.status = { recovering: chunk.recovering, since: this.status.since ?? Date.now() };
     if (chunk.timings) answer.timings = chunk.timings;
     if (chunk.usage) answer.usage = chunk.usage;
     answer.model ||= chunk.model;

@@ -170,14 +170,14 @@ function regenerateBy(models, act) {
 
 function waiting(message, follower) {
   if (!follower) return [el("span", {}, "Waiting for the server")];
-  const { trouble, nextAt, queue, prompt, recovering } = follower.status;
+  const { trouble, nextAt, queue, prompt, recovering, since } = follower.status;
   const silence = Math.floor((Date.now() - follower.heardAt) / 1000);
   const parts = [];
   if (message.stopping) parts.push(el("span", {}, "Stopping"));
   else if (trouble && isLoading()) parts.push(el("span", {}, "Waiting until the server has loaded its model"));
   else if (trouble && isAway()) parts.push(el("span", {}, "The answer continues once the server can be reached"));
   else if (trouble) parts.push(mending(trouble, nextAt));
-  else if (recovering) parts.push(el("span", {}, `The engine is restarting (attempt ${recovering.attempt}); the answer continues from here.`));
+  else if (recovering) parts.push(el("span", {}, `The engine is restarting (attempt ${recovering.attempt}, ${duration((Date.now() - since) / 1000)}); the answer continues from here.`));
   else if (queue) parts.push(el("span", {}, `Position ${queue.position} of ${queue.waiting} in the queue${queue.eta_ms == null ? "" : `, about ${duration(queue.eta_ms / 1000)}`}`));
   else if (prompt) parts.push(...promptBar(prompt));
   else if (message.timings?.predicted_per_second) parts.push(el("span", {}, rate(message)));
