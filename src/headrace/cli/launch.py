@@ -184,7 +184,7 @@ def choose(body: bytes, address: str, name: str | None) -> Model:
         entry.context_length,
         ("text", *modalities),
         listing.models,
-        entry.meta and entry.meta.n_ctx_train,
+        entry.meta.n_ctx_train if entry.meta else None,
     )
 
 
