@@ -43,8 +43,9 @@ WAY_IN = (
         "headrace/protocols/worker.py",
         "Jobs.read",
         "A client can make a body expensive to read, so a separate process reads the body. This "
-        "process can be killed. The dialect checks the fields. The result is a `CheckedBody`. If "
-        "the model is already loaded, the result includes the prompt's tokens.",
+        "process can be killed. The dialect, which is the code for one API, checks the fields. The "
+        "result is a `CheckedBody`. If the model is already loaded, the result includes the "
+        "prompt's tokens.",
         10,
     ),
     Stop(
@@ -106,7 +107,7 @@ WAY_OUT = (
         "The forward pass",
         "headrace_engine/runner/runner.py",
         "Runner.launch",
-        "The lane, which is the code for one kind of model, computes all chunks of the plan in "
+        "The lane, which is the code for one kind of model, processes all chunks of the plan in "
         "one forward pass. The chunks can belong to different sequences.",
         25,
     ),

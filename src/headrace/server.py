@@ -139,7 +139,7 @@ def build_gateway(
 
 
 class Signals:
-    """The reasons to stop a server from outside. A second `stop` skips the drain."""
+    """Tells a running server to stop. A second `stop` skips the drain."""
 
     def __init__(self) -> None:
         self.has_stopped = asyncio.Event()

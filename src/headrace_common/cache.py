@@ -10,7 +10,7 @@ KvCacheDtype = Literal["auto", "int8"]
 
 
 class LayerCache(msgspec.Struct, frozen=True):
-    """The numbers that one layer caches for a sequence, as counts.
+    """Counts the numbers that one layer caches for a sequence.
 
     Keys and values of each position are stored in blocks. `state` and `inputs` exist once per
     sequence, in the sequence's slot. A size of 0 means that the layer has no such numbers.

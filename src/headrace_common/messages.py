@@ -310,7 +310,7 @@ class Status(Message, frozen=True):
     num_accepted: int = 0
     # Figures about prefixes on disk: runs, tokens, read_bytes and written_bytes.
     disk: dict[str, int] = {}
-    # The number of prefixes that were computed instead of read from disk, by reason.
+    # The number of prefixes that were processed again instead of read from disk, by reason.
     disk_misses: dict[str, int] = {}
     # The guessed tokens that the draft model chose, and how many of these guesses were right.
     num_drafted: int = 0

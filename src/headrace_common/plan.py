@@ -115,7 +115,7 @@ class SourceSpec(msgspec.Struct, frozen=True):
     def encoding(self, size: int, data: bytes = b"") -> EncoderInput:
         """Describe the encoder's work for a source of `size` tokens.
 
-        All of it must be done before the first token of the answer is computed.
+        All of it must be done before the first token of the answer is processed.
         """
         stages = self._stages(size)
         return EncoderInput(
@@ -157,7 +157,7 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """The part of a sequence that a step computes: tokens [start, start + length).
+    """The part of a sequence that a step processes: tokens [start, start + length).
 
     The last `num_rows` tokens of the chunk need logits: 0, 1 or all of them. Each sequence in
     `draws` draws one token from the logits of the last token. Several choices of one prompt draw
@@ -271,13 +271,13 @@ class StepPlan(msgspec.Struct, frozen=True):
     restores: tuple[SlotCopy, ...] = ()  # snapshots to copy into slots before the chunks run
     encoded: tuple[EncodeChunk, ...] = ()
     loads: tuple[Load, ...] = ()
-    # Sequences for which the step loads or computes something, not sequences that only draw.
+    # Sequences for which the step loads or processes something, not sequences that only draw.
     worked_on: tuple[SequenceId, ...] = ()
     allowed_s: float = 0.0  # seconds until the step counts as hanging; 0: no measurements yet
 
     @property
     def named(self) -> list[SequenceId]:
-        """Return the sequences for which the step loads, encodes, computes or draws, each once."""
+        """Return the sequences for which the step loads, encodes, processes or draws, each once."""
         ids = [load.sequence_id for load in self.loads]
         ids += dict.fromkeys(chunk.sequence_id for chunk in self.encoded)
         return ids + [i for chunk in self.chunks for i in chunk.draws or (chunk.sequence_id,)]

@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
         step_record: StepWriter | None = None,
         core_lock: CoreLock | None = None,
     ) -> Engine:
-        """Build the engine from these parts and from the parts of the process, the arguments."""
+        """Build the engine from these parts; the arguments are the parts of its process."""
         return Engine(
             self.scheduler,
             self.runner,
@@ -138,7 +138,7 @@ def max_guess(config: SchedulerConfig, ready: Ready) -> int:
         return 0
     reason = ""
     if ready.kernels == "plain" or (ready.dtype == "float32" and ready.quantize == "none"):
-        reason = "torch rounds differently when it computes several tokens together"
+        reason = "torch rounds differently when it processes several tokens together"
     elif ready.layout.num_slots and ready.layout.num_snapshots < 2:
         reason = "no memory is left for the saved states that a wrong guess requires"
     if reason and has_draft:

@@ -51,15 +51,15 @@ from headrace_kernels.tiles import (
     panel_tile,
 )
 
-# On processors whose tiles have few rows, this number of lines is multiplied with all rows before
-# the next lines. So the lines stay in the L1 cache.
+# On processors whose tiles have few rows, this number of lines of a panel is multiplied with all
+# rows before the next lines. So the lines stay in the L1 cache.
 _LINES = 128
 # The size of a block of widened rows, in bytes. The block stays in the L2 cache.
 BLOCK_BYTES = (600 if HAS_512 else 300) << 10
 Kernels = Mapping[torch.dtype, Kernel]
 _INT16_MAX = np.float32(32767)
 _amx_2, _amx_1 = amx_tile(2, False), amx_tile(1, False)
-# The bytes of a panel's line, which has two bfloat16 numbers for each output.
+# The bytes of a line of a panel: the bfloat16 weights of two inputs for each output.
 _LINE_BYTES = 4 * PANEL
 _STEP_BYTES = TILE * _LINE_BYTES
 _AMX_ROWS = 2 * TILE  # number of rows at a time

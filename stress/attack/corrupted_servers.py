@@ -20,6 +20,7 @@ from tools.harness.servers import ServerProcess
 
 NUM_STREAMS = 6
 LIMIT_S = 20.0
+_ENDED = "is damaged and was ended"
 
 
 class Answer(msgspec.Struct):
@@ -156,8 +157,8 @@ def _judge(server: ServerProcess, answer: Answer, damage: Damage) -> str:
     by_byte = httpx.get(f"{server.url}/v1/stream", **by_name)  # type: ignore[arg-type]
     # Another thread reads the server's log, so the line may arrive a little later.
     with contextlib.suppress(AssertionError):
-        eventually(lambda: any("is set aside" in line for line in server.lines), within_s=5)
-    named = [line for line in server.lines if "is set aside" in line]
+        eventually(lambda: any(_ENDED in line for line in server.lines), within_s=5)
+    named = [line for line in server.lines if _ENDED in line]
     deleted = httpx.delete(url, timeout=LIMIT_S).status_code
     gone = httpx.get(url, timeout=LIMIT_S).status_code
     code = state.json().get("error", {}).get("code")

@@ -301,7 +301,8 @@ async def _serve(directory: Path, originals: list[Original], said: Said) -> dict
 def violations(damage: Damage, outcomes: dict[int, str], said: Said) -> list[str]:
     found = []
     was_moved = any("is kept as" in line for line in said.lines)
-    named = Counter(line.split(" is set aside")[0] for line in said.lines if "set aside" in line)
+    mark = " is damaged and was ended"
+    named = Counter(line.split(mark)[0] for line in said.lines if mark in line)
     for n, outcome in outcomes.items():
         if outcome == "whole" or (was_moved and damage.rows is None and outcome == "gone"):
             continue

@@ -113,7 +113,7 @@ def test_a_lost_factor_is_named(lost: str, base: ModelSpec, tmp_path: Path) -> N
     tensors = load_file(file)
     del tensors[f"base_model.model.{Q_PROJ}.{lost}.weight"]
     save_file(tensors, file)
-    assert f"lacks factor {lost[-1]} of {Q_PROJ}" in refusal(folder)
+    assert f"lacks the LoRA matrix {lost[-1]} of {Q_PROJ}" in refusal(folder)
 
 
 def test_other_tensors_are_refused(base: ModelSpec, tmp_path: Path) -> None:

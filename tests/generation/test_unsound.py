@@ -73,7 +73,7 @@ async def test_an_unsound_stream_does_not_keep_the_server_from_serving(
             assert found and len(await read(found)) > 2
             await generation.open(make_request(), Names(conversation="new", digest=b"3"))
             assert len(generation.streams) == 1
-    said = [record for record in caplog.records if "set aside" in record.message]
+    said = [record for record in caplog.records if "is damaged and was ended" in record.message]
     assert len(said) == 1 and not any(record.exc_info for record in caplog.records)
 
 

@@ -163,7 +163,7 @@ def test_a_message_that_was_too_long_is_put_back_with_its_files(page: Page) -> N
     eventually(lambda: page.texts(".message.assistant:last-child .status span") == told)
     page.find("#input").send_keys("now")
     assert page.find("main").text.count("too long") == 1 and not page.find("#send").is_enabled()
-    click(page, ".message.assistant", "Put it back to shorten it")
+    click(page, ".message.assistant", "Take your message back to shorten it")
     eventually(lambda: page.texts(CHIPS) == ["long.txt", "short.txt"])
     assert page.driver.execute_script(FIELD) == "So?\n\nnow" and len(page.texts(".message")) == 2
     page.driver.refresh()
@@ -183,6 +183,6 @@ def test_a_first_message_that_was_too_long_is_put_back_too(page: Page) -> None:
     eventually(lambda: page.texts(CHIPS) == ["long.txt"])
     page.find("#send").click()
     page.wait_for_end()
-    click(page, ".message.assistant", "Put it back to shorten it")
+    click(page, ".message.assistant", "Take your message back to shorten it")
     eventually(lambda: page.texts(CHIPS) == ["long.txt"] and page.texts(".welcome h2"))
     assert not page.texts(".message")

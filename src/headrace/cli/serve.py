@@ -112,10 +112,10 @@ def serve(config: ServerConfig, lines: LoadLines, chooses: bool = False) -> int:
 
 
 def _refuse_missing(config: ServerConfig) -> None:
-    """Raise ModelError if the model to load at the start is a path or a name without a model.
+    """Raise ModelError if the model to load at the start is a local path that does not exist.
 
-    Without this check, a used port would hide a wrong name. Hub ids are not checked, because only
-    the hub knows them.
+    Called before the port is opened. Otherwise, if the port is also in use, only that error would
+    be shown. Hub ids are not checked, because only the hub knows them.
     """
     if (pinned := pinned_model(config)) is None:
         return

@@ -144,7 +144,7 @@ def route_of(path: Path) -> str:
         url = None
     if not isinstance(url, str):
         raise ConfigError(
-            f"{path}: the first line is no request; a line is "
+            f"{path}: the first line is not a request; a line is "
             '{"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body": {…}}.'
         )
     return url

@@ -32,7 +32,7 @@ from headrace_common.messages import (
 from headrace_common.version import __version__
 
 WAIT_S = 1.0
-"""The longest time in seconds that `take` waits for news.
+"""The longest time in seconds that `take` waits for messages.
 
 After this time `take` returns an empty answer, which shows that the actor is alive.
 """
@@ -111,7 +111,7 @@ class EngineActor:
                 self._supervisor.submit(msgspec.structs.replace(message, arrival=arrival))
 
     async def take(self) -> bytes:
-        """Return the news since the last call, as an encoded tuple.
+        """Return the messages since the last call, as an encoded tuple.
 
         The tuple is empty if no news arrives within WAIT_S.
         """

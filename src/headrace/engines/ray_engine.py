@@ -65,7 +65,7 @@ def connect(address: str) -> None:
 
 
 class RayEngine:
-    """Keeps one actor alive: starts an actor, follows its news, and replaces a dead actor."""
+    """Keeps one actor alive: starts an actor, follows its messages, and replaces a dead actor."""
 
     def __init__(self, config: ModelConfig, load_timeout_s: float) -> None:
         self._config = config
@@ -172,7 +172,7 @@ class RayEngine:
         return _node_and_version(await beginning)
 
     async def _follow_news(self, actor: Any, node: str) -> EngineDown:
-        """Forward the actor's news until the actor gives up or stops answering."""
+        """Forward the actor's messages until the actor gives up or stops answering."""
         while True:
             try:
                 async with asyncio.timeout(_SILENT_S):
@@ -196,7 +196,7 @@ class RayEngine:
                     self.news.put(item.news)
 
     async def _pump(self, actor: Any) -> None:
-        """Send the messages in one call at a time, so that the messages keep their order."""
+        """Send all waiting messages in one call, and wait for its end, to keep their order."""
         from ray.exceptions import RayError
 
         while True:

@@ -103,7 +103,7 @@ class Supervisor:
                 await asyncio.wait([self._task], timeout=_STOP_S)
             if not self._task.done():
                 child.kill()
-        # If the task failed, the error is in the news.
+        # If the task failed, the reader of `news` gets the error.
         await asyncio.wait([self._task])
 
     def _send(self, message: Message) -> None:
@@ -115,7 +115,7 @@ class Supervisor:
             self._child.send(message)
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
-        """End the news. After a failure or a cancel, the reader of the news gets the error."""
+        """End `news`. After a failure or a cancel, the reader of `news` gets the error."""
         cancelled = asyncio.CancelledError("The supervisor was cancelled")
         self.news.end(cancelled if task.cancelled() else task.exception())
 
@@ -207,7 +207,7 @@ class Supervisor:
                     self.news.deliver(message)
                 except STEERING:
                     raise
-                # An error in a callback ends the reader of the news, but not the engine.
+                # An error in a callback ends the task that reads `news`, but not the engine.
                 except BaseException as error:
                     self.news.end(error)
             elif isinstance(message, Status | AdapterRead):

@@ -111,7 +111,7 @@ class EngineLife:
     async def close(self) -> None:
         """End the engine if it runs, and wait for the end of `run`.
 
-        Otherwise, a load that follows at once could count as closed, too.
+        Without this wait, a load that starts right after this call could count as closed too.
         """
         if self._client is not None:
             await self._client.close()

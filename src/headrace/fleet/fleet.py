@@ -286,7 +286,7 @@ class Fleet:
         try:
             task = self._group.create_task(work, name="fleet")
         except RuntimeError:
-            # The group has ended, but HTTP still answers the last requests.
+            # The task group has ended, but the HTTP server still answers the last requests.
             work.close()
             raise _SHUTS_DOWN.with_traceback(None) from None
         self._tasks.add(task)

@@ -93,7 +93,7 @@ class MemoryPolicy(Generic[Ticket]):
         self._queue.pop(ticket, None)
 
     def hold(self, model: str) -> None:
-        """Count a use immediately, without a queued ticket, even if the model is not in memory."""
+        """Count a use of the model immediately, even if the model is not in memory."""
         entry = self._models[model]
         entry.num_uses += 1
         entry.used = next(self._uses)

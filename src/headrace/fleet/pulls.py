@@ -251,7 +251,7 @@ class Pulls:
         try:
             pull.task = self._group.create_task(work, name=f"pull {pull.model}")
         except RuntimeError:
-            # The group has ended, but HTTP still answers the last requests.
+            # The task group has ended, but the HTTP server still answers the last requests.
             work.close()
             pull.settle("stopped")
             raise RequestError("server_shutdown", "The server is shutting down.") from None

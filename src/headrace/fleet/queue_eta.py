@@ -19,7 +19,7 @@ _LEAST_LEFT = 0.25
 
 
 class Waiting(NamedTuple):
-    """The expected computing time of a sequence, in seconds: for the prompt, and for the answer."""
+    """The expected duration of a sequence, in seconds: for the prompt, and for the answer."""
 
     prompt_s: float
     answer_s: float
@@ -123,7 +123,7 @@ class QueueEta:
         self.schedule = Schedule(0.0, iter(()))
         # Prompt tokens per second; 0 until the engine has reported a rate.
         self.tokens_per_s = 0.0
-        # The total and the computed number of tokens, for each prompt in progress.
+        # For each prompt in progress, its number of tokens and how many of them are processed.
         self._prompts: dict[SequenceId, tuple[int, int]] = {}
         # The number of answer tokens so far, for each sequence whose answer has begun.
         self._num_tokens: dict[SequenceId, int] = {}

@@ -83,9 +83,9 @@ async def read_cursor(text: str | None, found: Found, streams: Registry) -> Curs
 
 
 def normalized(cursor: Cursor, num_frames: int) -> Cursor:
-    """Remove the part from the cursor if the part is the last frame of the event.
+    """Drop the cursor's part number if it is the number of the event's last frame.
 
-    Raise RequestError `invalid_cursor` if the event has no such frame.
+    Raise RequestError `invalid_cursor` if the event has no frame with this number.
     """
     seq, part = cursor
     if part is None:

@@ -16,8 +16,8 @@ from headrace_common.config.settings import StreamConfig
 from headrace_common.errors import RequestError
 from headrace_common.messages import Ready
 
-# If --max-num-queued-tokens is unset, the prompts in the queue may take this many seconds to
-# compute.
+# If --max-num-queued-tokens is unset, processing the prompts in the queue may take this many
+# seconds.
 _AUTO_S = 600.0
 # The rate in prompt tokens per second that is assumed until the engine has measured the real rate.
 _UNMEASURED = 500.0

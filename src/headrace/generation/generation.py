@@ -217,7 +217,7 @@ class Generation:
         queue = self.queues.of(host, is_background)
         queue.check(asked, Capacity.of(model.ready), time.monotonic())
         packed = checked.packed
-        # A prompt encoded ahead has no images to fetch.
+        # A prompt that was tokenized in advance has no images to fetch.
         if checked.ahead is None:
             packed = await self.image_fetcher.put(self.work, request.prompts, packed)
             held.resize(len(packed) + len(checked.kept))

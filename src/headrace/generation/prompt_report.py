@@ -40,7 +40,7 @@ def describe(
 
 
 def plan_of(ready: Ready, prompt: PromptIds) -> Plan:
-    """Return how an idle engine would process this prompt at best."""
+    """Return how an idle engine would process this prompt, in as few chunks as possible."""
     boundary, num_tokens = _boundary(ready), len(prompt.token_ids)
     is_cut = boundary == "step" and not ready.is_whole
     longest = (ready.max_step_tokens or num_tokens) if is_cut else None

@@ -259,7 +259,8 @@ class Registry:
         If another request has just taken the idempotency key, the other request's stream is
         returned.
         """
-        # A stream that exists earlier could be claimed as a stream of an earlier server.
+        # A stream that is stored before the streams of an earlier server are claimed could be
+        # mistaken for one of them.
         if not self.has_taken_up.is_set():
             await self.unless_stalled(record, self.has_taken_up.wait())
         replaced: Stored | None = None
@@ -350,8 +351,8 @@ class Registry:
     async def reach(self, found: Found, seq: int) -> int:
         """Wait up to `_LATE_S` until a stream's log has event `seq`, and return the next number.
 
-        A client may have read the event at another server before the store's answer about the
-        event reached the writer. Raises StoreStalled as `unless_stalled` does.
+        The wait is needed because another server can deliver an event before this server learns
+        that the event is stored. Raises StoreStalled as `unless_stalled` does.
         """
         log = found.log
         with contextlib.suppress(TimeoutError):

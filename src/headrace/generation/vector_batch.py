@@ -28,7 +28,7 @@ from headrace_common.messages import Finished, FinishReason, NewSequence, Starte
 from headrace_common.sampling import Pooling, Sampling
 
 # The number of inputs in a window, per sequence that the engine can run at the same time. While
-# the engine computes half of the window, the other half waits.
+# the engine processes half of the window, the other half waits.
 _WINDOWS_PER_PLACE = 2
 
 

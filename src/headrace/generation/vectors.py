@@ -98,7 +98,7 @@ class VectorMaker:
             )
             vectors = await self._run(VectorBatch(work), host)
             outcome, num_tokens = "finished", sum(map(len, inputs)) // 4
-            # If the request fails, the error's answer writes the line.
+            # If the request fails, the code that sends the error logs the request.
             total_ms = round((time.monotonic() - began) * 1000)
             log_request(request.route, outcome, prompt_tokens=num_tokens, total_ms=total_ms)
         except RequestError as error:

@@ -1,8 +1,8 @@
 """Removes texts that some clients insert at the start of their prompts and change each time.
 
 With such a text, the prefix cache could not reuse any earlier prompt. Only the texts in TABLE
-are removed. The removed texts are not moved to the end of the prompt: the next request would
-have the last answer in their position, and that answer would have to be prefilled again.
+are removed. The removed texts are not moved to the end of the prompt, because the last answer
+would then have to be prefilled again in the next request: it would follow other tokens than before.
 Clients that need a text at the end of the prompt put the text there themselves.
 """
 

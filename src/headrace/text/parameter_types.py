@@ -19,7 +19,7 @@ _BY_CLASS: Mapping[type, str] = {
 
 
 def json_type(value: Any) -> str:
-    """Return the JSON type of a value; a number with a fraction or an exponent is no integer."""
+    """Return the JSON type of a value. Numbers with a fraction or exponent are not integers."""
     return _BY_CLASS.get(type(value), "number")
 
 

@@ -178,7 +178,7 @@ function obstacleNow() {
   if (isLocked) return "This server needs a key.";
   if (isSilent(modelOf(choices()))) return "This model cannot write answers.";
   if (!text.trim() && !files.length && !isReading()) return "The message is empty.";
-  if (isStuck()) return "The message above is too long: put it back and shorten it.";
+  if (isStuck()) return "The message above is too long: take it back and shorten it.";
   return isTooLong() ? "The message is too long for the model." : "";
 }
 

@@ -109,7 +109,7 @@ export class MessageView {
       user: () => [button("Edit", edit)],
       tool: () => [button("Edit", () => this.askForResults(acts.before(message), message.results.map(({ text }) => text)).focus())],
       assistant: () => [
-        isTooLong(message) && acts.before(message)?.role === "user" && button("Put it back to shorten it", () => acts.putBack(message)),
+        isTooLong(message) && acts.before(message)?.role === "user" && button("Take your message back to shorten it", () => acts.putBack(message)),
         canGoOn(message) && acts.isLeaf(message) && button("Continue", () => acts.goOn(message)),
         button("Regenerate", () => acts.regenerate(message)),
         regenerateBy(others(message.model ?? message.wanted), (model) => acts.regenerate(message, model)),

@@ -134,8 +134,8 @@ def _of_peft(folder: Path) -> AdapterFiles:
         found = _PEFT_NAME.fullmatch(name)
         if found is None or len(name) > _LONGEST_NAME:
             raise ModelError(
-                f"The adapter {folder.name} has a tensor {_shown(name)}, which is not a factor of "
-                "a linear layer; embeddings, biases and whole modules are not supported."
+                f"The adapter {folder.name} has a tensor {_shown(name)}, which is not a LoRA "
+                "matrix of a linear layer; embeddings, biases and whole modules are not supported."
             )
         pairs.setdefault(found[1], {})[found[2]] = header
     _check_targets(folder, config.get("target_modules"), pairs)
@@ -313,13 +313,13 @@ def _factors(
     if down is None or up is None:
         lost = "A" if down is None else "B"
         raise ModelError(
-            f"The adapter {adapter} lacks factor {lost} of {_shown(module)}; save the adapter "
-            "again."
+            f"The adapter {adapter} lacks the LoRA matrix {lost} of {_shown(module)}; save the "
+            "adapter again."
         )
     is_pair = len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] > 0
     if not is_pair:
         raise ModelError(
-            f"The adapter {adapter} has factors of shapes {list(down.shape)} and "
+            f"The adapter {adapter} has LoRA matrices of shapes {list(down.shape)} and "
             f"{list(up.shape)} at {_shown(module)}; the shapes must be [rank, inputs] and "
             "[outputs, rank]."
         )
@@ -366,7 +366,7 @@ def _of_gguf(path: Path, architecture: str) -> AdapterFiles:
             raise ModelError(f"{path.name} has {tensor.kind} at {_shown(name)}; use F16 or F32.")
         if factor not in ("a", "b") or len(name) > _LONGEST_NAME:
             raise ModelError(
-                f"{path.name} has a tensor {_shown(name)}, which is not a factor of a layer."
+                f"{path.name} has a tensor {_shown(name)}, which is not a LoRA matrix of a layer."
             )
         module = original_name(base, architecture).removesuffix(".weight")
         if ".linear_attn." in module:

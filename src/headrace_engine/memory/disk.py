@@ -49,7 +49,7 @@ class DiskPrefixes:
         """Return the known segment that contains block number `block`, or None.
 
         If several segments contain the block, return the segment that ends last. The segment ends
-        before the sequence's last token, so at least one token remains to compute.
+        before the sequence's last token, so at least one token remains to process.
         """
         if not self._firsts:
             return None

@@ -79,7 +79,7 @@ class Memory:
         return NameChain(self.layout.block_size, salt, marks)
 
     def match(self, token_ids: "array[int]", chain: NameChain) -> Match:
-        """Return the longest cached prefix that leaves at least one token to compute."""
+        """Return the longest cached prefix that leaves at least one token to process."""
         if not self.layout.num_blocks:
             return NO_MATCH
         found = self._found(token_ids, chain)

@@ -15,7 +15,7 @@ from headrace_engine.memory.prefix import NameChain
 class FullBlocks:
     """Describes consecutive full blocks of a prefix, from block number `first` on.
 
-    All tokens of these blocks are computed and known.
+    All tokens of these blocks are processed and known.
     """
 
     # The names of these blocks are already computed.

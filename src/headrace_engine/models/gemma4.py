@@ -150,7 +150,7 @@ class Gemma4Experts(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.empty(experts.num))
 
     def forward(self, x: Tensor, normed: Tensor) -> Tensor:
-        """Choose the experts by x, and compute them on `normed`."""
+        """Choose the experts by x, and apply them to `normed`."""
         scores = self.mlp.router(self.norm(x) * self.scale * x.shape[1] ** -0.5)
         return self.mlp(normed, BARE, scores, self.per_expert_scale)
 

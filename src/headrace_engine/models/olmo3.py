@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with windows on three of four layers; only the other layers stretch their rope."""
+"""OLMo 3: OLMo 2 with windows on three of four layers; rope scaling only on the other layers."""
 
 from typing import Any
 

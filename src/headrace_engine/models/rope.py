@@ -1,4 +1,4 @@
-"""Computes the frequencies of rotary positions, plain or stretched to a longer context."""
+"""Computes the frequencies of rotary positions, plain or scaled to a longer context."""
 
 import math
 
@@ -49,7 +49,7 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, plain: Tensor, dim: int) -> Tensor:
-    """Stretch as `_llama3` does, but blend by the pair's index (Peng et al., 2023, 3.2)."""
+    """Scale as `_llama3` does, but blend by the pair's index (Peng et al., 2023, 3.2)."""
 
     def pair_with(rotations: float) -> float:
         """Return the fractional index of the pair that makes `rotations` full rotations.

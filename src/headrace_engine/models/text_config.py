@@ -22,10 +22,10 @@ Windows = tuple[int | None, ...]
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """Settings of rotary positions: the base, and how a context is stretched."""
+    """Settings of rotary positions: the base, and how they are scaled to a longer context."""
 
     theta: float
-    # The context length before stretching.
+    # The context length before scaling.
     original_positions: int
     kind: str = "default"
     factor: float = 1.0

@@ -17,8 +17,9 @@ from headrace_engine.memory.prefix import NameChain
 
 # How long the end of a prompt waits for more blocks, in seconds.
 DELAY_S = 0.5
-# A shorter prefix is not written, because computing it again takes little time. The prefix waits
-# for more blocks of its sequence. A later prompt that continues the prefix offers its blocks again.
+# A shorter prefix is not written, because processing its tokens again takes little time. The prefix
+# waits for more blocks of its sequence. A later prompt that continues the prefix offers its blocks
+# again.
 MIN_TOKENS = 256
 # If more segments than this are growing, the oldest is dropped.
 MAX_GROWING = 64

@@ -116,7 +116,7 @@ class SegmentReader:
     """Reads one segment after another.
 
     A segment that could not be read is removed from the list of segments on disk. So the segment is
-    written again after its blocks are computed.
+    written again after its tokens are processed.
     """
 
     def __init__(self, site: DiskSite, warnings: OneTimeWarnings) -> None:

@@ -123,7 +123,7 @@ def load_runner(config: ModelConfig, folder: Path) -> tuple[Runner, Ready]:
 
 
 def warm(runner: Runner, layout: MemoryLayout) -> None:
-    """Compute a few steps, so that all kernels are compiled before the first request."""
+    """Run a few steps, so that all kernels are compiled before the first request."""
     tell(WARMING)
     for _ in one_round(runner, layout):
         pass

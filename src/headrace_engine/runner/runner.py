@@ -1,4 +1,4 @@
-"""Executes plans: computes chunks, draws tokens and keeps the tokens of each sequence."""
+"""Executes plans: processes chunks, draws tokens and keeps the tokens of each sequence."""
 
 import functools
 import time
@@ -105,7 +105,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "PendingStep":
-        """Compute the chunks of a plan.
+        """Process the chunks of a plan.
 
         Raises MemoryError, here or from `PendingStep.result`, if the device is out of memory.
         """
@@ -231,7 +231,7 @@ class Runner:
         """Draw for each sequence, chunk by chunk.
 
         Choices of one prompt draw from the same row. A chunk with a guess of n tokens has n + 1
-        rows: row i, counted from 0, was computed after the first i tokens of the guess. The
+        rows: row i, counted from 0, follows the first i tokens of the guess. The
         output layer computes all rows together. Each sequence draws from row 0, and continues
         with the next row while the drawn token equals the guessed token.
         """
@@ -282,7 +282,7 @@ class Runner:
 
 
 class PendingStep:
-    """A plan whose chunks are being computed; `result` draws the tokens."""
+    """A plan whose chunks are being processed; `result` draws the tokens."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ _TRIALS = ((4, 1), (16, 1), (64, 8, 1))
 The prompt chunks have four different sizes, so that the trials use every kernel.
 """
 # For each trial of a draft model: the length of the context, and how many tokens are processed
-# and chosen. The context is not computed, because the time does not depend on the cache's values.
+# and chosen. The context is not processed, because the time does not depend on the cache's values.
 _DRAFTS = ((0, 1, 1), (0, 1, 4), (0, 2, 8), (0, 64, 1), (448, 64, 1), (448, 1, 4))
 _NUM_DRAFT_ROUNDS = 3
 _NUM_ROUNDS = 4
@@ -39,7 +39,7 @@ _SOURCES = (16, 48, 144)
 _ID = SequenceId(-1)
 
 Timed = tuple[tuple[int, int], float]
-"""The number of tokens computed earlier, the number of new tokens, and the seconds of the step."""
+"""The number of tokens processed earlier, the number of new tokens, and the seconds of the step."""
 
 
 def one_round(runner: Runner, layout: MemoryLayout) -> Iterator[Timed]:

@@ -38,7 +38,7 @@ QUARANTINE, WHOLE, SPAN = "quarantine", "whole", "span"
 # Causes of a missed stall target. In a step with one of these causes, streams get no token.
 WITHOUT_STREAMS = (QUARANTINE, WHOLE)
 UNMEASURED_TOKENS_PER_S = 500.0
-# A chunk also computes the rest of its prompt if the rest is at most 1/TAIL of the chunk's length.
+# A chunk also has the rest of its prompt if the rest is at most 1/TAIL of the chunk's length.
 TAIL = 8
 
 
@@ -59,7 +59,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_step_s: float | None = None
     # Prompts always get at least this fraction of the time of the decode chunks.
     prompt_share: float = 0.25
-    # Whether the lane (the way of running this kind of model) computes each chunk of a step in a
+    # Whether the lane (the way of running this kind of model) processes each chunk of a step in a
     # separate forward pass.
     forward_per_chunk: bool = False
     # Whether prompts are never split, because the lane cannot continue from a cache.
@@ -121,9 +121,9 @@ class Room:
     """Holds the tokens and seconds that one step has left for prompts.
 
     `seconds` is None if the step has no target. A chunk takes time to read its context (the
-    tokens already computed), even if few tokens are new. After a very long context, even one
-    token can cost more than the room of a step. In this case, several steps leave their room
-    unused. The unused seconds add up in `TimeBudget.saved_s` until the sum pays for one larger
+    tokens already processed), even if few tokens are new. After a very long context, even one
+    token can take longer than a step has left. In this case, several steps leave their seconds
+    unused. The unused seconds add up in `TimeBudget.saved_s` until the sum covers one larger
     chunk.
     """
 
@@ -151,7 +151,7 @@ class Room:
         return self.tokens > 0 and (self.seconds is None or self.seconds > 0)
 
     def largest_chunk(self, context: int, wanted: int, is_first: bool) -> int:
-        """Return how many of `wanted` tokens fit after `context` computed tokens; 0 if none fits.
+        """Return how many of `wanted` tokens fit after `context` processed tokens; 0 if none fits.
 
         The first prompt of a step gets at least one token, or the step saves its room for a later
         chunk. So every prompt advances sooner or later, even after a very long context.
@@ -197,7 +197,7 @@ class Room:
                 return
 
     def _unit_from_savings(self, seconds: float, work: EncoderInput, piece: EncoderPiece) -> int:
-        """Add this step's room to the saved seconds; return 1 once they pay for a unit, else 0."""
+        """Add `seconds` to `saved_s`; return 1 if that covers one encoder unit, otherwise 0."""
         unit = piece._replace(end=piece.start + 1)
         self._budget.saved_s += seconds
         if self.is_awaited and self._budget.saved_s < self._budget.seconds_of_piece(work, unit):
@@ -241,7 +241,7 @@ class Room:
         return several > length * ceil(price / self.seconds)
 
     def _chunk_from_savings(self, context: int, wanted: int) -> int:
-        """Add this step's room to the saved seconds; return the chunk length they pay for, or 0."""
+        """Add this step's seconds to `saved_s`; return the length of a chunk it covers, or 0."""
         assert self.seconds is not None
         price, several = self._chunk_to_save_for(context, wanted)
         self._budget.saved_s += self.seconds
@@ -291,7 +291,7 @@ class TimeBudget:
         self.rows = RowTimes() if limits.max_guess else None
         # How many steps missed the stall target, by cause.
         self.missed: Counter[str] = Counter()
-        # Seconds saved for a chunk that does not fit the room of any single step.
+        # Seconds saved for a chunk that takes longer than any single step has left for it.
         self.saved_s = 0.0
         # For how many seconds, until now, prompts have had only the guaranteed share of each step.
         self.starved_s = 0.0
@@ -433,7 +433,7 @@ class TimeBudget:
         """Return the room that the decode chunks in `decoding` leave for prompts.
 
         `is_awaited` says whether a stream waits for the step. The first prompt has `context`
-        computed tokens. `part` is the fraction of the target that the step may use. If `can_save`
+        processed tokens. `part` is the fraction of the target that the step may use. If `can_save`
         is true, the step may leave its room unused to save for a larger chunk.
         """
         tokens = max(1, self._max_tokens - decoding.num_new)
@@ -468,7 +468,7 @@ class TimeBudget:
     def _choose_target(self, coefficients: Coefficients, context: int) -> None:
         """Raise the default stall target if shorter steps would process prompts much more slowly.
 
-        Each step first computes its decode chunks and reads the prompt's context again. So the
+        Each step first processes its decode chunks and reads the prompt's context again. So the
         shorter a step, the smaller is the part of its time in which prompts advance.
         """
         assert self._limits.max_stall_s is not None

@@ -108,7 +108,7 @@ class InFlight:
         lease, block_size = sequence.lease, self._memory.layout.block_size
         assert lease is not None
 
-        # 1. Count the chunk's tokens and the correct guesses as computed.
+        # 1. Count the chunk's tokens and the correct guesses as processed.
         end = chunk.start + chunk.length - len(chunk.guess)
         if chunk.guess:
             end += self._commit_guess(sequence, chunk, result.drawn[0])
@@ -153,10 +153,10 @@ class InFlight:
                 self._table.close_if_over(computed)
 
     def _commit_guess(self, sequence: Sequence, chunk: Chunk, drawn: Drawn) -> int:
-        """Return how many guessed tokens were correct; wrong guesses do not count as computed.
+        """Return how many guessed tokens were correct; wrong guesses do not count as processed.
 
         If a wrong guess changed a recurrent state, the state from before the chunk is restored.
-        In this case, the chunk's known tokens and the correct guesses have to be computed again.
+        In this case, the chunk's known tokens and the correct guesses have to be processed again.
         """
         num_right = max(0, len(drawn.token_ids) - 1)
         num_to_recompute = 0
@@ -175,7 +175,7 @@ class InFlight:
     def _report(self, sequence: Sequence, start: int, result: ChunkResult) -> None:
         """Report the prompt's progress, unless this progress was reported before a preemption.
 
-        `start` is the index of the first token in the computed chunk.
+        `start` is the index of the first token in the processed chunk.
         """
         processed = sequence.num_processed
         if processed <= sequence.num_reported:

@@ -37,7 +37,7 @@ RIDGE = 1e-9
 class StepShape:
     """Holds sums over a step's chunks, from which the step's time is predicted.
 
-    For each chunk, L is the number of tokens already computed and x is the number of new tokens.
+    For each chunk, L is the number of tokens already processed and x is the number of new tokens.
     """
 
     num_forwards: int = 0
@@ -71,7 +71,7 @@ class StepShape:
     def decode(self, num_chunks: int, num_context: int, forward_per_chunk: bool) -> None:
         """Count `num_chunks` decode chunks of one token each, before any other chunk is added.
 
-        `num_context` is the sum of the chunks' contexts, the tokens already computed.
+        `num_context` is the sum of the chunks' contexts, the tokens already processed.
         """
         self.num_forwards = num_chunks if forward_per_chunk else 1
         self.num_context = num_context
@@ -90,10 +90,11 @@ class StepShape:
         self.num_pairs += 2 * (context + new) + 1
 
     def draft(self, context: int, num_read: int, num_chosen: int) -> None:
-        """Let the draft model process `num_read` tokens after `context`, then choose tokens.
+        """Count a draft: the draft model processes `num_read` tokens, then chooses `num_chosen`.
 
-        Each chosen token but the first takes another forward pass, in which all sequences take
-        part. Every token counts as a prompt token, so that the cost model has one kind of step.
+        `context` tokens precede them. Each chosen token but the first takes another forward pass,
+        which all sequences share. Every token counts as a prompt token, so that the cost model
+        has one kind of step.
         """
         if self.drafted is None:
             self.drafted = StepShape()
@@ -154,7 +155,7 @@ class Coefficients:
     ) -> float:
         """Return how long a step must be to process a prompt at `fraction` of the best rate.
 
-        The step computes other chunks for `before` seconds, and x tokens of the prompt after
+        The step processes other chunks for `before` seconds, and x tokens of the prompt after
         `context` tokens. So the step takes t(x) = before + g·L + (b + 2·a·L)·x + a·x² seconds, and
         its rate is x / t(x). The best rate is the largest rate for any x up to `max_tokens`.
         """
@@ -263,7 +264,7 @@ class CostModel:
         self._hope = max(LEAST_HOPE, self._hope * (1 - FORGET))
 
     def largest_foreseen(self, context: int) -> int:
-        """Return the maximum length of a chunk after `context` computed tokens.
+        """Return the maximum length of a chunk after `context` processed tokens.
 
         The model extrapolates to at most four times the token pairs of any timed step. Short
         contexts say nothing about long contexts: after 100,000 tokens, one token can cost a

@@ -1,4 +1,4 @@
-"""Chooses how many guessed tokens a step computes, to maximize the tokens per second."""
+"""Chooses how many guessed tokens a step processes, to maximize the tokens per second."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -103,7 +103,7 @@ class Guessing:
 
         The limit is 0 if the sequence is suspected of having made a step fail, and while another
         launched step includes the sequence. A chunk with guesses never ends where a snapshot is
-        due. The chunk computes `num_to_recompute` tokens again, which lower the limit.
+        due. The chunk processes `num_to_recompute` tokens again, which lower the limit.
         """
         most = self._limits.max_guess - num_to_recompute
         most = min(most, sequence.max_total - sequence.num_tokens - 1)
@@ -158,7 +158,7 @@ class Guessing:
 def _in_draft_model(
     step: PlannedStep, decoders: list[Sequence], guesses: list[Guess], counts: list[int]
 ) -> StepShape | None:
-    """Return what the draft model computes to choose `counts` tokens of each sequence."""
+    """Return the work of the draft model to choose `counts` tokens of each sequence."""
     shape = StepShape()
     for chunk, sequence, guess, count in zip(step.chunks, decoders, guesses, counts, strict=True):
         if count and guess.is_drafted:

@@ -1,8 +1,8 @@
-"""Chooses which chunks each step computes: first the decode chunks, then prompts by due time.
+"""Chooses which chunks each step processes: first the decode chunks, then prompts by due time.
 
 `Planner.plan` tries the kinds of step in the order of `_kinds_in_order`. The shared step is for
 all sequences except suspects and background sequences. A background step is planned only if no
-other step has anything to compute. A suspect (a sequence of a failed step) gets a separate step,
+other step has anything to process. A suspect (a sequence of a failed step) gets a separate step,
 and so does an encoder input that cannot be split. Shared steps alternate with these separate
 steps, so that streams do not stall for long. `_fill` gives the chosen sequences their chunks, and
 `_add_prompt` advances one prompt.
@@ -382,7 +382,7 @@ class Planner:
         """Advance one prompt; return False if the step takes no further prompt.
 
         The first possible kind of work is chosen: load blocks that were read from disk, encode a
-        piece of an input, or compute a chunk of tokens. A waiting sequence leases memory only if
+        piece of an input, or process a chunk of tokens. A waiting sequence leases memory only if
         the step has work for the sequence.
         """
         match, context = None, sequence.num_planned
@@ -476,7 +476,7 @@ class Planner:
         """Return how many of the wanted tokens the room allows; 0 if no token fits.
 
         A chunk never ends inside an unbreakable span, such as the tokens of an image. A span that
-        does not fit into the room is computed whole, as the first prompt chunk of a step.
+        does not fit into the room is processed whole, as the first prompt chunk of a step.
         """
         is_first = not step.has_prompt_work
         span = sequence.span_around(context + 0.5)
@@ -510,7 +510,7 @@ class Planner:
         return False
 
     def _wanted(self, sequence: Sequence, context: int) -> int:
-        """Return how many tokens one chunk may compute next.
+        """Return how many tokens the next chunk may have.
 
         The chunk ends at the end of the prompt, or earlier, at a token where a snapshot or an
         encoder input is due.

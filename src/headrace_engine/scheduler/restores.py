@@ -2,8 +2,8 @@
 
 While a prompt waits or is partly processed, its next segments are read from disk in the
 background. A segment is a number of consecutive blocks in one file. A step loads a segment into
-memory after the segment has arrived. Steps never wait for a read: a segment that is late, missing
-or damaged is computed instead.
+memory after the segment has arrived. Steps never wait for a read: if a segment is late, missing or
+damaged, its tokens are processed instead.
 """
 
 from collections import Counter, deque
@@ -27,8 +27,8 @@ AHEAD_BYTES = 96 << 20
 LOAD_BYTES = 64 << 20
 # In a step that streams wait for, loads may take this fraction of the stall target.
 COPY_SHARE = 0.25
-# The bounds of the wait for a segment. Within these bounds, a prompt waits as long as computing
-# the segment would take.
+# The bounds of the wait for a segment. Within these bounds, a prompt waits as long as processing
+# the segment's tokens would take.
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 # A restore is given up if no plan has asked for the restore for this many seconds.
 IDLE_S = 0.5
@@ -48,7 +48,7 @@ class Read:
     start: int
     end: int
     num_bytes: int
-    # The predicted seconds of computing the tokens [start, end).
+    # The predicted seconds of processing the tokens [start, end).
     computing_s: float
     answer: SegmentRead | None = None
 
@@ -63,7 +63,7 @@ class Read:
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """Holds the reads of one prompt in order, starting at the first token that is not computed."""
+    """Holds the reads of one prompt in order, starting at the first unprocessed token."""
 
     sequence: Sequence
     # The time at which the wait for the first read started.
@@ -115,11 +115,11 @@ class Restores:
         self._paused_until = 0.0
         # The number of the last read that was late; -1 if there was none.
         self._late = -1
-        # The last sequence that was not restored because reading would take longer than computing.
+        # The last sequence that was not restored because reading would take longer than processing.
         self._slow_for: SequenceId | None = None
         # Counts loaded segments, loaded tokens, bytes read and bytes written.
         self.hits = Counter[str]()
-        # Counts segments that had to be computed, by reason.
+        # Counts segments whose tokens had to be processed again, by reason.
         self.misses = Counter[str]()
 
     @property
@@ -161,7 +161,7 @@ class Restores:
             self._num_bytes -= read.num_bytes
 
     def at(self, sequence: Sequence, context: int, now: float) -> Restore | None:
-        """Return the restore for the tokens after `context`; None if the tokens must be computed.
+        """Return the restore for the tokens after `context`; None if the tokens must be processed.
 
         A restore with a pending read is also returned, so that the prompt waits for the read.
         """

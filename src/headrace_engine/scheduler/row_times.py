@@ -17,7 +17,7 @@ _UNSEEN = 0.04
 class RowTimes:
     """Records the seconds of steps with only decode chunks, by number of chunks and of rows.
 
-    Each token that a step computes is a row. Old times are forgotten, because the context or the
+    Each token that a step processes is a row. Old times are forgotten, because the context or the
     machine's speed may have changed.
     """
 

@@ -52,7 +52,7 @@ class DueEncoding(NamedTuple):
 
 
 class SequenceStatus(enum.Enum):
-    """Says whether a sequence holds memory. The numbers of the sequence say everything else."""
+    """Says whether a sequence holds memory. All other state is in the sequence's fields."""
 
     # The sequence holds no memory.
     WAITING = "waiting"
@@ -107,7 +107,7 @@ class Sequence:
     num_guessed: int = 0
     # Whether the draft model chooses these guessed tokens.
     is_drafted: bool = False
-    # How many tokens to compute again, because a wrong guess reset the recurrent state.
+    # How many tokens to process again, because a wrong guess reset the recurrent state.
     num_to_recompute: int = 0
     # The draft model's cache will have tokens [0, num_draft_read) after all launched plans.
     num_draft_read: int = 0
@@ -118,7 +118,7 @@ class Sequence:
     num_reported: int = -1
     # How many launched plans name the sequence.
     num_in_flight: int = 0
-    # For a suspect of a failed step, the number of computed tokens that clears the suspect.
+    # For a suspect of a failed step, the number of processed tokens that clears the suspect.
     clears_at: int | None = None
     lease: Lease | None = None
     inputs: PromptInputs = NO_INPUTS
@@ -159,7 +159,7 @@ class Sequence:
             # The number of correct guesses is not known yet.
             return 0
         if self.num_pending and num_known >= self.max_total:
-            # The sequence's last token is being drawn, and need not be computed.
+            # The sequence's last token is being drawn, and need not be processed.
             return 0
         return num_known - self.num_planned
 
@@ -207,7 +207,7 @@ class Sequence:
 
     @property
     def num_processed(self) -> int:
-        """Return how many of the `num_shown` prompt tokens are computed."""
+        """Return how many of the `num_shown` prompt tokens are processed."""
         source = [work for work in self.inputs.works if work.is_source]
         if not source:
             return min(self.num_computed, self.num_prompt)
@@ -233,7 +233,7 @@ class Sequence:
         return None
 
     def join(self, family: "Family", alone: bool) -> None:
-        """Join the choices of a prompt; if `alone` is true, do not wait for the leader."""
+        """Join the other choices of the prompt. With `alone`, process the prompt separately."""
         # The choices that do not wait may start before the leader, so each of them reports.
         self.is_reporter = alone or family.leader is self
         self.family = None if alone else family
@@ -248,7 +248,7 @@ class Sequence:
         self.due = due_time(self.arrival, patience, alone, self.priority)
 
     def suspect(self, clears_at: int) -> None:
-        """Make the sequence a suspect until the first `clears_at` tokens are computed."""
+        """Make the sequence a suspect until the first `clears_at` tokens are processed."""
         self.clears_at = max(clears_at, self.clears_at or 0)
 
     def clear(self) -> None:
@@ -322,7 +322,7 @@ class Sequence:
         self.num_guessed, self.is_drafted = num_guessed, is_drafted
 
     def take_num_to_recompute(self) -> int:
-        """Return how many tokens to compute again after a wrong guess, and reset that number."""
+        """Return how many tokens to process again after a wrong guess, and reset that number."""
         num_to_recompute, self.num_to_recompute = self.num_to_recompute, 0
         return num_to_recompute
 
@@ -332,7 +332,7 @@ class Sequence:
         self.num_units_computed += num_units
 
     def commit_guess(self, num_right: int, num_to_recompute: int) -> None:
-        """Count the correct guesses; `num_to_recompute` tokens have to be computed again."""
+        """Count the correct guesses; `num_to_recompute` tokens have to be processed again."""
         if self.is_drafted and self.draft_chance is not None:
             # The draft model has not processed the last token that it chose.
             self.num_draft_read += min(num_right, self.num_guessed - 1)
@@ -341,7 +341,7 @@ class Sequence:
         self.num_planned += num_right
 
     def commit_tokens(self, end: int) -> None:
-        """Count the tokens up to `end` as computed."""
+        """Count the tokens up to `end` as processed."""
         self.num_in_flight -= 1
         self.num_computed = end
 
@@ -373,7 +373,7 @@ class Sequence:
         self.num_in_flight = 0
 
     def rewind(self) -> None:
-        """Let the sequence wait again: keep every token, but count no token as computed."""
+        """Let the sequence wait again: keep every token, but count no token as processed."""
         # A failed step may have lost the leader's report, and the leader may start later.
         self.is_reporter |= self.num_reported < 0
         self.status, self.lease = SequenceStatus.WAITING, None

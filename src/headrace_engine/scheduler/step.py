@@ -221,7 +221,7 @@ class PlannedStep:
         self.is_exclusive = work.is_whole
 
     def load(self, sequence: Sequence, end: int, segments: list[LoadedSegment]) -> None:
-        """Advance a sequence to token `end` by loading blocks instead of computing tokens."""
+        """Advance a sequence to token `end` by loading blocks instead of processing tokens."""
         start, lease = sequence.num_planned, sequence.held
         sequence.skip_to(end)
         self.loads.append(Load(sequence.id, start, end, tuple(segments), lease.slot_id))

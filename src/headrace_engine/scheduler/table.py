@@ -71,7 +71,7 @@ class Quarantine:
     If a step raises an exception or kills the engine, any sequence of the step may be to blame.
     So all sequences of the step become suspects. Suspects run alone, one at a time, in every
     other step. The steps between are for all other sequences, so that streams continue. A suspect
-    is cleared once it has computed the tokens that the failed step should have computed. A
+    is cleared once it has processed the tokens that the failed step should have processed. A
     suspect that fails alone is to blame and ends with an error. If MAX_FAILED_ALONE suspects fail
     alone without a successful step between the failures, the engine itself is to blame.
     """
@@ -104,7 +104,7 @@ class Quarantine:
         self._is_next = not alone
 
     def suspect(self, sequence: Sequence, clears_at: int) -> None:
-        """Make a sequence a suspect until its first `clears_at` tokens are computed."""
+        """Make a sequence a suspect until its first `clears_at` tokens are processed."""
         sequence.suspect(clears_at)
         self.suspects.add(sequence)
 

@@ -105,7 +105,7 @@ def test_an_encoder_decoder_whose_experts_skip_tokens_is_refused(
     architecture: str, model_type: str
 ) -> None:
     config = CONFIG_MAPPING[model_type]().to_dict()
-    assert "limits how many tokens each expert computes" in refusal(spec(architecture, **config))
+    assert "limits how many tokens each expert processes" in refusal(spec(architecture, **config))
 
 
 def test_the_refusal_of_a_folder_does_not_show_its_path() -> None:

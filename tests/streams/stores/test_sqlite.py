@@ -149,7 +149,7 @@ async def test_a_live_stream_whose_record_means_nothing_is_set_aside_at_start(
             assert [stored.record.id for stored in await store.unfinished()] == [B]
             totals = await store.sweep(Retention(), 0)
             assert (totals.num_live, totals.num_streams) == (1, 2)
-    assert "row 1 is set aside: its record" in caplog.text
+    assert "row 1 is damaged and was ended: its record" in caplog.text
 
 
 async def test_a_database_that_cannot_be_read_is_a_stalled_store(tmp_path: Path) -> None:

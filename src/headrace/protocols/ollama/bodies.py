@@ -304,7 +304,7 @@ class OllamaGenerate(_OllamaDialect):
     shape = staticmethod(answers.as_response)
 
     def read(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of chat or completions, after every check that needs no model."""
+        """Check the body without a model; return it as fields of OpenAI's chat or completions."""
         own = read_known(self.TABLE, self.REQUIRED, body)
         prompt = own.get("prompt", "")
         if prompt and (own.get("raw") or own.get("suffix")):

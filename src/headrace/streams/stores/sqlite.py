@@ -168,7 +168,7 @@ class SqliteStore(Unshared):
         self._reported.add(unsound.row)
         if unsound.reason:
             logger.warning(
-                "The stream in row %d is set aside: %s",
+                "The stream in row %d is damaged and was ended: %s",
                 *(unsound.row, unsound.reason),
             )
 

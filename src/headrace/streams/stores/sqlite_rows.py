@@ -138,7 +138,7 @@ def find_family(db: sqlite3.Connection, name: ByConversation) -> list[Row | LogU
 def claim_unfinished(db: sqlite3.Connection) -> list[Row | LogUnsound]:
     """Read all live streams completely and claim the undamaged streams.
 
-    Damaged streams are set aside, which ends the streams.
+    Damaged streams are ended with `set_aside`.
     """
     found = [_read_through(db, row) for row in _select(db, "ended_at IS NULL")]
     set_aside(db, [row for row in found if isinstance(row, LogUnsound)])
@@ -207,7 +207,7 @@ def touch(db: sqlite3.Connection, read_at: dict[int, float]) -> None:
 
 
 def kept(db: sqlite3.Connection) -> list[Kept]:
-    """Return all streams, without altered streams that have not been set aside yet."""
+    """Return all streams but those with damage that `set_aside` has not handled yet."""
     rows = db.execute(f"SELECT {_SEALED}, checksum, CAST(read_at AS REAL) FROM streams")
     return [
         Kept(row[1], row[7], row[10], row[8])
@@ -299,7 +299,7 @@ def _row(*columns: Any) -> Row | LogUnsound:
     names = record.names if record else None
     if seal == SET_ASIDE:
         known_owner = owner if isinstance(owner, str) else None
-        # The damage was reported when the stream was set aside.
+        # The damage was reported when `set_aside` ended the stream.
         return LogUnsound(n, stream_id, "", known_owner, conversation)
     if seal != checksum(*sealed):
         if record and names:

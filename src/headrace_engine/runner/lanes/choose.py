@@ -146,7 +146,7 @@ def _source_objection(spec: ModelSpec) -> str | None:
     # Switch Transformers and NLLB-MoE: an answer would depend on how tokens are batched into steps.
     if "expert_capacity" in spec.config:
         return (
-            f"{spec.architecture} limits how many tokens each expert computes in a forward pass, "
+            f"{spec.architecture} limits how many tokens each expert processes in a forward pass, "
             "which Headrace does not support; use a model without experts, such as FLAN-T5."
         )
     return None

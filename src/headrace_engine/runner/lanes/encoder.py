@@ -114,7 +114,7 @@ class GenericEncoder:
 
 
 def _similar_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Group prompts of similar lengths, so that little is computed for padding."""
+    """Group prompts of similar lengths, so that little padding is processed."""
     group: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if group and lengths[i] > max(_SMALL, _MAX_PADDING * lengths[group[0]]):

@@ -344,7 +344,7 @@ class BlockCaches:
     def _check(self, reference: Callable[["array[int]"], Tensor]) -> float:
         """Return the largest error of a packed forward, as a fraction of the largest logit.
 
-        The model first computes two short sequences one by one with its own attention. Afterwards
+        The model first processes two short sequences one by one with its own attention. Afterwards
         both sequences run packed, cut into chunks, over shuffled blocks. A wrong mask, position
         or block causes wrong logits. Raises BlocksUnsupported if rounding cannot explain the
         error.

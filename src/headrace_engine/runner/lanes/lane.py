@@ -93,7 +93,7 @@ class Lane(Protocol):
         """Allocate the memory that the layout describes."""
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        """Compute the chunks; return each chunk's last `num_rows` rows, in order, for `logits`."""
+        """Process the chunks; return each chunk's last `num_rows` rows, in order, for `logits`."""
 
     def logits(self, rows: Tensor) -> Tensor:
         """Return float32 logits [rows, vocab], or a classifier's scores, for rows from `forward`.

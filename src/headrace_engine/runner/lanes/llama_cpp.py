@@ -1,4 +1,4 @@
-"""Runs GGUF files with llama.cpp, which computes the batches that Headrace's scheduler plans.
+"""Runs GGUF files with llama.cpp, which processes the batches that Headrace's scheduler plans.
 
 llama.cpp's cache is one pool of cells. A cell belongs to one or more sequences, so copying a
 sequence takes no memory. The scheduler counts memory in blocks; SequenceMap maps blocks to
@@ -147,7 +147,7 @@ class LlamaCpp:
         if self._sequence_map is not None:
             self._sequence_map.next_step()
         pieces = []
-        # `assign` may also compute tokens.
+        # `assign` may also process tokens.
         try:
             for chunk, ids in zip(chunks, token_ids, strict=True):
                 if self._sequence_map is None:
@@ -206,7 +206,7 @@ class ChunkTokens(NamedTuple):
 
 
 class DecodingContext:
-    """A llama.cpp context, which has a cache and computes batches."""
+    """A llama.cpp context, which has a cache and processes batches."""
 
     def __init__(
         self,

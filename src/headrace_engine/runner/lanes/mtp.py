@@ -78,9 +78,9 @@ class MtpLane:
             self._storage.copy_block(each.source, each.target)
 
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"]) -> Tensor:
-        """Compute the chunks; return the hidden state of the last token of each chunk with a row.
+        """Process the chunks; return the hidden state of the last token of each chunk with a row.
 
-        This hidden state replaces the model's own until the model has computed the token.
+        This hidden state replaces the model's own until the model has processed the token.
         """
         hidden = [
             self.past(chunk.sequence_id).get(chunk.start - 1, chunk.start + chunk.length - 1)
@@ -95,7 +95,7 @@ class MtpLane:
     def read(
         self, chunks: Sequence[Chunk], token_ids: Sequence["array[int]"], hidden: Tensor
     ) -> Tensor:
-        """Compute the chunks; `hidden` has the hidden state of the position before each token."""
+        """Process the chunks; `hidden` has the hidden state of the position before each token."""
         batch = pack(chunks, token_ids, self._storage.block_size, self.device)
         embedded = self._served.embed(batch.token_ids)
         out: Tensor = self._model(embedded, hidden, self._attention.step(batch))

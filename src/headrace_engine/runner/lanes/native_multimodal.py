@@ -31,7 +31,7 @@ class _SequenceImages:
     works: tuple[EncoderInput, ...]
     positions: Tensor  # int64 [3, tokens]
     # The features of each image, by the index of the image. An entry is removed once the image's
-    # last placeholder is computed.
+    # last placeholder is processed.
     features: dict[int, Tensor] = field(default_factory=dict)
     state: TowerState | None = None
 
@@ -134,7 +134,7 @@ class NativeMultimodal(NativeText):
                     yield first + start - chunk.start, rows
 
     def _forget(self, chunks: Sequence[Chunk]) -> None:
-        """Drop the features of images whose last placeholder has been computed."""
+        """Drop the features of images whose last placeholder has been processed."""
         for chunk in chunks:
             if (images := self._images.get(chunk.sequence_id)) is not None:
                 for number, work in enumerate(images.works):

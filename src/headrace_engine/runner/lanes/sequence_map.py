@@ -37,7 +37,7 @@ class SequenceMap:
     The scheduler tracks blocks, and llama.cpp tracks sequences of cells. So this class records
     the blocks of each sequence. When a block is overwritten, every other sequence with this block
     is cut off before the block. When no sequence is free, the least recently used sequence is
-    removed. If a later chunk needs the prefix of a removed sequence, the prefix is computed
+    removed. If a later chunk needs the prefix of a removed sequence, the prefix is processed
     again. For this purpose, the tokens of every block are kept.
     """
 
@@ -98,7 +98,7 @@ class SequenceMap:
         """Return a sequence with exactly the first `num_tokens` tokens of these blocks.
 
         The first choice is a sequence of exactly this length that no other chunk of the step
-        uses. The second choice is a copy of a longer sequence. Otherwise the tokens are computed
+        uses. The second choice is a copy of a longer sequence. Otherwise the tokens are processed
         again.
         """
         if not blocks:

@@ -52,7 +52,7 @@ def draw_guessed(
 ) -> Drawn:
     """Continue after the draw from the first row, as long as drawn tokens equal the guess.
 
-    Each later row was computed after one more guessed token. So a row is valid for this sequence
+    Each later row follows one more guessed token. So a row is valid for this sequence
     if all tokens drawn from earlier rows equal the guess.
     """
     for row, token_id in enumerate(guess, 1):
