@@ -4,9 +4,9 @@ A block is stored in words of 4 bytes. A word holds four int8 numbers, two bfloa
 float32 number. Keys are [dim, positions] and values are [positions, dim]. A word of bfloat16 joins
 two neighbours along the first dimension. So a vector of words holds 16 positions of the keys or 16
 columns of the values. With int8, the same 64 bytes hold 16 neighbours along the last dimension,
-then their neighbours along the first dimension, and so on, because contiguous bytes are the fastest
-to widen. Keys and values are multiplied in the same way as packed weights, so no sum runs across
-the lanes of a vector.
+then the next 16 along the first dimension, and so on. Contiguous bytes are the fastest to widen.
+Keys and values are multiplied in the same way as packed weights, so no sum runs across the lanes of
+a vector.
 
 A head's part of an int8 block ends with a float32 scale for each position (see blocks_int8.py).
 """
