@@ -1,11 +1,12 @@
 """Clients of files and batches, in OpenAI's and Anthropic's API.
 
 Each line of a batch has one result, and its answer is the reference's. Files and results that a
-client has seen do not change or vanish.
+client has seen do not change or vanish, unless a failover of Redis has lost writes for them.
 """
 
 import asyncio
 import json
+from contextvars import ContextVar
 from typing import Any
 
 from detangle import choice, flip, randint, uniform
@@ -14,7 +15,7 @@ from stress.simulated_server.clients.common import Backoff
 from stress.simulated_server.clients.scores import answer_of
 from stress.simulated_server.http import API_KEY, CLIENT_KEYS, Broken, connect
 from stress.simulated_server.requests import MODEL, Request
-from stress.simulated_server.world import World
+from stress.simulated_server.world import World, Wrong
 
 ROUTE = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
@@ -27,6 +28,8 @@ _ENDED = ("completed", "cancelled", "failed", "expired")
 FORM = "form-boundary"
 
 Json = dict[str, Any]
+# The paths that this client has used, and the answers that named other ids.
+_USED: ContextVar[list[str]] = ContextVar("used")
 
 
 async def uses_batches(world: World) -> None:
@@ -41,7 +44,13 @@ async def uses_batches(world: World) -> None:
             (_has_a_fault, "/v1/batches"),
         )
     )
-    await use(world, requests)
+    _USED.set([])
+    try:
+        await use(world, requests)
+    except AssertionError as error:
+        if isinstance(error, Wrong) or not world.has_lost(*_USED.get()):
+            raise
+        world.counts["batches that a failover has changed"] += 1
     await _all_end(world, listing)
 
 
@@ -61,10 +70,12 @@ async def call(
         try:
             connection = connect(world.server, method, target, headers, body)
             answer = await world.in_time(connection, connection.read(), PATIENCE_S)
+            _USED.get().append(f"{target} {answer.decode(errors='replace')}")
             if connection.status in allowed:
                 return connection.status, answer
             if connection.status not in _LATER:
-                code = json.loads(answer)["error"].get("code", "")
+                is_error = connection.status >= 400
+                code = json.loads(answer)["error"].get("code", "") if is_error else ""
                 where = f"{method} {target}: {connection.status} {answer!r}"
                 # A batch whose answer was lost may need the file, too.
                 assert code == "file_in_use" or world.may_fail(code), where
@@ -268,6 +279,8 @@ def _lines(content: bytes) -> list[Json]:
 
 def _check_once(requests: dict[str, Request], lines: list[Json]) -> None:
     found = sorted(line["custom_id"] for line in lines)
+    if len(found) != len(set(found)):
+        raise Wrong(f"a line has two results: {found}")
     assert found == sorted(requests), f"results of {found} instead of {sorted(requests)}"
 
 

@@ -1,7 +1,8 @@
 """A run with several gateways, each on its own machine with its own engine, and one Redis.
 
 Clients reach a random gateway, and another one after each break. Gateways are killed, stopped,
-paused and cut off from Redis; Redis stalls, restarts and loses connections.
+paused and cut off from Redis; Redis stalls, restarts and loses connections. In some runs, a replica
+that lacks the newest writes replaces Redis.
 """
 
 import asyncio
@@ -41,6 +42,7 @@ RATES = {
     "redis: stalls": 0.003,
     "redis: restarts after a file's write": 0.1,
 }
+FAILOVERS = {"redis: failover after a command": 0.003}
 BATCH_RATES = {
     "gateway: killed at a batch's write": 0.1,
     "gateway: paused at a batch's command": 0.03,
@@ -48,6 +50,11 @@ BATCH_RATES = {
 """The highest rates of faults that strike a gateway between two commands for a batch."""
 MAX_PAUSE_S = 60.0
 """Within this time, another gateway can end a batch, and the claim on the batch can expire."""
+
+
+def draw_failovers() -> bool:
+    """Choose whether a replica may replace Redis in a run."""
+    return choice((False, False, True))
 
 
 class Gateway:
@@ -81,11 +88,17 @@ class ClusterWorld(World):
             self.faults.rates.pop(kind, None)
         # Streams must last for long enough to be taken over.
         self.faults.rates["engine: slow step"] = choice((0.0, 0.1, 0.3))
-        for kind, most in {**RATES, **BATCH_RATES}.items():
+        self.has_failovers = draw_failovers()
+        failovers = FAILOVERS if self.has_failovers else {}
+        for kind, most in {**RATES, **BATCH_RATES, **failovers}.items():
             self.faults.rates[kind] = choice((0.0, 0.0, 0.3, 1.0)) * most
         self.redis = RedisModel(self.faults, self.counts)
         self.redis.on_batch_command = self._batch_command
         self.redis.on_recovered = self.disturbed
+        self.redis.on_failover = self._failed_over
+        # The streams that a failover must not end, unless a gateway has failed since.
+        self._mended: set[str] = set()
+        self._num_gateway_faults = 0
         # Faults that an operator did not cause, and the context in which they run.
         self._breaking: list[asyncio.Task[None]] = []
         self._context = copy_context()
@@ -117,6 +130,23 @@ class ClusterWorld(World):
         # Each gateway has a machine of its own, and `machine` never starts.
         while not self.is_up:
             await asyncio.sleep(0.1)
+
+    def has_lost(self, *texts: str) -> bool:
+        return any(id in text for id in self.redis.lost for text in texts)
+
+    def must_go_on(self, stream_id: str) -> bool:
+        """Return whether the writer of a stream can store all events again that Redis has lost."""
+        return stream_id in self._mended and self._num_gateway_faults == self._gateway_faults()
+
+    def _failed_over(self, mended: set[str]) -> None:
+        is_only_fault = self.faults.injected["redis: failover"] == 1
+        is_only_fault &= not any(it.is_busy for it in self.gateways)
+        self._mended = mended if is_only_fault else set()
+        self._num_gateway_faults = self._gateway_faults()
+
+    def _gateway_faults(self) -> int:
+        happened = self.faults.injected.items()
+        return sum(number for kind, number in happened if kind.startswith("gateway: "))
 
     def busy_gateway(self) -> Gateway:
         """Return a gateway that writes a stream, if there is one, and any gateway otherwise."""
@@ -195,7 +225,8 @@ class ClusterWorld(World):
             await asyncio.sleep(0.5)
             for gateway in self.gateways:
                 self._look_after(gateway)
-            num_faults = sum(self.faults.injected[kind] for kind in RATES)
+            kinds = (*RATES, "redis: failover")
+            num_faults = sum(self.faults.injected[kind] for kind in kinds)
             if num_faults > self._num_faults:
                 self._num_faults = num_faults
                 self.disturbed()
@@ -338,10 +369,12 @@ async def breaks_redis(world: World) -> None:
         await asyncio.sleep(uniform(0.0, 10.0))
         world.faults.note("redis: damaged message")
         world.redis.publish("ask", message)
-    for _ in range(choice((0, 0, 1, 2))):
+    for _ in range(choice((1, 2) if world.has_failovers else (0, 0, 1, 2))):
         await asyncio.sleep(uniform(0.0, 30.0))
         world.disturbed()
-        if choice((True, False)):
+        if world.has_failovers and choice((True, True, False)):
+            world.redis.fail_over(choice((uniform(0.0, 2.0), uniform(2.0, 20.0))))
+        elif choice((True, False)):
             seconds = uniform(0.5, 15.0)
             world.faults.note("redis: stalls for long")
             world.redis.stall(seconds)

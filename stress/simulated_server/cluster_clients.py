@@ -21,6 +21,9 @@ BUSY = (429, 503)
 # These clients look at one server: its streams without a key, its queue, and its adapters.
 _KINDS = [kind for kind in KINDS if kind not in (lingers, asks_beside_many, uses_an_adapter)]
 _ENDS = ("finish", "error")
+# The code of an event that `User.read` adds if a failover has lost the stream.
+_LOST = "lost"
+_ERRORS_OF_LOST = (_LOST, "internal_error", "stream_not_found")
 
 
 class User:
@@ -49,6 +52,12 @@ class User:
                 connection.close()
             await backoff.pause()
 
+    def _may_fail(self, code: str) -> bool:
+        """Return whether a request may get this error. The error does not name the stream."""
+        is_lost = code in _ERRORS_OF_LOST and bool(self.world.redis.lost)
+        self.world.counts["requests that failed after a failover"] += is_lost
+        return is_lost or self.world.may_fail(code)
+
     async def begin(self, request: Request) -> str:
         """Create a stream, or find the stream with the request's key; return its id."""
         backoff = Backoff()
@@ -64,7 +73,7 @@ class User:
                         connection.close()
                         return connection.headers["x-stream-id"]
                     body = await connection.read()
-                is_known = status in BUSY or self.world.may_fail(code_of(body))
+                is_known = status in BUSY or self._may_fail(code_of(body))
                 assert is_known, f"{request.key}: {status} {body!r}"
             except Broken:
                 pass
@@ -82,6 +91,8 @@ class User:
             try:
                 connection = self.connect("GET", target)
                 status = await self.world.in_time(connection, connection.begin())
+                if status in (204, 404) and self.world.has_lost(stream_id):
+                    return [*events, {"kind": "error", "code": _LOST}]
                 assert status in (200, *BUSY), f"{stream_id}: status {status}"
                 if status != 200:
                     raise Broken
@@ -97,17 +108,27 @@ class User:
         async for event in log_events(world, connection):
             add(events, event)
             before = world.seen.setdefault((stream_id, event["seq"]), event)
+            if before != event and world.has_lost(stream_id):
+                world.counts["events written again after a failover"] += 1
+                world.seen[stream_id, event["seq"]] = event
+                continue
             assert before == event, f"{stream_id}: {event} was {before}"
 
-    def check(self, request: Request, events: list[dict[str, Any]], *allowed: str) -> None:
+    def check(
+        self, request: Request, stream_id: str, events: list[dict[str, Any]], *allowed: str
+    ) -> None:
         """Compare a whole log with the reference; `allowed` are errors that may end it."""
         world, last = self.world, events[-1]
         if last["kind"] == "error":
             is_allowed = last["code"] in allowed or world.may_fail(last["code"])
+            if not is_allowed and last["code"] in _ERRORS_OF_LOST:
+                is_allowed = world.has_lost(stream_id) and not world.must_go_on(stream_id)
+                world.counts["streams lost in a failover"] += is_allowed
             assert is_allowed, f"{request.key} failed without a reason: {last}"
             world.counts["allowed failures"] += 1
             return
         text = "".join(piece["text"] for event in events for piece in event.get("pieces", ()))
+        world.counts["answers read across a failover"] += world.has_lost(stream_id)
         world.compare(request, text, last["ends"][0]["finish_reason"])
 
 
@@ -132,7 +153,7 @@ async def _reads_everywhere(user: User) -> None:
     async def once() -> str:
         stream_id = await user.begin(request)
         events = await user.read(stream_id)
-        user.check(request, events)
+        user.check(request, stream_id, events)
         if events[-1]["kind"] == "error":
             failed.add(stream_id)
         return stream_id
@@ -140,7 +161,7 @@ async def _reads_everywhere(user: User) -> None:
     failed: set[str] = set()
     ids = await asyncio.gather(*(once() for _ in range(randint(1, 3))))
     # A failed stream frees its key, so later requests get another one.
-    num_whole = len(set(ids) - failed)
+    num_whole = len({it for it in ids if it not in failed and not user.world.has_lost(it)})
     assert num_whole <= 1, f"{request.key} has the streams {ids}"
     other = User(user.world, next(key for key in CLIENT_KEYS if key != user.key))
     status, _ = await other.ask("GET", f"/v1/streams/{ids[0]}")
@@ -156,7 +177,7 @@ async def _repeats(user: User) -> None:
     answer = json.loads(found)
     if status != 200:
         code = answer["error"]["code"]
-        assert user.world.may_fail(code), f"{request.key}: {status} {found!r}"
+        assert user._may_fail(code), f"{request.key}: {status} {found!r}"
         user.world.counts["allowed failures"] += 1
         return
     choices = answer["choices"][0]
@@ -170,9 +191,10 @@ async def _stops_elsewhere(user: User) -> None:
     reading = asyncio.create_task(user.read(stream_id))
     await asyncio.sleep(uniform(0.0, 3.0))
     status, found = await user.ask("POST", f"/v1/streams/{stream_id}/cancel")
-    assert status == 200, f"{stream_id} cannot be stopped: {status} {found!r}"
+    is_gone = status == 404 and user.world.has_lost(stream_id)
+    assert status == 200 or is_gone, f"{stream_id} cannot be stopped: {status} {found!r}"
     events = await reading
-    user.check(request, events, "cancelled")
+    user.check(request, stream_id, events, "cancelled")
     user.world.counts["streams stopped"] += 1
 
 
@@ -182,4 +204,5 @@ async def _shares_a_name(user: User) -> None:
     two = user.world.new_request()._replace(key=one.key)
     users = [User(user.world, key) for key in CLIENT_KEYS]
     for own, request in zip(users, (one, two), strict=True):
-        own.check(request, await own.read(await own.begin(request)))
+        stream_id = await own.begin(request)
+        own.check(request, stream_id, await own.read(stream_id))

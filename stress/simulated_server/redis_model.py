@@ -2,16 +2,29 @@
 
 The gateways connect with the real client. The model also checks each append to a log, independently
 of the scripts: one gateway appends per epoch, epochs never fall, and a log only grows.
+
+A failover replaces the data by what a replica has: the state of some seconds ago. Redis answers
+before its replica has a write, and the server uses neither WAIT nor `min-replicas-to-write`. After
+a failover,
+
+- a client sees no token twice, in another order or changed while its connection stays open;
+- a stream or batch whose writes were lost may vanish, end with an error or continue from the older
+  state, but its client is never left without an answer;
+- a line of such a batch still has at most one result, with the right answer;
+- nothing leaks, later requests are served, and keys stay isolated.
+
+`lost` has the ids of these streams, batches and files. Everything else is checked as always.
 """
 
 import asyncio
+import copy
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
-from detangle import uniform
+from detangle import choice, uniform
 from fakeredis._clients._tcp_server import encode_reply
 from fakeredis._core import FakeServer
 from fakeredis._socket._fakesocket import FakeSocket
@@ -27,12 +40,24 @@ _BATCHES = _PREFIX + b"batches:"
 _CLAIMS, _BLOBS = _BATCHES + b"claim:", _BATCHES + b"blob:"
 _numbers = itertools.count(1)
 
+NUM_KEPT = 32
+"""A gateway keeps at least this many events of each stream that it writes."""
+
 
 class Append(NamedTuple):
     """One entry of a log, as the model saw it."""
 
     entry: bytes
     data: bytes
+
+
+class Replica(NamedTuple):
+    """The data that a replica has, and the checks of logs as they were at that time."""
+
+    data: dict[bytes, Any]
+    logs: dict[bytes, list[Append]]
+    writers: dict[tuple[bytes, int], str]
+    epochs: dict[bytes, int]
 
 
 class RedisModel:
@@ -53,9 +78,15 @@ class RedisModel:
         # Bytes in both directions that wait until the server runs again; None while it runs.
         self._waiting: list[Callable[[], None]] | None = None
         self._num_stalls = 0
+        # Whether a failover is about to happen.
+        self._fails_over = False
+        # Ids of streams, batches and files whose writes a failover has lost.
+        self.lost: set[str] = set()
         # Called after a command of a gateway for a batch that this gateway runs; the flag says
         # whether the command wrote something.
         self.on_batch_command: Callable[[str, bool], None] = lambda host, is_write: None
+        # Called after a failover with the streams whose writers can store the lost events again.
+        self.on_failover: Callable[[set[str]], None] = lambda ids: None
         # Called when the server runs again after a stall.
         self.on_recovered: Callable[[], None] = lambda: None
 
@@ -86,6 +117,38 @@ class RedisModel:
             self.on_recovered()
 
         world_loop().create_task(start_again(), name="redis", context=self._context)
+
+    def fail_over(self, lag_s: float) -> None:
+        """Let the replica replace the server in `lag_s` seconds, without the writes until then."""
+        if self._fails_over:
+            return
+        self._fails_over = True
+        world_loop().call_later(lag_s, self._promote, self._replica())
+
+    def _replica(self) -> Replica:
+        return Replica(
+            {key: copy.deepcopy(item) for key, item in self._database()._dict.items()},
+            {key: list(appends) for key, appends in self.logs.items()},
+            dict(self._writers),
+            dict(self._epochs),
+        )
+
+    def _promote(self, replica: Replica) -> None:
+        self._fails_over = False
+        self.faults.note("redis: failover")
+        lost = _ids_of_changes(self._database()._dict, replica.data)
+        self.counts["failovers that lost writes"] += bool(lost)
+        self.lost |= lost
+        self.faults.tell(f"the replica lacks writes for {sorted(lost)}")
+        data = self._database()._dict
+        self.on_failover({id for id in lost if _can_be_mended(id, data, replica.data)})
+        database = self._database()
+        database._dict.clear()
+        # This also schedules the expirations.
+        database.update(replica.data)
+        self.logs = defaultdict(list, replica.logs)
+        self._writers, self._epochs = replica.writers, replica.epochs
+        self.restart(uniform(0.1, 5.0))
 
     def stall(self, seconds: float) -> None:
         """Do nothing for some time, as a server whose disk is slow does. Nothing is lost."""
@@ -163,6 +226,39 @@ class RedisModel:
         self.counts["takeovers"] += epoch > self._epochs.get(id, 1)
         self._epochs[id] = epoch
         self.logs[key].append(Append(entry, data))
+
+
+def _ids_of_changes(before: dict[bytes, Any], after: dict[bytes, Any]) -> set[str]:
+    """Return the ids of the streams, batches and files that differ."""
+    changed = set()
+    for key in before.keys() | after.keys():
+        one, other = (_fields(it[key].value) if key in it else {} for it in (before, after))
+        kind, _, name = key.removeprefix(_PREFIX).partition(b":")
+        if kind in (b"s", b"l") and one != other:
+            changed.add(name)
+        elif key.startswith(_BLOBS) and one != other:
+            changed.add(key.removeprefix(_BLOBS).partition(b":")[0])
+        elif kind == b"batches":
+            fields = one.keys() | other.keys()
+            changed |= {field for field in fields if one.get(field) != other.get(field)}
+    return {id.decode() for id in changed} - {""}
+
+
+def _can_be_mended(id: str, before: dict[bytes, Any], after: dict[bytes, Any]) -> bool:
+    """Return whether a replica only lacks events that the writer of a stream keeps in memory."""
+    key = _PREFIX + b"s:" + id.encode()
+    one, other = (_fields(it[key].value) if key in it else {} for it in (before, after))
+    if not other or b"ended" in one:
+        return False
+    num_lost = int(one.pop(b"next")) - int(other.pop(b"next"))
+    return one == other and num_lost <= NUM_KEPT
+
+
+def _fields(value: Any) -> dict[bytes, Any]:
+    """Return the fields of a hash, or a text or a log as the only field."""
+    if hasattr(value, "_values"):
+        return dict(value._values)
+    return {b"": dict(value._values_dict) if hasattr(value, "_values_dict") else value}
 
 
 class _Client(asyncio.Protocol):
@@ -245,6 +341,8 @@ class _Socket(FakeSocket):
         if fields[0] == b"CONFIG":
             client.answer([fields[2], _SETTINGS.get(fields[2], b"")])
             return
+        if faults.hits("redis: failover after a command"):
+            client.model.fail_over(choice((0.0, uniform(0.0, 1.0))))
         if faults.hits("redis: stalls"):
             client.model.stall(uniform(0.1, 6.0))
         super()._process_command(fields)

@@ -39,11 +39,18 @@ MAX_STEPS = 1500
 COMMITS_S = 30.0
 """The longest wait for a commit."""
 
+
+class Wrong(AssertionError):
+    """Raised for an answer that nothing excuses, not even lost writes."""
+
+
 Client = Callable[["World"], Coroutine[Any, Any, None]]
 
 
 class World:
     """Everything in one run. Clients and operators are coroutines that take the world."""
+
+    has_failovers = False
 
     def __init__(self, folder: Path, model: ServedModel) -> None:
         self.story: list[tuple[float, str]] = []
@@ -141,8 +148,13 @@ class World:
         """Check an answer against the reference."""
         answer = request.answer(self.model.tokenizer, choice)
         found = (text, finish_reason)
-        assert found == answer[:2], f"{request.key}: {found} instead of {answer[:2]}"
+        if found != answer[:2]:
+            raise Wrong(f"{request.key}: {found} instead of {answer[:2]}")
         self.counts["answers"] += 1
+
+    def has_lost(self, *texts: str) -> bool:
+        """Return whether a failover has lost writes for one of the ids in these texts."""
+        return False
 
     def may_fail(self, code: str) -> bool:
         """Return whether a stream may end with this error, given the faults of this run."""
