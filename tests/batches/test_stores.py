@@ -160,6 +160,30 @@ async def test_a_blob_in_redis_is_in_parts_that_no_reader_sees(
 
 
 @needs_redis
+async def test_an_upload_in_redis_expires_unless_its_file_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.batches import redis_store
+
+    monkeypatch.setattr(redis_store, "PART_BYTES", 4)
+    async with opened_in_redis(tmp_path) as (shelf, other):
+        assert other is not None and await shelf.records.claim("batch")
+        for id in ("whole", "half", "results"):
+            await shelf.blobs.append(id, b"1234567\n", "batch" if id == "results" else "")
+        await shelf.records.put(FILE, "whole", b"record")
+        link, left_s = shelf.records._link, {}
+        for id in ("whole", "half", "results"):
+            keys = [f"{shelf.blobs._key(id)}:{number}" for number in range(2)]
+            left_s[id] = [await link.command("TTL", key) for key in keys]
+        assert left_s["whole"] == left_s["results"] == [-1, -1]
+        assert all(0 < seconds <= redis_store.UPLOAD_S for seconds in left_s["half"])
+        for key in [f"{shelf.blobs._key('half')}:{number}" for number in range(2)]:
+            await link.command("EXPIRE", key, 9)
+        await shelf.blobs.append("half", b"8\n")
+        assert await link.command("TTL", f"{shelf.blobs._key('half')}:0") > 9
+
+
+@needs_redis
 async def test_results_whose_answer_was_lost_are_there_once_when_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,9 @@ from headrace.streams.stores.redis_link import ANSWER_S, LOST, RETRY_S, Argument
 CLAIM_MS = 6000
 PART_BYTES = 64 << 20
 """The maximum bytes of a blob in one Redis value. Redis allows up to 512 MB per value."""
+UPLOAD_S = 24 * 3600
+"""Seconds after which an upload is deleted whose server has died. Each append starts the time
+again; the record of the file ends it."""
 _TRIES = 4
 _CANNOT = "The server cannot store files now; try again later."
 
@@ -26,6 +29,11 @@ return 1
 _PUT = """
 if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return -1 end
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+local number = 0
+while redis.call('EXISTS', KEYS[3] .. ':' .. number) == 1 do
+  redis.call('PERSIST', KEYS[3] .. ':' .. number)
+  number = number + 1
+end
 return 1
 """
 _APPEND = """
@@ -45,6 +53,9 @@ while #left > 0 do
     left = string.sub(left, room + 1)
   end
   number = number + 1
+end
+if ARGV[1] == '' then
+  for part = 0, number - 1 do redis.call('EXPIRE', KEYS[1] .. ':' .. part, ARGV[7]) end
 end
 redis.call('SET', KEYS[3], writer .. ' ' .. append .. ' ' .. content, 'EX', 3600)
 return 1
@@ -112,9 +123,10 @@ class RedisRecords:
             # A repeated command that arrives late must not undo the progress of the batch.
             await _ask(self._link, "HSETNX", self._key(kind), id, record)
             return
-        keys = (self._key(kind), claim_key(self._link, holder))
+        # A file and its blob have the same id. From now on, the blob does not expire.
+        keys = (self._key(kind), claim_key(self._link, holder), blob_key(self._link, id))
         claim = self._claims.value(holder) if holder else ""
-        if await _ask(self._link, "EVAL", _PUT, 2, *keys, claim, id, record) == -1:
+        if await _ask(self._link, "EVAL", _PUT, 3, *keys, claim, id, record) == -1:
             raise ClaimLost
 
     async def get(self, kind: str, id: str) -> bytes | None:
@@ -169,7 +181,8 @@ class RedisBlobs:
         content = hashlib.sha256(data).hexdigest() if holder else number
         keys = (self._key(id), claim_key(self._link, holder), self._key(f"{id}:last"))
         claim = self._claims.value(holder) if holder else ""
-        words = (*keys, claim, data, claim or self._gateway, number, content, PART_BYTES)
+        writer = claim or self._gateway
+        words = (*keys, claim, data, writer, number, content, PART_BYTES, UPLOAD_S)
         if await _ask(self._link, "EVAL", _APPEND, 3, *words) == -1:
             raise ClaimLost
 
@@ -183,7 +196,11 @@ class RedisBlobs:
         await _ask(self._link, "EVAL", _REMOVE, 2, self._key(id), self._key(f"{id}:last"))
 
     def _key(self, id: str) -> str:
-        return self._link.key(f"batches:blob:{id}")
+        return blob_key(self._link, id)
+
+
+def blob_key(link: Link, id: str) -> str:
+    return link.key(f"batches:blob:{id}")
 
 
 def claim_key(link: Link, id: str) -> str:
