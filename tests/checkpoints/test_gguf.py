@@ -88,6 +88,20 @@ def test_a_file_says_what_its_values_say_as_safetensors(
     assert float(expected.std()) > 0.01
 
 
+ALL_BIASES = tuple(f"{part}.bias" for part in ("attn_output", "ffn_gate", "ffn_up", "ffn_down"))
+
+
+@pytest.mark.parametrize("left_out", [(), ALL_BIASES[:1], ALL_BIASES])
+def test_a_llama_file_may_have_some_of_the_biases(
+    tmp_path: Path, left_out: tuple[str, ...]
+) -> None:
+    biased = {"attention_bias": True, "mlp_bias": True}
+    folder, file = make(tmp_path, "LlamaForCausalLM", config=biased, left_out=left_out)
+    expected = row_logits(tiny_runner(folder, dtype="float32"), PROMPT)
+    found = row_logits(tiny_runner(find_model(str(file)), dtype="float32"), PROMPT)
+    assert_close(found, expected, tolerance=1e-4)
+
+
 @pytest.mark.parametrize("stated, complaint", [(7, "experts.10"), (12, "experts.11")])
 def test_experts_that_do_not_fit_their_number_are_named(
     tmp_path: Path, stated: int, complaint: str

@@ -80,6 +80,7 @@ def make_tiny_file(
     mixed: Mapping[str, str] = NONE,
     is_tied: bool = False,
     config: Mapping[str, Any] = MappingProxyType({}),
+    left_out: tuple[str, ...] = (),
     **fields: Any,
 ) -> tuple[Path, Path]:
     """Makes a model folder and a GGUF file of the same model; returns both paths."""
@@ -103,17 +104,23 @@ def make_tiny_file(
     shape |= {"initializer_range": 0.05, **config}
     model = make_tiny_model(folder / "model", architecture, **shape)
     fields = {"chat_template": CHAT_TEMPLATE, "eos_token_id": END} | fields
-    return model, to_gguf(model, folder / f"tiny-{kind}.gguf", kind, mixed, **fields)
+    path = folder / f"tiny-{kind}.gguf"
+    return model, to_gguf(model, path, kind, mixed, left_out, **fields)
 
 
 def to_gguf(
-    folder: Path, target: Path, kind: str, mixed: Mapping[str, str] = NONE, **fields: Any
+    folder: Path,
+    target: Path,
+    kind: str,
+    mixed: Mapping[str, str] = NONE,
+    left_out: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Path:
     """Writes a model folder of make_tiny_model as one GGUF file.
 
     The folder's own weights are rounded to the weights of the file, so that the folder and the file
     are the same model. `mixed` sets another type for some tensors, by llama.cpp's name without
-    layer and kind.
+    layer and kind. The tensors `left_out`, named without the layer, become zeros in the folder.
     """
     config = json.loads((folder / "config.json").read_text())
     name = config["model_type"].replace("mistral", "llama").replace("_text", "").replace("_", "")
@@ -143,6 +150,9 @@ def to_gguf(
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     stacks: dict[str, list[Any]] = {}
     for key, tensor in weights.items():
+        if gguf_name(key, architecture).endswith(left_out):
+            weights[key] = torch.zeros_like(tensor)
+            continue
         stored = mixed.get(gguf_name(key, architecture).split(".")[-2], kind)
         if tensor.ndim == 1 or key.removesuffix(".weight").endswith(IN_FULL):
             stored = "F32"

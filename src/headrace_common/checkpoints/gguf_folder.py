@@ -335,6 +335,11 @@ def _native_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
         "norm_topk_prob": True,
         "attention_bias": name in _MAYBE_BIASED and "blk.0.attn_q.bias" in header.tensors,
     }
+    if name == "llama":
+        # llama.cpp reads each of these biases if the file has it. transformers' config has one
+        # setting for all biases of attention.
+        config["attention_out_bias"] = "blk.0.attn_output.bias" in header.tensors
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in header.tensors
     if name in _27B:
         is_27b = config["num_hidden_layers"] == _27B[name]
         size = config["hidden_size"] / config["num_attention_heads"]

@@ -83,7 +83,8 @@ class Llama(nn.Module):
             config,
             windows=(None,) * positive(config, "num_hidden_layers"),
             has_qkv_bias=has_bias,
-            has_out_bias=has_bias,
+            # GGUF files state this bias apart (see gguf_folder.py).
+            has_out_bias=config.get("attention_out_bias", has_bias),
             has_mlp_bias=config.get("mlp_bias", False),
         )
 
