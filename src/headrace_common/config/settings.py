@@ -77,8 +77,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Largest number of tokens that are guessed per stream and step "
             "(speculative decoding). Guesses come from repetitions in the stream's text, from a "
-            "grammar that leaves no choice, or from --draft. The text does "
-            "not change. auto: up to 8, on CPU kernels only"
+            "grammar that leaves no choice, or from --draft. The text does not change, except "
+            "with experts on processors with AMX. auto: up to 8, on CPU kernels only"
         ),
     ] = "auto"
     max_open_prompts: Annotated[
@@ -241,7 +241,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="What guesses the next tokens (speculative decoding): mtp, the model's own "
             "MTP layer (the default if it has one); off; or a small model with the same tokenizer: "
             "a folder, a GGUF file, or the name of a model on this machine. The text does not "
-            "change. Works on CPU kernels only",
+            "change, except with experts on processors with AMX. Works on CPU kernels only",
         ),
     ] = None
     pooling: Annotated[
