@@ -35,7 +35,10 @@ UNIT = VectorHead(("last",), (normalize,), 0)
 
 
 class PooledRows:
-    """Holds the pooled rows so far: a float32 sum, a maximum or one row for each mode."""
+    """Holds the pooled rows so far: a sum, a maximum or one row for each mode.
+
+    Sums are float64. So where a prompt is cut into chunks changes no digit of the float32 vector.
+    """
 
     def __init__(self, pooling: Pooling, head: VectorHead) -> None:
         self._modes = pooling.modes
@@ -60,11 +63,12 @@ class PooledRows:
                     largest = values.amax(dim=0)
                     pooled[mode] = torch.maximum(largest, pooled.get(mode, largest))
                 case "mean" | "mean_sqrt_len":
-                    pooled[mode] = pooled.get(mode, 0) + values.sum(dim=0)
+                    pooled[mode] = pooled.get(mode, 0) + values.sum(dim=0, dtype=torch.float64)
                 case "weightedmean":
                     first = self._num_rows + 1
                     weights = torch.arange(first, first + len(values), device=values.device)
-                    pooled[mode] = pooled.get(mode, 0) + (values * weights[:, None]).sum(dim=0)
+                    weighted = values.double() * weights[:, None]
+                    pooled[mode] = pooled.get(mode, 0) + weighted.sum(dim=0)
         self._num_rows += len(rows)
 
     def vector(self) -> bytes | None:
@@ -73,7 +77,7 @@ class PooledRows:
         Returns None if a value is not finite.
         """
         parts = [self._pooled[mode] / self._divisor(mode) for mode in self._modes]
-        vector = torch.cat(parts).cpu()
+        vector = torch.cat([part.float() for part in parts]).cpu()
         if self._modes != ("score",):
             vector = self._head(vector)
         return vector.numpy().tobytes() if bool(torch.isfinite(vector).all()) else None
