@@ -37,7 +37,7 @@ UNIT = VectorHead(("last",), (normalize,), 0)
 class PooledRows:
     """Holds the pooled rows so far: a sum, a maximum or one row for each mode.
 
-    Sums are float64. So where a prompt is cut into chunks changes no digit of the float32 vector.
+    Sums are float64, so cutting a prompt into other chunks hardly ever changes the float32 vector.
     """
 
     def __init__(self, pooling: Pooling, head: VectorHead) -> None:
