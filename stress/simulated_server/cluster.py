@@ -232,6 +232,7 @@ class ClusterWorld(World):
                 self.disturbed()
             self.counts["logs compared"] += self.redis.check_logs()
             self._check_takeovers()
+            assert not self.tracebacks, f"a lost stream has a traceback: {self.tracebacks[0]}"
 
     def _look_after(self, gateway: Gateway) -> None:
         server = gateway.machine.server
@@ -373,7 +374,10 @@ async def breaks_redis(world: World) -> None:
         await asyncio.sleep(uniform(0.0, 30.0))
         world.disturbed()
         if world.has_failovers and choice((True, True, False)):
-            world.redis.fail_over(choice((uniform(0.0, 2.0), uniform(2.0, 20.0))))
+            lag_s = choice((uniform(0.0, 2.0), uniform(2.0, 20.0)))
+            world.redis.fail_over(lag_s)
+            # The failover must not happen after the gateways have stopped.
+            await asyncio.sleep(lag_s + 6.0)
         elif choice((True, False)):
             seconds = uniform(0.5, 15.0)
             world.faults.note("redis: stalls for long")

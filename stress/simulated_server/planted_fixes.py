@@ -97,6 +97,39 @@ STREAMS: dict[str, Fault] = {
             ),
         ),
     ),
+    "a_lost_stream_counts_as_a_bug": Fault(
+        "error not expected",
+        "The log has a traceback for each stream that a failover of Redis has lost.",
+        (
+            Edit(
+                "headrace.generation.stream:LiveStream.run",
+                "except (StoreStalled, LogTaken, LogGone, *STEERING):",
+                "except (StoreStalled, LogTaken, *STEERING):",
+            ),
+        ),
+    ),
+    "lost_events_are_not_stored_again": Fault(
+        "state lost",
+        "A failover of Redis ends streams whose writer still has all of their events.",
+        (
+            Edit(
+                "headrace.streams.stores.redis_writer:Appends._mend",
+                "missing = self._tails.recent(id, next_seq, events[0].seq)",
+                "missing = None",
+            ),
+        ),
+    ),
+    "a_restored_epoch_has_two_writers": Fault(
+        "check missing",
+        "Two gateways write a stream after a failover has undone a takeover.",
+        (
+            Edit(
+                "headrace.streams.stores.redis_scripts:APPEND",
+                "if found[1] ~= epoch or found[4] ~= gateway then return 'taken' end",
+                "if found[1] ~= epoch then return 'taken' end",
+            ),
+        ),
+    ),
     "a_stall_ends_a_stream_with_a_key": Fault(
         "error passed on",
         "A client that repeats a refused request gets an error instead of its answer.",

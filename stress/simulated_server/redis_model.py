@@ -248,7 +248,7 @@ def _can_be_mended(id: str, before: dict[bytes, Any], after: dict[bytes, Any]) -
     """Return whether a replica only lacks events that the writer of a stream keeps in memory."""
     key = _PREFIX + b"s:" + id.encode()
     one, other = (_fields(it[key].value) if key in it else {} for it in (before, after))
-    if not other or b"ended" in one:
+    if not one or not other or b"ended" in one:
         return False
     num_lost = int(one.pop(b"next")) - int(other.pop(b"next"))
     return one == other and num_lost <= NUM_KEPT

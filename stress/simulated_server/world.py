@@ -14,6 +14,7 @@ from detangle import choice, flip, randint, uniform
 
 from headrace.fleet.fleet import pinned_model
 from headrace.fleet.served_model import ServedModel
+from headrace.streams.log import LogGone
 from headrace.streams.stores.sqlite import SqliteStore
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig, StreamConfig
 from stress.simulated_server import faults as fault_rates
@@ -62,6 +63,8 @@ class World:
         # How many answers were compared with the reference, and other things worth counting.
         self.counts: Counter[str] = Counter()
         self._num_requests = 0
+        # Messages with a traceback for a stream that Redis has lost, which is no bug of the server.
+        self.tracebacks: list[str] = []
         # Set at the end, when nothing may go wrong any more.
         self.is_calm = False
         # Ids of stored streams, each with the events that a client has read.
@@ -424,6 +427,8 @@ class StoryHandler(logging.Handler):
         process = PROCESS.get()
         name = process.name if process else "world"
         text = record.getMessage()
+        if record.exc_info and isinstance(record.exc_info[1], LogGone):
+            self._world.tracebacks.append(f"{name}: {text}")
         if fields := getattr(record, "fields", None):
             text += f" {fields.get('route')} {fields.get('outcome')}"
         if record.exc_info:
