@@ -64,6 +64,7 @@ class Gateway:
         self.machine = machine
         self.name = machine.name
         self.is_busy = False
+        self.is_cut_off = False
         # The time until which connections may be silent, because the process was paused.
         self.paused_until = 0.0
 
@@ -250,7 +251,11 @@ class ClusterWorld(World):
 
     def _check_takeovers(self) -> None:
         now = world_loop().time()
-        if not any(it.is_up and not it.server.process.is_paused for it in self.gateways):
+        can_take_over = (
+            it.is_up and not it.is_cut_off and not it.server.process.is_paused
+            for it in self.gateways
+        )
+        if not any(can_take_over):
             self.disturbed()
         orphans = {}
         for id in self.redis.live():
@@ -342,8 +347,10 @@ async def _cut_off(world: ClusterWorld, gateway: Gateway) -> None:
     world.tell(f"{gateway.name} is cut off from Redis")
     net = world_loop().net
     net.disconnect(gateway.name, redis_model.HOST)
+    gateway.is_cut_off = True
     await asyncio.sleep(uniform(0.5, 30.0))
     net.reconnect(gateway.name, redis_model.HOST)
+    gateway.is_cut_off = False
     world.tell(f"{gateway.name} reaches Redis again")
     world.disturbed()
 

@@ -47,17 +47,23 @@ class FakeAnswers(LineAnswers):
 
 
 class FullBlobs:
-    """Blobs of another shelf, on a disk that is full for the next `num_full` appends."""
+    """Blobs of another shelf, on a disk that is full for the next `num_full` appends.
+
+    The next `num_lost` appends are confirmed but lost, as in a failover of Redis.
+    """
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
-        self.num_full = 0
+        self.num_full = self.num_lost = 0
         self.sizes: list[int] = []  # of what was appended
 
     async def append(self, id: str, data: bytes, holder: str = NOBODY) -> None:
         if self.num_full > 0:
             self.num_full -= 1
             raise StoreStalled("no space")
+        if self.num_lost > 0:
+            self.num_lost -= 1
+            return
         self.sizes.append(len(data))
         await self._blobs.append(id, data, holder)
 

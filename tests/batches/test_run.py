@@ -133,6 +133,16 @@ async def test_on_a_full_disk_results_wait_and_none_is_lost(tmp_path: Path) -> N
     assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
 
 
+async def test_lines_whose_results_a_failover_has_lost_are_answered_again(tmp_path: Path) -> None:
+    night = await Night(tmp_path).prepare()
+    night.blobs.num_lost = 2
+    await (await night.begin())
+    found = await night.results("out")
+    assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
+    batch = await night.stored()
+    assert batch.status == "completed" and batch.counts == {"succeeded": 20}
+
+
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
 async def test_the_rest_of_a_cancelled_batch_says_so(api: str, tmp_path: Path) -> None:
     night = await Night(tmp_path, api=api).prepare()

@@ -17,6 +17,7 @@ from headrace.generation.resume import GONE
 from headrace.generation.store_tasks import _do
 from headrace.generation.stream import LiveStream
 from headrace.streams.events import Error, Finish
+from headrace.streams.log import LogGone
 from headrace.streams.record import Names, Record
 from headrace.streams.store import ByConversation, ById, WriterRequest
 from headrace.streams.stores.memory import MemoryStore
@@ -301,6 +302,23 @@ async def test_a_stream_that_is_read_when_the_server_ends_is_left_to_the_next_se
         await settle()
         assert not generation.writers.tasks
         assert not [it for it in asyncio.all_tasks() if "Generation.run" in repr(it)]
+
+
+async def test_a_stream_that_the_store_has_lost_is_resumed_without_a_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = durable_store()
+    await leave_a_stream(folder, store)
+    (left,) = await store.unfinished()
+
+    async def lose(*_: object) -> None:
+        raise LogGone
+
+    for method in ("append", "read"):
+        monkeypatch.setattr(type(left.log), method, lose)
+    async with models_of(folder, "ab", store):
+        await settle()
+        assert [it.levelname for it in caplog.records] == ["WARNING"]
 
 
 async def test_a_stream_that_waits_for_its_model_as_the_server_drains_is_refused_to_readers(

@@ -110,9 +110,12 @@ class BatchRun:
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(work) for work in (self._tick(), self._write())]
             if self.batch.status != "validating" or await self._begin():
-                await self._answer_all(tasks)
-                await self._add_missing()
-                await self._results.join()
+                while True:
+                    await self._answer_all(tasks)
+                    await self._add_missing()
+                    await self._results.join()
+                    if await self._has_all_results():
+                        break
                 await self._end()
             for task in beside:
                 task.cancel()
@@ -282,6 +285,13 @@ class BatchRun:
                 if self._results.qsize() >= _MANY:
                     await self._results.join()
         await self._results.join()
+
+    async def _has_all_results(self) -> bool:
+        """Return whether the store still has all results; a failover of Redis can lose some."""
+        for id, num_bytes in self._sizes.items():
+            if not await retrying(partial(self._blobs.read, id, num_bytes - 1, 1)):
+                return False
+        return True
 
     # The methods below write the results.
 

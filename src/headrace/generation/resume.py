@@ -12,7 +12,7 @@ from headrace.generation.registry import Registry, cut_by
 from headrace.generation.stream import LiveStream
 from headrace.generation.writers import Writers
 from headrace.metrics.metrics import ServerFigures
-from headrace.streams.log import Log, LogConflict
+from headrace.streams.log import Log, LogConflict, LogGone
 from headrace.streams.record import Record
 from headrace.streams.store import Stored, StoreStalled
 from headrace.workers.image_file import Admitted
@@ -154,8 +154,11 @@ class Resumption:
             raise
         # The failure concerns one stream, not the server. Catch BaseException, because a panic in a
         # native library is not an Exception.
-        except BaseException:
-            logger.exception("A stream of an earlier run cannot be resumed")
+        except BaseException as error:
+            if isinstance(error, LogGone):
+                logger.warning("A stream is no longer stored, perhaps after a failover of Redis")
+            else:
+                logger.exception("A stream of an earlier run cannot be resumed")
             self._group.create_task(_give_up(stored.log), name="give up")
             return
         admitted = Admitted(stored.record.prompts)
