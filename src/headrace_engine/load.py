@@ -148,7 +148,7 @@ def max_guess(config: SchedulerConfig, ready: Ready) -> int:
             f"--guess {config.guess} is not possible: {reason}. Use --guess auto or --guess off."
         )
     if reason:
-        logger.info("Guessing ahead is off: %s.", reason)
+        logger.info("Speculative decoding (--guess) is off: %s.", reason)
         return 0
     return MAX_GUESS if config.guess == "auto" else config.guess
 

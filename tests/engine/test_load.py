@@ -56,7 +56,7 @@ def test_guesses_are_made_where_they_change_no_text(
     if expected:
         assert max_guess(SchedulerConfig(guess=3), ready) == 3
     elif "generate" in ready.tasks:
-        assert "Guessing ahead is off" in caplog.text
+        assert "Speculative decoding (--guess) is off" in caplog.text
         with pytest.raises(
             ModelError, match=r"--guess 3 is not possible: .* Use --guess auto or --guess off"
         ):

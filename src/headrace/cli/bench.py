@@ -198,7 +198,7 @@ def matrix(
         raise ConfigError("Give a MODEL to serve, or the --url of a running server.")
     names: tuple[str, ...] = given["chunking"] or (("time",) if url else _CHUNKING.choices)
     if url and len(names) != 1:
-        raise ConfigError("--url names one server, so --chunking takes one name.")
+        raise ConfigError("--url measures one server, so give --chunking one mode.")
     _check_outputs(file, given["folder"])
     dimensions = ("streams", "rates", "lengths", "cached", "num_prompts")
     grid = replace(GRIDS[given["name"]], **{k: given[k] for k in dimensions if given[k]})

@@ -145,9 +145,9 @@ def _list_clients() -> None:
 
 
 def _running(url: str | None, key: str, name: str | None) -> Model | None:
-    """Return a model of the running server; None without a server that has the model.
+    """Return a model of the running server.
 
-    Raises an error if `url` names a server that does not answer or does not have the model.
+    Without `url`, returns None if no server answers or the server lacks the named model.
     """
     from headrace.client.errors import Unreachable
     from headrace.client.http import URL, to_address

@@ -211,8 +211,8 @@ class LiveAnswer:
     ) -> None:
         """Create the answer that sends the events after seq `after`.
 
-        `finish` returns the bytes that follow the last event. If up to `num_joined` events were
-        written together, their frames are sent in one message.
+        `finish` returns the bytes that follow the last event. If at most `num_joined` events
+        are waiting, their frames are sent in one message, otherwise each in its own.
         """
         self._headers = headers
         self._finish = finish

@@ -264,8 +264,8 @@ class Admission:
     def _seconds_until_it_fits(self, demand: Demand, capacity: Capacity, now: float) -> float:
         """Return the estimated seconds until enough earlier requests have started.
 
-        Earlier requests are all waiting requests and the requests of other refused clients with a
-        promise.
+        Earlier requests are all waiting requests, and the requests of other clients that were
+        refused and told when to retry.
         """
         promises = self._outstanding(demand, now)
         num_before = self.num_waiting + len(promises)

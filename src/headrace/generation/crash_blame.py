@@ -29,7 +29,9 @@ class CrashBlame:
         self._num_lone_deaths = 0
 
     def judge(self, down: EngineDown, sequence_ids: Iterable[SequenceId]) -> RequestError | None:
-        """Record an engine's death; return the error that ends the stream if the stream is blamed.
+        """Record an engine's death if the stream is a suspect.
+
+        Return the error that ends the stream if it is blamed, else None.
 
         `sequence_ids` are the stream's sequences in the dead engine.
         """

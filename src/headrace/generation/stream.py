@@ -268,9 +268,9 @@ class LiveStream:
         step's results, another message, or None to end the stream now. Each entry changes the
         state, and the resulting events are appended before the next entry is read.
 
-        If the store stalls, another server takes over the log or this task is cancelled, the task
-        ends without a terminal event, because another writer continues the log. The same holds if
-        the log was deleted. Any other failure ends the stream with `internal_error`.
+        The task ends without a terminal event if the store stalls, if another server takes over the
+        log, or if this task is cancelled: another writer continues the log. The same holds if the
+        log was deleted. Any other failure ends the stream with `internal_error`.
         """
         try:
             builder = self._builder

@@ -164,7 +164,8 @@ class MemoryLog:
     async def append(self, expected_seq: int, events: Sequence[AnyEvent]) -> None:
         tail = self.tail
         if expected_seq != tail.next_seq or tail.has_ended or tail.gone is not None:
-            raise LogConflict(f"append at {expected_seq} to a log of {tail.next_seq}")
+            what = "has ended" if tail.has_ended else f"continues at event {tail.next_seq}"
+            raise LogConflict(f"cannot append event {expected_seq}: the log {what}")
         tail.extend(events)
 
     async def settle(self) -> None:

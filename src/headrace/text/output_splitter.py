@@ -202,9 +202,9 @@ class TagSplitter:
         return bool(first) and first in leads and is_start
 
     def _take_marker(self, marker: str, pieces: list[ChannelPiece]) -> str:
-        """Handle a marker.
+        """Emit the text before a marker, then begin a tool call or switch reasoning on or off.
 
-        Returns the marker if the marker opens a body and is part of the body, otherwise "".
+        Returns the marker if the parser of the tool call must read it, too, otherwise "".
         """
         text, space = self._held.rstrip(), self._held[len(self._held.rstrip()) :]
         self._emit(text, pieces)

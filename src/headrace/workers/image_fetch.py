@@ -142,7 +142,7 @@ class ImageFetcher:
             if isinstance(prompt, Chat) and any(prompt.addresses):
                 images = await self._fetch_all(prompt)
                 sizes = tuple(map(len, images))
-                # The job may wait in a queue, where no slot limits the images any more.
+                # The semaphores limit only the fetching. The images also take memory in the queue.
                 with self._memory.hold(OWNER.get(), sum(sizes)):
                     return await work.do(PutImages(sizes), [packed, *images])
         return packed

@@ -31,7 +31,9 @@ def _granite(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(heads, list):
         return {}
     if len(set(heads)) != 1:
-        raise ModelError("Granite with different numbers of heads is not supported natively.")
+        raise ModelError(
+            "Granite with other numbers of heads in other layers is not supported natively."
+        )
     return {"num_key_value_heads": heads[0]}
 
 

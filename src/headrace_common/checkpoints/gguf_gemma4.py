@@ -52,7 +52,7 @@ def gemma4_config(header: GgufHeader, divisors: tuple[float, ...]) -> dict[str, 
 
 
 def _share(divisors: tuple[float, ...], num_pairs: int) -> float:
-    """Return the share of a head's pairs that rotate: the first ones, whose divisor is 1."""
+    """Return the share of a head's pairs that rotate. Their frequencies are divided by 1."""
     if not divisors:
         return 1.0
     num = divisors.count(1.0)

@@ -229,11 +229,11 @@ class Room:
         return fitting
 
     def _should_save(self, context: int, length: int, wanted: int) -> bool:
-        """Return whether saving for a larger chunk is faster than a chunk of `length` in each step.
+        """Return whether one larger chunk after several steps is faster than `length` in each step.
 
-        Saving is considered only if the decode chunks alone already miss the target. In this
-        case, reading a long context can take nearly all of the room, even if few new tokens
-        follow the context.
+        A prompt that waits saves the time of these steps. This is considered only if the decode
+        chunks alone already miss the target. In this case, reading a long context can take nearly
+        all of the time that a step has for prompts, even if few new tokens follow.
         """
         if self.cause != "decode" or not self.seconds:
             return False

@@ -46,7 +46,7 @@ class StepShape:
     num_pairs: int = 0  # Σ 2·L·x + x²
     # The part of num_new that belongs to prompt chunks.
     num_prompt_tokens: int = 0
-    # The encoder's part of the step. Separate cost models predict the time of these pieces.
+    # The pieces of the step's encoder work, each with its kind. Each kind has its own cost model.
     encoded: tuple[tuple[int, "StepShape"], ...] = ()
     # The draft model's part of a decode step, whose time a separate cost model predicts.
     drafted: "StepShape | None" = None

@@ -286,7 +286,7 @@ class SequenceTable:
     ) -> tuple[BlockCopy | None, SlotCopy | None]:
         """Lease memory for a sibling in the step that processes the end of the shared prompt.
 
-        Return the copies of the leader's partly filled block and of the leader's slot.
+        Return what the step must copy: the leader's partly filled block and the leader's slot.
         """
         family.waiting.remove(sibling)
         leader = family.leader

@@ -121,7 +121,9 @@ def page_of(items: Sequence[Item], limit: int, is_rising: bool, after: str = "")
     items = items if is_rising else items[::-1]
     ids = [item["id"] for item in items]
     if after and after not in ids:
-        raise RequestError("invalid_value", "after is not the id of an item of this list.", "after")
+        raise RequestError(
+            "invalid_value", "The list has no item with the id that `after` gives.", "after"
+        )
     start = ids.index(after) + 1 if after else 0
     page = items[start : start + limit]
     first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)

@@ -39,7 +39,7 @@ class StoredBody(msgspec.Struct, frozen=True):
 
     items: bytes = b"[]"
     shown: bytes = b"{}"
-    # Maps the model's names for functions in a namespace to the namespaces.
+    # Maps the model's name for each function in a namespace to the namespace.
     namespaces: dict[str, str] = {}
     # For tools that are not functions: maps the model's names to the tools' types.
     kinds: dict[str, str] = {}
