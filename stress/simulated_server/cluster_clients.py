@@ -91,7 +91,7 @@ class User:
             try:
                 connection = self.connect("GET", target)
                 status = await self.world.in_time(connection, connection.begin())
-                if status in (204, 404) and self.world.has_lost(stream_id):
+                if status in (204, 400, 404) and self.world.has_lost(stream_id):
                     return [*events, {"kind": "error", "code": _LOST}]
                 assert status in (200, *BUSY), f"{stream_id}: status {status}"
                 if status != 200:

@@ -133,14 +133,20 @@ async def test_on_a_full_disk_results_wait_and_none_is_lost(tmp_path: Path) -> N
     assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
 
 
+@needs_redis
 async def test_lines_whose_results_a_failover_has_lost_are_answered_again(tmp_path: Path) -> None:
-    night = await Night(tmp_path).prepare()
-    night.blobs.num_lost = 2
-    await (await night.begin())
-    found = await night.results("out")
-    assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
-    batch = await night.stored()
-    assert batch.status == "completed" and batch.counts == {"succeeded": 20}
+    async with opened_in_redis(tmp_path) as (shelf, _):
+        night = await Night(shelf).prepare()
+        night.blobs.num_lost = 2
+        assert await shelf.records.claim(night.batch.id)
+        with pytest.RaisesGroup(ClaimLost):
+            await (await night.begin())
+        assert await shelf.records.claim(night.batch.id)
+        await (await night.begin())
+        found = await night.results("out")
+        assert Counter(it["custom_id"] for it in found) == Counter(night.ids)
+        batch = await night.stored()
+        assert batch.status == "completed" and batch.counts == {"succeeded": 20}
 
 
 @pytest.mark.parametrize("api", ["openai", "anthropic"])

@@ -6,13 +6,13 @@ import functools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from headrace.batches.records import BATCH, FILE, OPEN, STOP
-from headrace.batches.store import NOBODY, BatchStore
+from headrace.batches.store import NO_SIZES, NOBODY, BatchStore
 from headrace.streams.store import StoreStalled
 from headrace_common.system.race import uncut
 from headrace_common.system.state_files import (
@@ -106,7 +106,14 @@ class FolderRecords(_InThread):
     def ids(self, kind: str) -> set[str]:
         return set(self._known[kind])
 
-    async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
+    async def put(
+        self,
+        kind: str,
+        id: str,
+        record: bytes,
+        holder: str = NOBODY,
+        sizes: Mapping[str, int] = NO_SIZES,
+    ) -> None:
         def write() -> None:
             _replace(self._folder / kind / id, record)
             # In the thread, so that a caller that is cancelled meanwhile leaves both or none.

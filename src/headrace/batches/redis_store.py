@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import hashlib
+from collections.abc import Mapping
 
 from headrace.batches.records import BATCH, STOP
-from headrace.batches.store import NOBODY, BatchStore, ClaimLost
+from headrace.batches.store import NO_SIZES, NOBODY, BatchStore, ClaimLost
 from headrace.streams.store import Store, StoreStalled
 from headrace.streams.stores.redis import RedisStore
 from headrace.streams.stores.redis_link import ANSWER_S, LOST, RETRY_S, Argument, Link
@@ -28,6 +29,9 @@ return 1
 """
 _PUT = """
 if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return -1 end
+for i = 4, #KEYS do
+  if redis.call('STRLEN', KEYS[i]) < tonumber(ARGV[i]) then return -1 end
+end
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 local number = 0
 while redis.call('EXISTS', KEYS[3] .. ':' .. number) == 1 do
@@ -118,15 +122,28 @@ class RedisRecords:
         self._link = store.link
         self._claims = claims
 
-    async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
+    async def put(
+        self,
+        kind: str,
+        id: str,
+        record: bytes,
+        holder: str = NOBODY,
+        sizes: Mapping[str, int] = NO_SIZES,
+    ) -> None:
         if kind == BATCH and not holder:
             # A repeated command that arrives late must not undo the progress of the batch.
             await _ask(self._link, "HSETNX", self._key(kind), id, record)
             return
         # A file and its blob have the same id. From now on, the blob does not expire.
-        keys = (self._key(kind), claim_key(self._link, holder), blob_key(self._link, id))
+        keys = [self._key(kind), claim_key(self._link, holder), blob_key(self._link, id)]
         claim = self._claims.value(holder) if holder else ""
-        if await _ask(self._link, "EVAL", _PUT, 3, *keys, claim, id, record) == -1:
+        least = []
+        for blob, num_bytes in sizes.items():
+            number, num_before = divmod(num_bytes - 1, PART_BYTES)
+            keys.append(f"{blob_key(self._link, blob)}:{number}")
+            least.append(num_before + 1)
+        words: tuple[Argument, ...] = (len(keys), *keys, claim, id, record, *least)
+        if await _ask(self._link, "EVAL", _PUT, *words) == -1:
             raise ClaimLost
 
     async def get(self, kind: str, id: str) -> bytes | None:

@@ -104,18 +104,16 @@ class BatchRun:
     async def run(self) -> None:
         """Run the batch to its end.
 
-        Raises ClaimLost, inside an exception group, if another server has taken over the batch.
+        Raises ClaimLost, inside an exception group, if another server has taken over the batch or
+        if a failover of Redis has lost results. The next run answers these lines again.
         """
         OWNER.set(self.batch.owner)
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(work) for work in (self._tick(), self._write())]
             if self.batch.status != "validating" or await self._begin():
-                while True:
-                    await self._answer_all(tasks)
-                    await self._add_missing()
-                    await self._results.join()
-                    if await self._has_all_results():
-                        break
+                await self._answer_all(tasks)
+                await self._add_missing()
+                await self._results.join()
                 await self._end()
             for task in beside:
                 task.cancel()
@@ -213,8 +211,8 @@ class BatchRun:
             batch = msgspec.structs.replace(self.batch, **fields)
             if status:
                 batch = batch.moved(status, await retrying(self._records.now))
-            put = partial(self._records.put, BATCH, batch.id, encode_record(batch), batch.id)
-            await retrying(put)
+            record, sizes = encode_record(batch), dict(self._sizes)
+            await retrying(partial(self._records.put, BATCH, batch.id, record, batch.id, sizes))
             self.batch = batch
 
     # The methods below answer the lines.
@@ -285,13 +283,6 @@ class BatchRun:
                 if self._results.qsize() >= _MANY:
                     await self._results.join()
         await self._results.join()
-
-    async def _has_all_results(self) -> bool:
-        """Return whether the store still has all results; a failover of Redis can lose some."""
-        for id, num_bytes in self._sizes.items():
-            if not await retrying(partial(self._blobs.read, id, num_bytes - 1, 1)):
-                return False
-        return True
 
     # The methods below write the results.
 

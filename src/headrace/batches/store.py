@@ -1,8 +1,10 @@
 """Defines the batch store: small records, which are replaced whole, and blobs, which only grow."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 NOBODY = ""
+NO_SIZES: Mapping[str, int] = {}
 
 
 class ClaimLost(Exception):
@@ -12,12 +14,22 @@ class ClaimLost(Exception):
 class Records(Protocol):
     """Stores records by kind and id. Writes raise StoreStalled while nothing can be stored."""
 
-    async def put(self, kind: str, id: str, record: bytes, holder: str = NOBODY) -> None:
+    async def put(
+        self,
+        kind: str,
+        id: str,
+        record: bytes,
+        holder: str = NOBODY,
+        sizes: Mapping[str, int] = NO_SIZES,
+    ) -> None:
         """Store a record durably, completely or not at all.
 
         Without a holder, a BATCH record can only be created and not replaced in a shared store.
         `holder` is the id of a batch, or NOBODY for a write that needs no claim. Raises ClaimLost
         if this server does not hold the claim on the batch.
+
+        A failover of a shared store can lose bytes. So ClaimLost is also raised if a blob has fewer
+        bytes than `sizes` says.
         """
 
     async def get(self, kind: str, id: str) -> bytes | None: ...
