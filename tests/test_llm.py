@@ -266,8 +266,13 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ModelError, match="No model folder"):
+    with pytest.raises(ModelError, match="No model folder") as refused:
         LLM.load("./nowhere")
+    # The message is not buried under the frames of the load's thread.
+    assert {it.path.name for it in refused.traceback} <= {
+        "test_llm.py", "llm.py", "loaded_model.py", "host.py"
+    }  # fmt: skip
+    assert refused.value.__suppress_context__ and refused.value.__cause__ is None
 
 
 def test_closing_ends_calls_and_refuses_new_ones(folder: Path) -> None:

@@ -19,9 +19,9 @@ BLOCKS = [(kind, text) for kind, text in _BLOCK.findall(README) if not _SET_UP.f
 EXPECTED = {
     "sentences about the sea": "data: [DONE]",
     "from openai": "headrace-mini",
-    "return_progress": '"prompt_progress":{"total":',
+    "seq -s": '"prompt_progress":{"total":',
     "X-Conversation-Id": "no byte is missing",
-    "kill -9": "data: [DONE]",
+    "kill -9": '"recovering":{"attempt":1}',
 }
 
 

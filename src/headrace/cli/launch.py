@@ -194,7 +194,7 @@ def refuse_short_context(client: LaunchClient, model: Model) -> None:
         pi = CLIENTS["pi"]
         raise HeadraceError(
             f"{_needs(client, model)}. {_remedy(model).capitalize()}, or use `headrace launch pi`, "
-            f"which sends {pi.num_tokens:,}."
+            f"which sends {pi.num_tokens:,}. To start it anyway, use the lines that --print shows."
         )
 
 

