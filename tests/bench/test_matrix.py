@@ -85,7 +85,7 @@ def test_a_file_that_is_no_result_is_kept(tmp_path: Path, text: str) -> None:
     [
         ((), "Give a MODEL to serve, or the --url"),
         (("it", "--url", "http://127.0.0.1:9"), "Give a MODEL to serve, or the --url"),
-        (("--url", "it", "--chunking", "off,time"), "--url names one server"),
+        (("--url", "it", "--chunking", "off,time"), "--url measures one server"),
         (("it", "--rates", "nan"), "'nan' is not a list of numbers"),
         (("it", "--rates", "1,0"), "0.0 is not in the range"),
         (("it", "--cached", "1"), "1.0 is not in the range"),

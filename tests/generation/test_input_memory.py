@@ -133,6 +133,7 @@ async def test_a_resumed_stream_counts_even_if_it_does_not_fit(
     async with running(folder, store, max_total_input_bytes=1) as (generation, engine):
         await until(lambda: len(generation.streams) == 1)
         assert generation.queues.inputs.num_bytes > LARGE
+        await until(lambda: bool(engine.submits))
         await engine.finish(engine.newest, FinishReason.LENGTH)
         await until(lambda: not generation.queues.inputs.num_bytes)
     await store.close()
