@@ -170,6 +170,13 @@ def test_one_token_goes_in_any_case_where_nobody_waits():
     assert budget.open(StepShape(), is_awaited=False).largest_chunk(32_768, 9, is_first=True) == 1
 
 
+def test_a_token_that_a_step_must_process_is_the_cause_of_its_miss() -> None:
+    budget = make_budget(stall_s=0.05)
+    room = budget.open(StepShape(), is_awaited=True, can_save=False)
+    assert room.largest_chunk(32_768, 9, is_first=True) == 1
+    assert room.cause == "token"
+
+
 def test_what_is_left_of_the_room_goes_to_the_next_prompt():
     budget = make_budget(stall_s=0.1)
     room = budget.open(decoding(4, 128), is_awaited=True)

@@ -141,8 +141,10 @@ class Room:
         self.seconds = seconds
         # Seconds for the whole step. Set only while the cost model has too few measurements.
         self.target: float | None = None
-        # Whether a stream waits for this step and the step may save its seconds for a larger chunk.
+        # Whether a stream waits for this step.
         self.is_awaited = False
+        # Whether the step may leave its seconds unused, to save them for a larger chunk.
+        self.can_save = True
         # Why the step is expected to miss the stall target; empty if no miss is expected.
         self.cause = ""
 
@@ -162,7 +164,10 @@ class Room:
         if not is_first:
             return length
         if self.is_awaited and (not length or self._should_save(context, length, wanted)):
-            return self._chunk_from_savings(context, wanted)
+            if self.can_save:
+                return self._chunk_from_savings(context, wanted)
+            if not length:
+                self.cause = "token"
         self._budget.saved_s = 0.0
         return max(length, 1)
 
@@ -200,7 +205,8 @@ class Room:
         """Add `seconds` to `saved_s`; return 1 if that covers one encoder unit, otherwise 0."""
         unit = piece._replace(end=piece.start + 1)
         self._budget.saved_s += seconds
-        if self.is_awaited and self._budget.saved_s < self._budget.seconds_of_piece(work, unit):
+        needed = self._budget.seconds_of_piece(work, unit)
+        if self.is_awaited and self.can_save and self._budget.saved_s < needed:
             return 0
         self._budget.saved_s = 0.0
         self.cause = "token"
@@ -451,7 +457,7 @@ class TimeBudget:
             return Room(self, coefficients, tokens, None)
         if not is_measured:
             room = Room(self, coefficients, min(tokens, self._cold_tokens), None)
-            room.target, room.is_awaited = target, is_awaited and can_save
+            room.target, room.is_awaited, room.can_save = target, is_awaited, can_save
             return room
         alone = self.decode_s
         left = target / self.model.margin(True) - self.overhead - alone
@@ -460,7 +466,7 @@ class TimeBudget:
         share = part * self._limits.prompt_share * (alone + elsewhere.decode_s)
         tokens = min(tokens, 2 * self.model.largest_measured)
         room = Room(self, coefficients, tokens, max(left, share))
-        room.is_awaited = is_awaited and can_save
+        room.is_awaited, room.can_save = is_awaited, can_save
         if is_awaited and left < share:
             room.cause = "decode"
         return room
