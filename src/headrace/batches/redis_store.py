@@ -15,8 +15,7 @@ CLAIM_MS = 6000
 PART_BYTES = 64 << 20
 """The maximum bytes of a blob in one Redis value. Redis allows up to 512 MB per value."""
 UPLOAD_S = 24 * 3600
-"""Seconds after which an upload is deleted whose server has died. Each append starts the time
-again; the record of the file ends it."""
+"""An upload is deleted this many seconds after its last append, unless its file was recorded."""
 _TRIES = 4
 _CANNOT = "The server cannot store files now; try again later."
 
@@ -134,7 +133,7 @@ class RedisRecords:
             # A repeated command that arrives late must not undo the progress of the batch.
             await _ask(self._link, "HSETNX", self._key(kind), id, record)
             return
-        # A file and its blob have the same id. From now on, the blob does not expire.
+        # Storing a file's record makes its uploaded blob permanent. Both have the same id.
         keys = [self._key(kind), claim_key(self._link, holder), blob_key(self._link, id)]
         claim = self._claims.value(holder) if holder else ""
         least = []

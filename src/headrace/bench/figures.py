@@ -92,8 +92,8 @@ def measured(cell: Cell) -> list[Injection]:
 def between_tokens(cell: Cell) -> list[float]:
     """Return the gaps between a stream's tokens, in seconds.
 
-    The gaps of a round count from the sending of its first prompt until the first token of its
-    last prompt.
+    Each round contributes the gaps between sending its first prompt and receiving the first token
+    of its last prompt.
     """
     found = []
     for round in cell.rounds:

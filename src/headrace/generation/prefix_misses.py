@@ -83,7 +83,7 @@ class PrefixMisses:
 
 
 def _num_shared(one: bytes, other: bytes) -> int:
-    """Return how many leading tokens two prompts share. The first `_NUM_ALIKE` are known to be."""
+    """Return how many leading tokens two prompts share, which are at least `_NUM_ALIKE`."""
     low, high = _NUM_ALIKE, min(len(one), len(other)) // _SIZE
     while low < high:
         middle = (low + high + 1) // 2

@@ -40,38 +40,32 @@ _CUTS = {
 Result = TypeVar("Result")
 
 
-class FinishedStream:
+class _StreamWithoutWriter:
+    def __init__(self, record: Record, log: Log) -> None:
+        self.record = record
+        self.log = log
+        self.audience = Audience(log)
+
+    def beat(self, form: str, interval_s: float) -> None:
+        """Do nothing: only a writer sends heartbeats."""
+
+    def stop(self, error: RequestError) -> None:
+        """Do nothing: only a writer can be stopped."""
+
+
+class FinishedStream(_StreamWithoutWriter):
     """A stream whose log has ended; it can be read like a live stream, but not stopped."""
 
     state = "finished"
 
-    def __init__(self, record: Record, log: Log) -> None:
-        self.record = record
-        self.log = log
-        self.audience = Audience(log)
 
-    def beat(self, form: str, interval_s: float) -> None:
-        """Do nothing: no event follows the end."""
+class SuspendedStream(_StreamWithoutWriter):
+    """A stream that waits for a later engine of its model.
 
-    def stop(self, error: RequestError) -> None:
-        """Do nothing: the first terminal event is final."""
-
-
-class SuspendedStream:
-    """A stream that waits for a later engine of its model; it can be stopped, but not read."""
+    It cannot be read, and only `Registry.stop` stops it.
+    """
 
     state = "recovering"
-
-    def __init__(self, record: Record, log: Log) -> None:
-        self.record = record
-        self.log = log
-        self.audience = Audience(log)
-
-    def beat(self, form: str, interval_s: float) -> None:
-        """Do nothing: the stream has no writer."""
-
-    def stop(self, error: RequestError) -> None:
-        """Do nothing: `Registry.stop` ends the log."""
 
 
 Found = LiveStream | FinishedStream | SuspendedStream | RemoteStream

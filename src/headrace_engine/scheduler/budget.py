@@ -38,7 +38,7 @@ QUARANTINE, WHOLE, SPAN = "quarantine", "whole", "span"
 # Causes of a missed stall target. In a step with one of these causes, streams get no token.
 WITHOUT_STREAMS = (QUARANTINE, WHOLE)
 UNMEASURED_TOKENS_PER_S = 500.0
-# A chunk also has the rest of its prompt if the rest is at most 1/TAIL of the chunk's length.
+# A chunk is extended to the end of its prompt if that adds at most 1/TAIL of its length.
 TAIL = 8
 
 

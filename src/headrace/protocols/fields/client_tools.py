@@ -171,7 +171,7 @@ def _checked(syntax: str, definition: str) -> tuple[str, str]:
 
 
 def _anchored(pattern: str) -> str:
-    """Return a pattern that must match the whole text. JSON Schema's match anywhere."""
+    """Return a pattern that matches only a whole text; JSON Schema's patterns match anywhere."""
     inner = pattern.removeprefix("^")
     if inner.endswith("$") and not inner.endswith("\\$"):
         inner = inner[:-1]
