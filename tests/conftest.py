@@ -1,4 +1,4 @@
-"""For every test: one compute thread, so that results do not move, and a tiny model."""
+"""Settings and fixtures of all tests. One compute thread makes results reproducible."""
 
 import logging
 import os
@@ -8,12 +8,14 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# no test shares the user's folder of cached prefixes
+# Tests with a cache folder of their own would compile all kernels again.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path.home() / ".cache"))
+# No test shares the user's folder of cached prefixes.
 os.environ.setdefault("HEADRACE_PREFIX_CACHE_DIR", "none")
 # The exporter's thread may outlive its test, and other tests assert what is logged.
 for name in ("opentelemetry", "urllib3"):
     logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-# the same examples in every run; `make test ARGS=--hypothesis-profile=default` looks for new ones
+# Use the same examples in every run; `make test ARGS=--hypothesis-profile=default` tries new ones.
 settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")
 LONG = {
@@ -98,8 +100,8 @@ LONG = {
     "tools/test_check_family",
     "workers/test_pool",
 }
-"""Files that take about ten seconds or more each. `make test-all` runs them."""
-# make targets of their own run these, most of them in environments of their own
+"""Files that take about ten seconds or more each. Only `make test-all` runs them."""
+# Other make targets run these folders, most of them in environments of their own.
 collect_ignore = ["agents", "clients", "cluster", "llama", "ops", "package", "trained", "web"]
 
 
@@ -114,14 +116,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves the long files out; pytest does not ask for those that are named."""
+    """Leave out the long files, except those that the command line names."""
     name = str(collection_path.relative_to(Path(__file__).parent).with_suffix(""))
     return True if name in LONG and not config.getoption("--all") else None
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, for all who only read it."""
+    """Return the folder of a tiny model. Tests must not change it."""
     from tools.harness.tiny_models import make_tiny_model  # it imports torch
 
     return make_tiny_model(tmp_path_factory.mktemp("shared") / "tiny")
@@ -129,12 +131,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_key() -> None:
-    """Begins a test without the key that an earlier one was let in by."""
+    """Forget the API key that an earlier test used."""
     from headrace.workers.job_queue import OWNER
 
     OWNER.set("")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what all texts of headrace-mini rest on: that it says what the list says it does."""
+    """Test first that headrace-mini works, because many tests use it."""
     items.sort(key=lambda item: item.path.name != "test_mini_shipped.py")
