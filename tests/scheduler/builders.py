@@ -1,4 +1,4 @@
-"""Builds schedulers and submits for tests, and runs steps with a runner that draws 1, 2, 3, ..."""
+"""Builds schedulers and requests, and runs steps with a runner that draws counting tokens."""
 
 from array import array
 
@@ -45,7 +45,7 @@ def make_scheduler(
     make_guesser: MakeGuesser = own_guesser,
     **fields: object,
 ) -> Scheduler:
-    """`fields` are those of Limits and of SchedulerConfig."""
+    """Return a scheduler. `fields` are fields of Limits or SchedulerConfig."""
     layout = MemoryLayout(16, num_blocks, num_slots, num_snapshots, snapshot_every=64)
     limits = {name: fields.pop(name) for name in list(fields) if name in LIMITS}
     config = SchedulerConfig(**fields)
@@ -53,7 +53,10 @@ def make_scheduler(
 
 
 def shape_of(decoders: list[int], prompts: list[tuple[int, int]]) -> StepShape:
-    """Contexts of decode chunks; contexts and lengths of prompt chunks."""
+    """Return the shape of a step.
+
+    `decoders` has the contexts of decode chunks, `prompts` contexts and lengths of prompt chunks.
+    """
     shape = StepShape()
     for context in decoders:
         shape.add(context, 1, is_prompt=False, forward_per_chunk=False)
@@ -65,7 +68,7 @@ def shape_of(decoders: list[int], prompts: list[tuple[int, int]]) -> StepShape:
 def make_submit(
     number: int, length: int, *, max_tokens: int | None = 5, generated: int = 0, **fields: object
 ) -> Submit:
-    """One sequence whose prompt no other number shares."""
+    """Return a request for one sequence. Each number has a different prompt."""
     sampling = fields.pop("sampling", None) or Sampling(
         max_tokens=max_tokens, end_token_ids=(END_TOKEN,)
     )
@@ -76,7 +79,7 @@ def make_submit(
 
 
 def make_family(number: int, length: int, **fields: object) -> Submit:
-    """`number` choices of one prompt, with ids from 0."""
+    """Return a request for `number` choices of one prompt, with ids from 0."""
     submit = make_submit(0, length, **fields)
     news = tuple(NewSequence(SequenceId(i), 0, i) for i in range(number))
     return msgspec.structs.replace(submit, sequences=news)
@@ -95,7 +98,7 @@ def sequence_ids(plan: StepPlan | None) -> list[int]:
 
 
 class Engine:
-    """The loop of an engine over a scheduler; keeps all outputs."""
+    """Runs the loop of an engine with a scheduler. Keeps all outputs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -104,7 +107,8 @@ class Engine:
         self.progress: dict[int, list[int]] = {}
         self.finished: dict[int, tuple[str, str]] = {}
         self.outputs: list[Outputs] = []
-        self.trace: StepTrace | None = None  # of the step committed last
+        # The trace of the last step.
+        self.trace: StepTrace | None = None
 
     def add(self, *submits: Submit) -> "Engine":
         for submit in submits:
@@ -129,7 +133,7 @@ class Engine:
         self.take()
 
     def fail(self, message: str = "it broke") -> StepPlan:
-        """Plan a step and let it raise."""
+        """Plan a step and report its failure."""
         plan = self.scheduler.plan(self.now)
         assert plan is not None
         self.scheduler.fail(plan, message, self.now)
@@ -137,7 +141,7 @@ class Engine:
         return plan
 
     def run(self, max_steps: int = 1000) -> list[StepPlan]:
-        """Steps until nothing is left."""
+        """Run steps until the scheduler is idle. Return their plans."""
         plans = []
         while (plan := self.step()) is not None:
             plans.append(plan)

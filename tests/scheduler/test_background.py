@@ -1,4 +1,4 @@
-"""The background takes what others leave, a share of it, and gives way at the next step."""
+"""Tests background requests: they use idle capacity and are preempted by other requests."""
 
 import random
 from collections import deque
@@ -16,13 +16,13 @@ def behind(number: int, length: int, **fields: object):
     return make_submit(number, length, priority=BACKGROUND, **fields)
 
 
-def test_alone_the_background_runs_to_its_end() -> None:
+def test_background_requests_finish_if_nothing_else_runs() -> None:
     engine = Engine(make_scheduler()).add(behind(1, 20), behind(2, 20))
     engine.run()
     assert set(engine.finished) == {1, 2}
 
 
-def test_a_stream_has_its_steps_to_itself() -> None:
+def test_no_step_has_both_a_stream_and_background_requests() -> None:
     engine = Engine(make_scheduler()).add(behind(1, 20, max_tokens=50), behind(2, 20))
     engine.step()
     engine.add(make_submit(3, 20, max_tokens=10))
@@ -32,7 +32,7 @@ def test_a_stream_has_its_steps_to_itself() -> None:
     assert set(engine.finished) == {1, 2, 3}
 
 
-def test_nothing_of_the_background_is_planned_ahead() -> None:
+def test_background_steps_are_not_planned_ahead() -> None:
     scheduler = make_scheduler()
     engine = Engine(scheduler).add(behind(1, 20, max_tokens=50))
     plan = scheduler.plan(0.0)
@@ -42,7 +42,7 @@ def test_nothing_of_the_background_is_planned_ahead() -> None:
     assert scheduler.plan(engine.now) is not None
 
 
-def test_between_two_steps_of_a_stream_in_flight_the_background_waits() -> None:
+def test_background_requests_wait_while_a_stream_has_a_step_in_flight() -> None:
     scheduler = make_scheduler()
     engine = Engine(scheduler).add(make_submit(1, 20, max_tokens=1), behind(2, 20))
     plan = scheduler.plan(0.0)
@@ -52,7 +52,7 @@ def test_between_two_steps_of_a_stream_in_flight_the_background_waits() -> None:
     assert ids(scheduler.plan(engine.now)) == [2]
 
 
-def test_the_background_holds_a_share_of_the_places() -> None:
+def test_background_requests_hold_at_most_a_share_of_the_sequences() -> None:
     engine = Engine(make_scheduler(max_num_seqs=8))
     engine.add(*(behind(number, 10, max_tokens=100) for number in range(8)))
     for _ in range(20):
@@ -60,7 +60,7 @@ def test_the_background_holds_a_share_of_the_places() -> None:
     assert len(engine.tokens) == 8 // BACKGROUND_SHARE
 
 
-def test_the_background_holds_a_share_of_the_memory_but_one_may_have_all_of_it() -> None:
+def test_background_requests_hold_a_share_of_the_memory_but_one_may_hold_all() -> None:
     engine = Engine(make_scheduler(num_blocks=16))
     engine.add(*(behind(number, 32, max_tokens=100) for number in range(4)))
     for _ in range(20):
@@ -71,7 +71,7 @@ def test_the_background_holds_a_share_of_the_memory_but_one_may_have_all_of_it()
     assert set(engine.finished) == {1}
 
 
-def test_who_needs_a_place_gets_that_of_the_background() -> None:
+def test_a_stream_preempts_a_background_request_if_all_sequences_are_taken() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1)).add(behind(1, 20, max_tokens=30))
     for _ in range(5):
         engine.step()
@@ -84,7 +84,7 @@ def test_who_needs_a_place_gets_that_of_the_background() -> None:
     assert len(engine.tokens[1]) == 30
 
 
-def test_who_needs_memory_gets_that_of_the_background() -> None:
+def test_a_stream_that_needs_memory_preempts_a_background_request() -> None:
     engine = Engine(make_scheduler(num_blocks=16)).add(behind(1, 12 * 16, max_tokens=30))
     for _ in range(5):
         engine.step()
@@ -96,7 +96,7 @@ def test_who_needs_memory_gets_that_of_the_background() -> None:
     assert set(engine.finished) == {1, 2}
 
 
-def test_a_line_that_lost_its_memory_does_not_go_before_a_stream() -> None:
+def test_a_preempted_background_request_does_not_start_before_a_stream() -> None:
     engine = Engine(make_scheduler(max_num_seqs=1)).add(behind(1, 20, client="a", max_tokens=30))
     engine.step()
     engine.add(make_submit(2, 20, client="b", max_tokens=3))
@@ -107,7 +107,7 @@ def test_a_line_that_lost_its_memory_does_not_go_before_a_stream() -> None:
     assert set(engine.finished) == {2, 3}
 
 
-def test_a_line_that_lost_its_memory_keeps_that_of_no_other_line() -> None:
+def test_a_preempted_background_request_holds_no_memory_back() -> None:
     engine = Engine(make_scheduler(num_blocks=40))
     engine.add(*(behind(number, 45, max_tokens=200, client="a") for number in (1, 2)))
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_a_line_that_lost_its_memory_keeps_that_of_no_other_line() -> None:
     assert 3 not in engine.finished
 
 
-def test_keys_take_turns_in_the_background_too() -> None:
+def test_clients_take_turns_among_background_requests() -> None:
     engine = Engine(make_scheduler(max_num_seqs=4))
     engine.add(*(behind(number, 10, client="a") for number in range(6)))
     engine.add(*(behind(number, 10, client="b") for number in range(6, 9)))
@@ -131,7 +131,7 @@ def test_keys_take_turns_in_the_background_too() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_comes_all_end_and_no_step_is_shared(seed: int) -> None:
+def test_random_mixes_all_finish_and_no_step_is_shared(seed: int) -> None:
     rng = random.Random(seed)
     num_blocks, places = rng.choice([8, 20, 60]), rng.choice([1, 3, 8])
     engine = Engine(make_scheduler(num_blocks=num_blocks, max_num_seqs=places))

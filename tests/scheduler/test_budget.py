@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may hold: the tables of tokens and of time."""
+"""Tests how many prompt tokens a step may have, by the token cap and by time."""
 
 import pytest
 
@@ -21,7 +21,7 @@ LAPTOP = Coefficients(c_decode=0.021, c_prompt=0.021, g=5e-6, b=1.9e-3, a=4.5e-7
 
 
 class Measured(CostModel):
-    """Knows its coefficients from the start."""
+    """A cost model with fixed coefficients."""
 
     def __init__(self, coefficients: Coefficients = LAPTOP) -> None:
         super().__init__()
@@ -53,19 +53,19 @@ def decoding(number: int, context: int) -> StepShape:
         ([300, 300], 1 << 30, [300, 300]),
     ],
 )
-def test_the_token_cap_is_filled_in_key_order(prompts, cap, expected):
+def test_prompts_fill_the_token_cap_in_order_of_their_sort_keys(prompts, cap, expected):
     engine = Engine(make_scheduler(max_step_tokens=cap))
     engine.add(*[make_submit(i, n, arrival=0.0) for i, n in enumerate(prompts)])
     assert lengths(engine.step()) == expected
 
 
-def test_prompts_that_came_in_order_fill_the_step_in_order():
+def test_without_patience_prompts_fill_the_step_in_order_of_arrival():
     engine = Engine(make_scheduler(max_step_tokens=512, patience=0.0))
     engine.add(make_submit(0, 512, arrival=0.0), make_submit(1, 8, arrival=0.0))
     assert [lengths(engine.step()) for _ in range(2)] == [[512], [1, 8]]
 
 
-def test_one_prompt_token_goes_beside_more_decode_chunks_than_the_cap():
+def test_a_prompt_gets_one_token_if_decode_chunks_exceed_the_cap():
     engine = Engine(make_scheduler(2000, max_num_seqs=700, max_step_tokens=1000))
     engine.add(*[make_submit(i, 1, arrival=0.0) for i in range(600)])
     engine.step()
@@ -83,9 +83,7 @@ def test_one_prompt_token_goes_beside_more_decode_chunks_than_the_cap():
         (256, 256, 512, [256]),
     ],
 )
-def test_a_tiny_tail_joins_where_time_cuts_and_not_where_the_cap_does(
-    wanted, fitting, cap, expected
-):
+def test_a_tiny_tail_may_exceed_the_time_but_not_the_token_cap(wanted, fitting, cap, expected):
     budget = make_budget(step_s=0.001 * fitting, max_step_tokens=cap)
     budget.model._fitted = Coefficients(b=0.001)
     chunks = []
@@ -119,7 +117,7 @@ def test_the_room_of_a_step_and_the_chunk_that_fits_it(number, at, context, targ
     assert room.cause == ("decode" if number == 16 or target == 0.030 else "")
 
 
-def test_where_no_token_fits_room_is_kept_until_two_are_paid_for():
+def test_if_no_token_fits_time_is_saved_until_a_larger_chunk_fits():
     budget = make_budget(stall_s=0.1)
     chunks, causes = [], []
     for _ in range(6):
@@ -131,8 +129,8 @@ def test_where_no_token_fits_room_is_kept_until_two_are_paid_for():
     assert budget.saved_s == 0.0
 
 
-def test_out_of_reach_of_the_target_room_is_kept_if_a_prompt_gets_on_faster():
-    """One token fits each step behind 3,600 others: that would be six in these six steps."""
+def test_beyond_the_target_time_is_saved_if_the_prompt_advances_faster():
+    """Without saving, each of the six steps would have one token, which makes six instead of 15."""
     budget = make_budget(stall_s=0.1)
     chunks, causes = [], []
     for _ in range(6):
@@ -144,20 +142,20 @@ def test_out_of_reach_of_the_target_room_is_kept_if_a_prompt_gets_on_faster():
     assert causes == ["decode", "token"] * 3
 
 
-def test_the_last_token_of_a_prompt_is_not_kept_waiting_where_it_fits():
+def test_the_last_token_of_a_prompt_is_not_delayed_if_it_fits():
     budget = make_budget(stall_s=0.1)
     room = budget.open(decoding(4, 3000), is_awaited=True)
     assert room.largest_chunk(3600, 1, is_first=True) == 1
 
 
-def test_a_prompt_behind_the_first_saves_nothing_up():
+def test_only_the_first_prompt_saves_time():
     budget = make_budget(stall_s=0.1)
     room = budget.open(decoding(4, 128), is_awaited=True)
     assert room.largest_chunk(32_768, 1000, is_first=False) == 0
     assert budget.saved_s == 0.0
 
 
-def test_a_chunk_that_fits_spends_what_was_kept():
+def test_a_chunk_that_fits_spends_the_saved_time():
     budget = make_budget(stall_s=0.1)
     for context in (32_768, 0):
         room = budget.open(decoding(4, 128), is_awaited=True)
@@ -165,19 +163,19 @@ def test_a_chunk_that_fits_spends_what_was_kept():
     assert budget.saved_s == 0.0
 
 
-def test_one_token_goes_in_any_case_where_nobody_waits():
+def test_one_token_is_always_processed_if_no_stream_waits():
     budget = make_budget(step_s=0.01)
     assert budget.open(StepShape(), is_awaited=False).largest_chunk(32_768, 9, is_first=True) == 1
 
 
-def test_a_token_that_a_step_must_process_is_the_cause_of_its_miss() -> None:
+def test_a_forced_token_is_the_cause_of_a_missed_target() -> None:
     budget = make_budget(stall_s=0.05)
     room = budget.open(StepShape(), is_awaited=True, can_save=False)
     assert room.largest_chunk(32_768, 9, is_first=True) == 1
     assert room.cause == "token"
 
 
-def test_what_is_left_of_the_room_goes_to_the_next_prompt():
+def test_the_next_prompt_gets_the_remaining_time_of_a_step():
     budget = make_budget(stall_s=0.1)
     room = budget.open(decoding(4, 128), is_awaited=True)
     room.spend(0, 20)
@@ -187,14 +185,14 @@ def test_what_is_left_of_the_room_goes_to_the_next_prompt():
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
-def test_without_a_target_the_cap_alone_counts(is_awaited):
+def test_without_a_target_only_the_token_cap_limits_a_step(is_awaited):
     budget = make_budget(stall_s=None, step_s=None)
     room = budget.open(decoding(4, 128), is_awaited)
     assert room.seconds is None
     assert room.largest_chunk(0, 1000, is_first=True) == 508
 
 
-def test_a_lane_with_a_forward_per_chunk_pays_for_each():
+def test_each_chunk_counts_a_forward_pass_where_lanes_need_one_per_chunk():
     budget = make_budget(stall_s=0.2, forward_per_chunk=True)
     shape = StepShape()
     for _ in range(4):
@@ -210,14 +208,14 @@ def test_a_chunk_is_at_most_twice_the_largest_measured():
     assert budget.open(StepShape(), is_awaited=False).largest_chunk(0, 1000, is_first=True) == 80
 
 
-def test_overhead_outside_the_runner_takes_from_the_room():
+def test_overhead_outside_the_runner_shortens_the_next_step():
     budget = make_budget(stall_s=0.1)
     budget.learn_step(decoding(4, 128), StepTimes(0.03, (), 0.04), is_awaited=True, cause="")
     room = budget.open(decoding(4, 128), is_awaited=True)
     assert room.seconds == pytest.approx(0.06838 - 0.01, abs=1e-5)
 
 
-def test_a_cold_engine_starts_small_and_doubles():
+def test_an_unmeasured_engine_starts_with_small_chunks_and_doubles_them():
     limits = Limits(max_num_seqs=1, max_step_tokens=512, max_model_len=9000, max_step_s=1.0)
     budget = TimeBudget(limits)
     chunks = []
@@ -230,7 +228,7 @@ def test_a_cold_engine_starts_small_and_doubles():
     assert chunks == [64, 128, 256, 512, 512]
 
 
-def test_a_cold_engine_does_not_grow_past_half_the_target():
+def test_an_unmeasured_engine_does_not_double_beyond_half_the_target():
     limits = Limits(max_num_seqs=1, max_step_tokens=512, max_model_len=9000, max_step_s=1.0)
     budget = TimeBudget(limits)
     shape = StepShape()
@@ -239,7 +237,7 @@ def test_a_cold_engine_does_not_grow_past_half_the_target():
     assert budget.open(StepShape(), is_awaited=False).tokens == 64
 
 
-def test_a_cold_engine_on_a_slow_machine_halves_and_is_soon_measured():
+def test_an_unmeasured_engine_halves_its_chunks_on_a_slow_machine():
     limits = Limits(max_num_seqs=9, max_step_tokens=512, max_model_len=9000, max_stall_s=0.1)
     budget = TimeBudget(limits)
     seconds = []
@@ -270,7 +268,7 @@ def test_a_step_that_will_miss_the_target_is_counted_by_cause(number, cause, exp
     assert budget.missed == expected
 
 
-def test_a_miss_that_nobody_expected_is_the_models():
+def test_an_unexpected_miss_is_attributed_to_the_cost_model():
     budget = make_budget(stall_s=0.1)
     budget.learn_step(decoding(4, 128), StepTimes(0.2, (), 0.2), is_awaited=True, cause="")
     budget.learn_step(decoding(4, 128), StepTimes(0.2, (), 0.2), is_awaited=True, cause="decode")
@@ -278,7 +276,7 @@ def test_a_miss_that_nobody_expected_is_the_models():
     assert budget.missed == {"model": 1}
 
 
-def test_the_rate_of_prompts_is_that_of_late_steps():
+def test_the_prompt_rate_includes_time_between_steps():
     budget = make_budget()
     assert budget.prompt_tokens_per_s == 0.0
     for new in (100, 300):
@@ -288,7 +286,7 @@ def test_the_rate_of_prompts_is_that_of_late_steps():
     assert budget.prompt_tokens_per_s == pytest.approx(400)
 
 
-def test_the_streams_of_another_engine_bound_a_prompt_as_ones_own_do():
+def test_streams_of_another_engine_limit_a_prompt_like_own_streams():
     budget = make_budget(stall_s=0.2)
     nothing = StepShape()
     free = budget.open(nothing, False).seconds
@@ -302,13 +300,13 @@ def test_the_streams_of_another_engine_bound_a_prompt_as_ones_own_do():
     assert shared == pytest.approx(beside / 2)
 
 
-def test_a_prompt_alone_is_predicted_in_the_largest_steps():
+def test_the_time_of_a_prompt_alone_is_predicted_in_the_largest_steps():
     budget = make_budget()
     by_steps = sum(LAPTOP.c_prompt + LAPTOP.cost(at, 512) for at in (0, 512, 1024))
     assert budget.seconds_alone(0, 1536) == pytest.approx(by_steps)
 
 
-def test_an_unmeasured_prompt_is_taken_to_run_at_500_tokens_a_second():
+def test_an_unmeasured_prompt_is_assumed_to_run_at_500_tokens_per_second():
     limits = Limits(max_num_seqs=1, max_step_tokens=512, max_model_len=9000)
     assert TimeBudget(limits).seconds_alone(100, 5000) == 10.0
 
@@ -321,7 +319,7 @@ def test_defaults_follow_the_device():
     assert (cuda.max_step_tokens, cuda.max_stall_s) == (2048, 0.05)
 
 
-def test_prompts_starve_while_an_explicit_target_leaves_them_a_small_share():
+def test_time_counts_as_starved_if_an_explicit_target_leaves_little_for_prompts():
     for share, expected in ((0.25, 3.0), (2.0, 0.0)):
         budget = TimeBudget(make_limits(max_stall_s=0.1, prompt_share=share))
         for _ in range(3):
@@ -340,7 +338,7 @@ def test_a_target_can_be_set_and_turned_off():
     assert resolve(off, BLOCKS, "cpu", 8, 4096).max_stall_s is None
 
 
-def test_a_lane_pays_for_a_forward_per_chunk_if_it_says_so_whatever_its_memory():
+def test_only_the_layout_decides_about_a_forward_pass_per_chunk():
     packed, dense = MemoryLayout(num_slots=8), MemoryLayout(num_slots=8, forward_per_chunk=True)
     layouts = BLOCKS, packed, dense
     found = [resolve(SchedulerConfig(), x, "cpu", 8, 64).forward_per_chunk for x in layouts]
@@ -355,7 +353,7 @@ def test_a_lane_pays_for_a_forward_per_chunk_if_it_says_so_whatever_its_memory()
         (MemoryLayout(num_slots=2, max_positions=90), 90),
     ],
 )
-def test_the_longest_sequence_is_bounded_by_model_user_and_memory(layout, expected):
+def test_model_user_and_memory_limit_the_longest_sequence(layout, expected):
     limits = Limits(max_num_seqs=1, max_step_tokens=1, max_model_len=500)
     assert limits.max_total(layout) == expected
 

@@ -1,4 +1,4 @@
-"""The cost model on synthetic steps: noisy, drifting, one-sided."""
+"""Tests the cost model with synthetic steps that are noisy, change speed or are all alike."""
 
 from random import Random
 
@@ -33,7 +33,7 @@ def errors(model: CostModel, rng: Random, speed: float = 1.0) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_fifty_noisy_steps_with_outliers_are_enough_for_five_percent(seed):
+def test_the_model_is_within_5_percent_after_50_noisy_steps(seed):
     rng, model = Random(seed), CostModel()
     feed(model, rng, 50)
     assert errors(model, rng)[100] < 0.05
@@ -41,14 +41,14 @@ def test_fifty_noisy_steps_with_outliers_are_enough_for_five_percent(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("speed", [0.2, 0.5, 2.5, 5.0])
-def test_a_machine_that_changes_speed_is_followed_within_a_hundred_steps(seed, speed):
+def test_the_model_follows_a_change_of_speed_within_100_steps(seed, speed):
     rng, model = Random(seed), CostModel()
     feed(model, rng, 200)
     feed(model, rng, 100, speed)
     assert errors(model, rng, speed)[100] < 0.10
 
 
-def test_ten_thousand_decode_steps_leave_what_is_known_of_prompts():
+def test_10_000_decode_steps_do_not_change_predictions_of_prompts():
     rng, model = Random(0), CostModel()
     feed(model, rng, 200)
     for _ in range(10_000):
@@ -58,7 +58,7 @@ def test_ten_thousand_decode_steps_leave_what_is_known_of_prompts():
     assert model.predict(chunk) == pytest.approx(truth(chunk), rel=0.10)
 
 
-def test_predictions_rise_with_context_and_length():
+def test_predictions_grow_with_context_and_length():
     rng, model = Random(3), CostModel()
     feed(model, rng, 100)
     fit = model.coefficients
@@ -68,7 +68,7 @@ def test_predictions_rise_with_context_and_length():
     assert by_context == sorted(by_context) and by_length == sorted(by_length)
 
 
-def test_the_first_prompts_count_although_decode_steps_did_not_foretell_them():
+def test_the_first_prompt_steps_are_not_treated_as_outliers():
     model = CostModel()
     for context in range(100, 2100, 10):
         model.observe(shape_of([context], []), 0.021 + context * 1e-6)
@@ -78,7 +78,7 @@ def test_the_first_prompts_count_although_decode_steps_did_not_foretell_them():
     assert model.predict(shape_of([100], [(0, 100)])) == pytest.approx(0.22, rel=0.1)
 
 
-def test_outliers_are_left_out():
+def test_outliers_are_ignored():
     rng, model = Random(5), CostModel()
     feed(model, rng, 100)
     shape = shape_of([200] * 4, [])
@@ -99,7 +99,7 @@ def test_the_margin_is_the_95th_percentile_of_late_steps_within_bounds():
     assert model.margin(True) == 1.0
 
 
-def test_eight_prompt_steps_of_three_sizes_are_a_measurement():
+def test_eight_prompt_steps_of_three_sizes_are_enough_to_measure():
     model = CostModel()
     for number, new in enumerate([10, 10, 20, 20, 10, 20, 10, 20, 10, 40]):
         assert not model.is_measured, number
@@ -107,7 +107,7 @@ def test_eight_prompt_steps_of_three_sizes_are_a_measurement():
     assert model.is_measured and model.largest_measured == 40
 
 
-def test_a_step_without_time_teaches_nothing():
+def test_a_step_that_took_no_time_is_ignored():
     model = CostModel()
     model.observe(shape_of([1], []), 0.0)
     assert model.coefficients == Coefficients()
@@ -115,19 +115,19 @@ def test_a_step_without_time_teaches_nothing():
 
 @pytest.mark.parametrize("context", [0, 100, 10_000])
 @pytest.mark.parametrize("room", [0.001, 0.02, 0.5])
-def test_the_largest_chunk_is_the_largest_that_costs_no_more(context, room):
+def test_the_largest_chunk_is_the_longest_one_that_fits(context, room):
     largest = TRUTH.largest_chunk(context, room)
     assert TRUTH.cost(context, largest) <= room or largest == 0
     assert TRUTH.cost(context, largest + 1) > room
 
 
-def test_without_a_price_any_chunk_fits():
+def test_a_chunk_of_any_size_fits_if_tokens_cost_nothing():
     assert Coefficients().largest_chunk(5, 0.1) is None
     assert Coefficients(b=0.01).largest_chunk(5, 0.1) == 10
     assert Coefficients(g=1.0).largest_chunk(5, 0.1) == 0
 
 
-def test_least_squares_finds_what_made_the_rows():
+def test_least_squares_recovers_the_coefficients_of_its_rows():
     rng, fit, made = Random(1), LeastSquares(3), [3.0, 0.5, 0.0]
     for _ in range(30):
         row = [1.0, rng.random() * 10, rng.random()]
@@ -135,7 +135,7 @@ def test_least_squares_finds_what_made_the_rows():
     assert fit.solve() == pytest.approx(made, abs=1e-6)
 
 
-def test_least_squares_holds_at_zero_what_would_turn_negative():
+def test_least_squares_returns_zero_instead_of_a_negative_coefficient():
     fit = LeastSquares(2)
     for x in range(1, 10):
         fit.add([1.0, float(x)], 10.0 - x, 1.0)
@@ -143,7 +143,7 @@ def test_least_squares_holds_at_zero_what_would_turn_negative():
     assert slope == 0.0 and intercept == pytest.approx(5.0)
 
 
-def test_rows_taken_out_again_leave_no_trace():
+def test_removed_rows_do_not_affect_the_solution():
     fit = LeastSquares(1)
     fit.add([1.0], 2.0, 1.0)
     fit.add([1.0], 100.0, 1.0)
@@ -153,7 +153,7 @@ def test_rows_taken_out_again_leave_no_trace():
 
 
 @pytest.mark.parametrize("with_prompt", [False, True])
-def test_a_slow_spell_is_expected_to_go_on_and_forgotten_when_it_ends(with_prompt):
+def test_a_slow_period_is_expected_to_continue_and_forgotten_when_it_ends(with_prompt):
     rng, model = Random(7), CostModel()
     feed(model, rng, 100)
     shape = shape_of([200] * 4, [(300, 20)] if with_prompt else [])
@@ -166,7 +166,7 @@ def test_a_slow_spell_is_expected_to_go_on_and_forgotten_when_it_ends(with_promp
     assert model.predict(shape) < 1.1 * usual
 
 
-def test_streams_quicker_than_foreseen_make_no_prompt_look_cheap():
+def test_faster_decode_steps_do_not_make_prompts_look_cheap():
     rng, model = Random(3), CostModel()
     feed(model, rng, 200)
     alone, chunk = shape_of([128] * 4, []), shape_of([128] * 4, [(512, 128)])
@@ -176,7 +176,7 @@ def test_streams_quicker_than_foreseen_make_no_prompt_look_cheap():
     assert model.predict(chunk) == pytest.approx(truth(chunk), rel=0.1)
 
 
-def test_a_slow_spell_leaves_what_is_known_of_its_steps():
+def test_a_slow_period_does_not_change_later_predictions():
     rng, model = Random(8), CostModel()
     feed(model, rng, 200)
     shape = shape_of([200] * 4, [(300, 20)])
@@ -187,7 +187,7 @@ def test_a_slow_spell_leaves_what_is_known_of_its_steps():
     assert model.predict(shape) == pytest.approx(usual, rel=0.15)
 
 
-def test_unused_work_is_hoped_to_be_fast_until_it_is_timed_again():
+def test_the_optimistic_prediction_falls_until_the_work_is_timed_again():
     rng, model = Random(9), CostModel()
     feed(model, rng, 100)
     shape = shape_of([200] * 4, [])

@@ -1,4 +1,4 @@
-"""Prompts of 100,000 tokens: counts of what a turn computes and hashes, and gaps behind them."""
+"""Tests prompts of 100,000 tokens: computed and hashed tokens, and the length of steps."""
 
 from array import array
 from random import Random
@@ -14,7 +14,7 @@ from tests.scheduler.builders import Engine, make_limits, make_scheduler, make_s
 
 DEPTH, TURN, BLOCK = 100_000, 500, 16
 DENSE = Coefficients(c_decode=0.06, c_prompt=0.065, g=5.7e-6, b=2e-3, a=7.6e-7)
-"""A model of half a billion parameters on two cores: a token behind 100,000 takes .15 s."""
+"""A model of 0.5 billion parameters on two cores: a token after 100,000 others takes 0.15 s."""
 
 
 def turn(number: int, token_ids: "array[int]") -> Submit:
@@ -22,7 +22,7 @@ def turn(number: int, token_ids: "array[int]") -> Submit:
     return msgspec.structs.replace(submit, prompts=(token_ids.tobytes(),))
 
 
-def test_a_turn_that_adds_500_tokens_computes_them_and_at_most_a_block():
+def test_a_turn_of_500_tokens_computes_at_most_one_further_block():
     engine = Engine(make_scheduler(7000, max_model_len=2 * DEPTH))
     rng = Random(0)
     first = array("i", rng.choices(range(1000), k=DEPTH))
@@ -34,7 +34,7 @@ def test_a_turn_that_adds_500_tokens_computes_them_and_at_most_a_block():
     assert TURN <= sum(chunk.length for chunk in chunks) <= TURN + len(answer) + BLOCK
 
 
-def test_a_prompt_is_hashed_once_however_many_steps_it_takes_and_waits(monkeypatch):
+def test_a_prompt_is_hashed_once_in_any_number_of_steps(monkeypatch):
     hashed = []
     blake2b = prefix.blake2b
     monkeypatch.setattr(
@@ -44,7 +44,7 @@ def test_a_prompt_is_hashed_once_however_many_steps_it_takes_and_waits(monkeypat
     token_ids = array("i", Random(0).choices(range(1000), k=DEPTH))
     engine.add(turn(1, token_ids))
     engine.step()
-    # shares half of it, and waits for blocks until the first is done
+    # This prompt shares half of the first one, and waits for its blocks.
     engine.add(turn(2, token_ids[: DEPTH // 2] + array("i", [1]) * (DEPTH // 2)))
     plans = engine.run()
     assert len(plans) > 1.4 * DEPTH // 512
@@ -52,8 +52,8 @@ def test_a_prompt_is_hashed_once_however_many_steps_it_takes_and_waits(monkeypat
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_first_chunk_behind_a_long_context_is_no_leap(seed):
-    """A cached context may be long before one was ever measured: with room for .2 s, it took 20."""
+def test_the_first_chunk_after_a_long_cached_context_stays_small(seed):
+    """Without a limit on their growth, the first step would take 20 s instead of 0.2 s."""
     rng, budget = Random(seed), TimeBudget(make_limits(max_stall_s=0.2, max_step_s=1.0))
 
     def step(shape: StepShape, is_awaited: bool, cause: str = "") -> float:
@@ -73,4 +73,5 @@ def test_the_first_chunk_behind_a_long_context_is_no_leap(seed):
         worst = max(worst, step(shape, is_awaited=True, cause=room.cause))
         done += length
     reading = DENSE.cost(DEPTH, 1)
-    assert worst < 3 * reading  # one token takes .73 s whatever is done
+    # A single token takes 0.73 s in any case.
+    assert worst < 3 * reading

@@ -1,4 +1,4 @@
-"""Guesses that a draft model chooses: when they are planned, and what the model reads."""
+"""Tests drafts: when they are planned, and which tokens the draft model reads."""
 
 from array import array
 
@@ -17,7 +17,7 @@ class NoGuesser:
 
 
 class Sure:
-    """Guesses one token again and again, and is sure of it."""
+    """Guesses the same token repeatedly, with probability 1."""
 
     def guess(self, token_ids: "array[int]", forced: tuple[int, ...], most: int) -> Guess:
         return Guess((7,) * most, (1.0,) * most)
@@ -29,7 +29,7 @@ def drafting(**fields: object) -> Engine:
 
 
 def timed_draft(engine: Engine, seconds: float) -> None:
-    """Each forward pass of the draft model takes `seconds`."""
+    """Report timings in which each forward pass of the draft model takes `seconds`."""
     for num_chosen in (1, 2, 4, 8):
         engine.scheduler.observe_draft(0, 2, num_chosen, seconds * num_chosen)
 
@@ -72,7 +72,7 @@ def test_the_draft_model_reads_each_prompt_chunk() -> None:
     assert without.chunks[0].draft_end == 0
 
 
-def test_the_draft_model_reads_what_is_new_and_chooses_the_guess() -> None:
+def test_the_draft_model_reads_new_tokens_and_drafts() -> None:
     engine = started(drafting())
     (first,) = decode(engine, num_right=2).chunks
     assert first.guess == (DRAFTED,) * 4 and first.num_rows == 5
@@ -88,7 +88,7 @@ def test_the_draft_model_reads_what_is_new_and_chooses_the_guess() -> None:
     assert (status.num_drafted, status.num_drafted_right) == (4 + size + len(third.guess), 2 + size)
 
 
-def test_drafts_that_are_wrong_stop_and_are_tried_again() -> None:
+def test_drafting_stops_after_wrong_drafts_and_is_retried() -> None:
     engine = started(drafting())
     timed_draft(engine, 0.2 * STEP_S)
     used = [bool(decode(engine, pass_s=0.002).chunks[0].guess) for _ in range(300)]
@@ -106,7 +106,7 @@ def test_the_draft_model_is_used_only_if_it_is_fast_enough() -> None:
     assert num_chosen(0.01) > num_chosen(0.15) > num_chosen(1.0) == 0
 
 
-def test_a_draft_model_that_was_slow_when_it_was_timed_is_tried_again() -> None:
+def test_a_draft_model_with_slow_first_timings_is_retried() -> None:
     engine = started(drafting())
     timed_draft(engine, STEP_S)
     engine.scheduler.observe_draft(0, MAX_UNREAD, 1, STEP_S)
@@ -116,7 +116,7 @@ def test_a_draft_model_that_was_slow_when_it_was_timed_is_tried_again() -> None:
     assert not any(used[:50]) and all(used[-40:])
 
 
-def test_a_surer_guess_from_the_text_needs_no_draft_model() -> None:
+def test_a_more_certain_guess_from_the_text_replaces_the_draft_model() -> None:
     engine = started(drafting(make_guesser=lambda _: Sure()))
     (chunk,) = decode(engine).chunks
     assert chunk.guess == (7,) * 4 and chunk.draft_end == 0
@@ -135,7 +135,7 @@ def test_a_step_with_drafts_stays_within_the_stall_target() -> None:
     assert guess(1.05 * STEP_S) == ()
 
 
-def test_a_stream_without_drafts_is_read_in_pieces() -> None:
+def test_the_draft_model_reads_a_stream_without_drafts_in_chunks() -> None:
     engine = started(drafting())
     timed_draft(engine, 2 * STEP_S)  # drafts are too slow to be used
     plans = [decode(engine) for _ in range(3 * MAX_UNREAD)]
@@ -147,7 +147,7 @@ def test_a_stream_without_drafts_is_read_in_pieces() -> None:
     ]
 
 
-def test_nothing_is_drafted_beyond_the_draft_models_positions_or_against_the_request() -> None:
+def test_no_drafts_beyond_the_draft_models_context_or_if_the_request_forbids_them() -> None:
     short = started(drafting(max_draft=8))
     guesses = [len(decode(short).chunks[0].guess) for _ in range(6)]
     assert guesses[:3] == [3, 2, 1] and not any(guesses[3:])
@@ -155,7 +155,7 @@ def test_nothing_is_drafted_beyond_the_draft_models_positions_or_against_the_req
     assert not any(decode(started(drafting(), sampling=asked)).chunks[0].guess for _ in range(3))
 
 
-def test_a_preempted_stream_is_read_again() -> None:
+def test_the_draft_model_reads_a_restarted_stream_again() -> None:
     engine = started(drafting(), length=20)
     decode(engine, num_right=2)
     engine.add(make_submit(2, 4))
@@ -165,7 +165,7 @@ def test_a_preempted_stream_is_read_again() -> None:
     assert chunk.draft_start == chunk.start and chunk.draft_end == chunk.start + chunk.length
 
 
-def test_a_new_stream_starts_with_the_usual_chance() -> None:
+def test_a_new_stream_starts_with_the_average_acceptance() -> None:
     usual = DraftChance()
     first = DraftChance(usual)
     first.learn(200, 200)

@@ -1,4 +1,4 @@
-"""A scheduler's services beside planning: status, traces, warm-up."""
+"""Tests status, traces, warm-up and suspects."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.scheduler.builders import sequence_ids as ids
 
 
 def measured_engine(**fields: object) -> Engine:
-    """An engine whose steps take 10 ms and 1 ms a token, and which knows it."""
+    """Return an engine that has learned that a step takes 10 ms plus 1 ms per token."""
     scheduler = make_scheduler(**fields)
     for new in (10, 20, 40) * 3:
         scheduler.observe([(0, new)], 0.01 + 0.001 * new)
@@ -18,7 +18,7 @@ def measured_engine(**fields: object) -> Engine:
     return Engine(scheduler)
 
 
-def test_warm_up_steps_teach_what_a_step_costs():
+def test_warm_up_steps_train_the_cost_model():
     engine = measured_engine(max_stall_s=0.05)
     engine.add(make_submit(1, 4, max_tokens=50)).step(seconds=0.014)
     engine.add(make_submit(2, 500, arrival=1.0))
@@ -28,7 +28,7 @@ def test_warm_up_steps_teach_what_a_step_costs():
     assert trace.predicted <= 0.05 and trace.room == pytest.approx(0.04, abs=0.004)
 
 
-def test_a_stall_outside_the_scheduler_is_counted_where_all_are():
+def test_a_stall_outside_the_scheduler_is_counted_with_the_others():
     engine = Engine(make_scheduler(max_stall_s=0.1)).add(make_submit(1, 4))
     engine.step()
     engine.scheduler.count_missed("gateway")
@@ -38,7 +38,7 @@ def test_a_stall_outside_the_scheduler_is_counted_where_all_are():
     assert engine.scheduler.missed == {"gateway": 1, "model": 1}
 
 
-def test_the_time_between_two_steps_counts_unless_there_was_nothing_to_do():
+def test_time_between_steps_counts_unless_the_engine_was_idle():
     engine = Engine(make_scheduler()).add(make_submit(1, 4, max_tokens=2))
     elapsed = []
     for pause in (3.0, 0.5, 9.0):
@@ -59,7 +59,7 @@ def test_a_scheduler_has_work_until_its_outputs_are_taken():
     assert not scheduler.has_work
 
 
-def test_a_stream_that_sits_out_a_suspects_step_is_counted():
+def test_a_stream_left_out_of_a_suspects_step_is_counted_as_quarantine():
     engine = Engine(make_scheduler()).add(make_submit(1, 4, max_tokens=9))
     engine.step()
     engine.add(make_submit(2, 4, suspect=True, max_tokens=9))
@@ -68,7 +68,7 @@ def test_a_stream_that_sits_out_a_suspects_step_is_counted():
     assert engine.trace.cause == ""
 
 
-def test_nobody_starts_before_a_suspect_that_is_past_its_due():
+def test_no_request_starts_before_an_overdue_suspect():
     engine = Engine(make_scheduler(4, patience=0.0)).add(make_submit(1, 40, max_tokens=9))
     engine.step()
     engine.add(make_submit(2, 30, suspect=True, arrival=0.0), make_submit(3, 2, arrival=0.1))
@@ -77,14 +77,14 @@ def test_nobody_starts_before_a_suspect_that_is_past_its_due():
     assert len(engine.tokens[2]) == 5
 
 
-def test_a_suspect_that_still_has_time_is_passed_by():
+def test_requests_may_overtake_a_suspect_that_is_not_due():
     engine = Engine(make_scheduler(5)).add(make_submit(1, 40, max_tokens=4))
     engine.step()
     engine.add(make_submit(2, 30, suspect=True, arrival=99.0), make_submit(3, 2, max_tokens=1))
     assert 3 in ids(engine.step())
 
 
-def test_rows_of_the_prompt_leave_with_their_place():
+def test_prompt_logprobs_are_sent_with_their_positions():
     sampling = Sampling(max_tokens=1, num_prompt_logprobs=0)
     engine = Engine(make_scheduler(max_step_tokens=8)).add(make_submit(1, 12, sampling=sampling))
     rows = Logprobs(1, b"", b"")
@@ -97,7 +97,7 @@ def test_rows_of_the_prompt_leave_with_their_place():
     assert [row.start for row in outputs.prompt_logprobs] == [1, 9]
 
 
-def test_a_cancel_of_everybody_leaves_nothing_to_plan():
+def test_after_all_requests_are_cancelled_nothing_is_planned():
     engine = Engine(make_scheduler()).add(*[make_submit(i, 40) for i in range(10)])
     engine.step()
     for number in range(10):
@@ -106,7 +106,7 @@ def test_a_cancel_of_everybody_leaves_nothing_to_plan():
     assert engine.scheduler.is_idle and len(engine.finished) == 10
 
 
-def test_a_preempted_suspect_is_tried_again():
+def test_a_preempted_suspect_runs_again():
     engine = Engine(make_scheduler(3, patience=0.0)).add(make_submit(1, 16, max_tokens=30))
     engine.step()
     engine.add(make_submit(2, 16, suspect=True, max_tokens=2))
@@ -114,7 +114,7 @@ def test_a_preempted_suspect_is_tried_again():
     assert (len(engine.tokens[1]), len(engine.tokens[2])) == (30, 2)
 
 
-def test_without_room_a_prompt_advances_although_an_earlier_one_lacks_memory():
+def test_a_prompt_advances_although_an_earlier_one_lacks_memory_and_time_is_short():
     engine = measured_engine(num_blocks=8, max_step_s=0.001, prompt_share=0.0)
     engine.add(make_submit(1, 100, arrival=1.0))
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Memory under pressure: growth block by block, preemption of the newest, prefix credit."""
+"""Tests scarce memory: allocation block by block, preemption of the newest, cached prefixes."""
 
 import pytest
 
@@ -16,14 +16,12 @@ from tests.scheduler.builders import sequence_ids as ids
 @pytest.mark.parametrize(
     ("length", "max_tokens", "num_blocks"), [(16, 1, 1), (16, 2, 2), (1, 17, 2), (1, 16, 1)]
 )
-def test_a_sequence_takes_the_blocks_of_its_prompt_and_all_tokens_but_the_last(
-    length, max_tokens, num_blocks
-):
+def test_a_sequence_holds_blocks_for_all_tokens_but_the_last(length, max_tokens, num_blocks):
     engine = Engine(make_scheduler(10)).add(make_submit(1, length, max_tokens=max_tokens))
     assert max(len(plan.chunks[0].block_ids) for plan in engine.run()) == num_blocks
 
 
-def test_the_newest_gives_way_and_both_finish_as_if_alone():
+def test_the_newest_sequence_is_preempted_and_both_finish_with_the_same_tokens():
     a, b = make_submit(1, 16, max_tokens=40), make_submit(2, 16, max_tokens=40)
     engine = Engine(make_scheduler(4, patience=0.0)).add(a, b)
     assert ids(engine.step()) == [1, 2]
@@ -39,7 +37,7 @@ def test_the_newest_gives_way_and_both_finish_as_if_alone():
     assert engine.scheduler.status().num_preemptions == 1
 
 
-def test_a_preempted_sequence_takes_up_where_its_public_blocks_end():
+def test_a_preempted_sequence_continues_after_its_cached_blocks():
     engine = Engine(make_scheduler(4, patience=0.0))
     engine.add(make_submit(1, 16, max_tokens=18), make_submit(2, 16, max_tokens=30))
     begins = [chunk for plan in engine.run() for chunk in plan.chunks if chunk.sequence_id == 2]
@@ -48,14 +46,14 @@ def test_a_preempted_sequence_takes_up_where_its_public_blocks_end():
     assert engine.progress[2] == [0, 16]
 
 
-def test_growth_runs_many_where_reserving_in_full_would_run_four():
+def test_blocks_allocated_on_demand_let_many_more_sequences_run():
     blocks_in_full = make_scheduler().memory.layout.blocks_for(20 + 4096 - 1)
     engine = Engine(make_scheduler(4 * blocks_in_full + 8))
     engine.add(*[make_submit(i, 20, arrival=0.0, max_tokens=4096) for i in range(20)]).step()
     assert engine.scheduler.status().num_running >= 16
 
 
-def test_growth_in_scarce_memory_draws_the_same_tokens_as_in_plenty():
+def test_scarce_memory_does_not_change_the_tokens():
     submits = [make_submit(i, 5 * i + 1, max_tokens=12) for i in range(8)]
     scarce, plenty = [Engine(make_scheduler(n)).add(*submits) for n in (5, 1000)]
     scarce.run()
@@ -65,7 +63,7 @@ def test_growth_in_scarce_memory_draws_the_same_tokens_as_in_plenty():
     assert missed == [True, False]
 
 
-def test_memory_pressure_fails_nobody():
+def test_no_request_fails_under_memory_pressure():
     engine = Engine(make_scheduler(6, patience=0.0))
     engine.add(*[make_submit(i, 20, max_tokens=40) for i in range(12)])
     engine.run(max_steps=5000)
@@ -73,7 +71,7 @@ def test_memory_pressure_fails_nobody():
     assert engine.scheduler.missed["preempted"] > 0
 
 
-def test_growth_waits_for_the_commit_when_it_would_have_to_preempt():
+def test_preemption_waits_for_the_step_in_flight():
     engine = Engine(make_scheduler(3, patience=0.0))
     engine.add(make_submit(1, 16, max_tokens=9), make_submit(2, 16, max_tokens=9))
     first = engine.scheduler.plan(0.0)
@@ -84,7 +82,7 @@ def test_growth_waits_for_the_commit_when_it_would_have_to_preempt():
 
 
 @pytest.mark.parametrize(("length", "credit"), [(1, 0), (16, 0), (17, 16), (48, 32), (49, 48)])
-def test_the_same_prompt_again_has_credit_for_all_but_its_last_block(length, credit):
+def test_a_repeated_prompt_uses_all_cached_blocks_but_the_last(length, credit):
     engine = Engine(make_scheduler()).add(make_submit(1, length, max_tokens=1))
     engine.run()
     again = make_submit(1, length, max_tokens=1)
@@ -94,14 +92,14 @@ def test_the_same_prompt_again_has_credit_for_all_but_its_last_block(length, cre
 
 
 @pytest.mark.parametrize("fields", [{"salt": "other"}, {"use_prefix": False}])
-def test_other_salts_and_refused_credit_compute_the_whole_prompt(fields):
+def test_another_salt_or_no_prefix_cache_computes_the_whole_prompt(fields):
     engine = Engine(make_scheduler()).add(make_submit(1, 40, max_tokens=1))
     engine.run()
     engine.finished.clear()
     assert lengths(engine.add(make_submit(1, 40, max_tokens=1, **fields)).step()) == [40]
 
 
-def test_an_abandoned_prompt_leaves_what_it_computed_to_a_retry():
+def test_a_retry_uses_the_blocks_of_a_cancelled_prompt():
     engine = Engine(make_scheduler(max_step_tokens=32)).add(make_submit(1, 100))
     engine.step()
     engine.scheduler.cancel(cancel(1))
@@ -110,7 +108,7 @@ def test_an_abandoned_prompt_leaves_what_it_computed_to_a_retry():
     assert engine.add(make_submit(1, 100)).step().chunks[0].start == 32
 
 
-def test_running_out_of_device_memory_halves_the_steps_and_tries_again():
+def test_after_running_out_of_device_memory_steps_are_halved_and_retried():
     engine = Engine(make_scheduler(max_step_tokens=64)).add(make_submit(1, 200, max_tokens=1))
     for _ in range(2):
         plan = engine.scheduler.plan(0.0)
@@ -119,14 +117,14 @@ def test_running_out_of_device_memory_halves_the_steps_and_tries_again():
     assert engine.finished == {1: (FinishReason.LENGTH, "")}
 
 
-def test_below_a_block_running_out_of_memory_is_a_step_error():
+def test_running_out_of_memory_with_the_smallest_steps_is_an_error():
     engine = Engine(make_scheduler(max_step_tokens=16)).add(make_submit(1, 200))
     engine.scheduler.out_of_memory(engine.scheduler.plan(0.0), "out of memory", 0.0)
     engine.take()
     assert engine.finished == {1: (FinishReason.ERROR, "internal_error")}
 
 
-def test_an_open_prompt_gives_way_to_an_older_decoder():
+def test_a_prompt_in_progress_is_preempted_for_an_older_stream():
     engine = Engine(make_scheduler(6, patience=0.0, max_step_tokens=2))
     engine.add(make_submit(1, 14, max_tokens=40))
     for _ in range(8):

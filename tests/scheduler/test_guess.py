@@ -1,4 +1,4 @@
-"""Chunks that guess what follows: what counts of them, and what they may take."""
+"""Tests chunks with guesses: which tokens are accepted, and which resources they may use."""
 
 from array import array
 
@@ -12,7 +12,7 @@ from tests.scheduler.builders import END_TOKEN, Engine, cancel, make_scheduler, 
 
 
 class Fixed:
-    """Guesses the same tokens each time."""
+    """Always guesses the same tokens."""
 
     def __init__(self, *token_ids: int) -> None:
         self.token_ids = token_ids
@@ -22,13 +22,16 @@ class Fixed:
 
 
 def guessing(*token_ids: int, max_guess: int = 8, **fields: object) -> Engine:
-    """Every sequence guesses these, from its second decode step on: one must have been timed."""
+    """Return an engine whose sequences guess these tokens from their second decode step on.
+
+    The first decode step is timed without guesses.
+    """
     fixed = Fixed(*token_ids)
     return Engine(make_scheduler(max_guess=max_guess, make_guesser=lambda _: fixed, **fields))
 
 
 def decoding(engine: Engine, length: int = 4, **fields: object) -> StepPlan:
-    """The first plan with a guess, which is in flight."""
+    """Return the first plan with a guess. Its step is in flight."""
     engine.add(make_submit(1, length, **fields))
     engine.step()
     engine.step()
@@ -49,14 +52,14 @@ def sequence(engine: Engine, number: int = 1):
     return engine.scheduler._table[number]
 
 
-def test_a_guess_makes_a_decode_chunk_longer_and_asks_for_all_its_rows() -> None:
+def test_a_guess_lengthens_a_decode_chunk_and_needs_all_its_rows() -> None:
     plan = decoding(guessing(7, 8, 9), max_tokens=20)
     (chunk,) = plan.chunks
     assert (chunk.start, chunk.length, chunk.num_rows) == (5, 4, 4)
     assert chunk.guess == (7, 8, 9) and chunk.draws == (1,)
 
 
-def test_tokens_that_were_drawn_count_and_the_others_are_taken_back() -> None:
+def test_accepted_guesses_count_and_rejected_ones_are_undone() -> None:
     engine = guessing(7, 8, 9)
     draws(engine, decoding(engine, max_tokens=20), Drawn((7, 8, 50)))
     assert engine.tokens[1][2:] == [7, 8, 50]
@@ -84,7 +87,7 @@ def test_an_end_within_a_guess_ends_the_sequence_there() -> None:
     assert engine.scheduler.is_idle
 
 
-def test_no_guess_goes_beyond_the_longest_answer() -> None:
+def test_no_guess_exceeds_max_tokens() -> None:
     engine = guessing(7, 8, 9)
     plan = decoding(engine, max_tokens=4)
     assert plan.chunks[0].guess == (7,)
@@ -94,13 +97,13 @@ def test_no_guess_goes_beyond_the_longest_answer() -> None:
     assert decoding(last, max_tokens=3).chunks[0].guess == ()
 
 
-def test_a_row_error_behind_right_guesses_comes_after_their_tokens() -> None:
+def test_an_error_after_right_guesses_follows_their_tokens() -> None:
     engine = guessing(7, 8)
     draws(engine, decoding(engine, max_tokens=20), Drawn((7,), error="not a number"))
     assert engine.tokens[1][2:] == [7] and engine.finished[1][0] is FinishReason.ERROR
 
 
-def test_a_cancel_in_flight_drops_the_guess() -> None:
+def test_a_cancel_during_a_step_discards_its_guess() -> None:
     engine = guessing(7, 8)
     plan = decoding(engine, max_tokens=20)
     engine.scheduler.cancel(cancel(1))
@@ -109,7 +112,7 @@ def test_a_cancel_in_flight_drops_the_guess() -> None:
     assert len(engine.tokens[1]) == 2 and engine.scheduler.is_idle
 
 
-def test_nothing_is_planned_behind_a_guess_until_it_is_known() -> None:
+def test_no_step_is_planned_ahead_of_a_guess() -> None:
     engine = guessing(7, 8)
     plan = decoding(engine, max_tokens=20)
     assert engine.scheduler.plan(engine.now) is None and engine.scheduler.has_streams
@@ -117,18 +120,19 @@ def test_nothing_is_planned_behind_a_guess_until_it_is_known() -> None:
     assert engine.scheduler.plan(engine.now) is not None
 
 
-def test_a_failed_step_forgets_its_guess() -> None:
+def test_a_failed_step_discards_its_guess() -> None:
     engine = guessing(7, 8)
     plan = decoding(engine, max_tokens=20)
     engine.scheduler.fail(plan, "it broke", engine.now)
     engine.take()
-    assert engine.finished[1][0] is FinishReason.ERROR  # alone in it
+    # The step had no other sequence, so this one is to blame.
+    assert engine.finished[1][0] is FinishReason.ERROR
     engine.scheduler.memory.check()
 
 
 @pytest.mark.parametrize(("num_right", "num_public"), [(0, 0), (1, 1), (3, 1)])
-def test_a_block_is_public_once_it_is_full_of_right_tokens(num_right: int, num_public: int) -> None:
-    """The guess goes over a border of blocks: it begins at position 14 of 16."""
+def test_a_block_is_cached_once_it_is_full_of_right_tokens(num_right: int, num_public: int) -> None:
+    """The guess crosses a block boundary: it begins at position 14 of 16."""
     engine = guessing(7, 8, 9)
     plan = decoding(engine, length=13, max_tokens=30)
     assert plan.chunks[0].start == 14 and len(sequence(engine).held.block_ids) == 2
@@ -136,7 +140,7 @@ def test_a_block_is_public_once_it_is_full_of_right_tokens(num_right: int, num_p
     assert sequence(engine).held.num_published == num_public
 
 
-def test_a_state_goes_back_to_before_a_wrong_guess_and_takes_in_what_was_right() -> None:
+def test_a_wrong_guess_restores_the_state_and_right_tokens_are_processed_again() -> None:
     engine = guessing(7, 8, 9, num_slots=1, num_snapshots=2)
     plan = decoding(engine, max_tokens=20)
     (keeping,) = plan.restores
@@ -152,7 +156,7 @@ def test_a_state_goes_back_to_before_a_wrong_guess_and_takes_in_what_was_right()
     assert plan.chunks[0].start == 11 and plan.restores == (keeping,)  # all were right
 
 
-def test_what_a_state_takes_in_again_leaves_room_for_fewer_guesses() -> None:
+def test_tokens_processed_again_leave_room_for_fewer_guesses() -> None:
     engine = guessing(*range(7, 15), num_slots=1, num_snapshots=2)
     draws(engine, decoding(engine, max_tokens=40), Drawn((*range(7, 13), 50)))
     plan = engine.scheduler.plan(engine.now)
@@ -162,7 +166,7 @@ def test_what_a_state_takes_in_again_leaves_room_for_fewer_guesses() -> None:
     assert chunk.num_known == 9 and not chunk.guess
 
 
-def test_no_chunk_with_guesses_goes_over_a_border_where_a_state_is_saved() -> None:
+def test_no_chunk_with_guesses_crosses_a_snapshot_boundary() -> None:
     engine = guessing(*range(7, 15), num_slots=1, num_snapshots=4)
     engine.add(make_submit(1, 58, max_tokens=40))
     for _ in range(3):  # the prompt is cut where its last state is saved
@@ -175,19 +179,19 @@ def test_no_chunk_with_guesses_goes_over_a_border_where_a_state_is_saved() -> No
     assert plan.slot_copies[0].source == plan.chunks[0].slot_id
 
 
-def test_who_guesses_takes_half_of_the_places_for_states_at_most() -> None:
+def test_guesses_use_at_most_half_of_the_snapshot_slots() -> None:
     assert not decoding(guessing(7, num_slots=1, num_snapshots=1), max_tokens=20).chunks[0].guess
     assert decoding(guessing(7, num_slots=1, num_snapshots=2), max_tokens=20).chunks[0].guess
 
 
-def test_a_guess_takes_spare_blocks_alone() -> None:
-    """It begins at position 14 of 16; each running sequence keeps a block that it could take."""
+def test_a_guess_uses_only_spare_blocks() -> None:
+    """The guess begins at position 14 of 16, so it needs a second block."""
     free, full = guessing(7, 8, 9, num_blocks=3), guessing(7, 8, 9, num_blocks=2)
     assert decoding(free, length=13, max_tokens=30).chunks[0].guess == (7, 8, 9)
     assert decoding(full, length=13, max_tokens=30).chunks[0].guess == (7,)
 
 
-def test_nobody_guesses_beside_a_prompt_or_without_leave() -> None:
+def test_no_guesses_alongside_a_prompt_or_if_turned_off() -> None:
     engine = guessing(7)
     engine.add(make_submit(1, 4, max_tokens=20))
     engine.step()
@@ -201,8 +205,8 @@ def test_nobody_guesses_beside_a_prompt_or_without_leave() -> None:
     assert decoding(guessing(7, 8, max_guess=1), max_tokens=20).chunks[0].guess == (7,)
 
 
-def test_guesses_are_taken_while_they_pay() -> None:
-    """A row more takes as long as a step alone: two guesses that are right cost too much."""
+def test_guesses_stop_if_they_cost_more_than_they_save() -> None:
+    """A step takes three times as long with two guesses."""
     engine = guessing(7, 8)
     draws(engine, decoding(engine, max_tokens=50), Drawn((50,)))
     for _ in range(20):
@@ -217,7 +221,7 @@ def guesses(token_ids: list[int], most: int = 4) -> tuple[int, ...]:
     return PastTokens().guess(array("i", token_ids), (), most).token_ids
 
 
-def test_what_followed_before_is_guessed_again() -> None:
+def test_the_tokens_that_followed_the_same_text_are_guessed() -> None:
     assert guesses([1, 2, 3, 4, 5, 6, 9, 1, 2, 3]) == (4, 5, 6, 9)
     assert guesses([1, 2, 3, 4, 8, 2, 3, 5, 9, 1, 2, 3]) == (4, 8, 2, 3)  # the longest counts
     assert guesses([1, 2, 7, 7, 1, 2, 8, 8, 1, 2]) == (8, 8, 1, 2)  # else the last one
@@ -225,7 +229,7 @@ def test_what_followed_before_is_guessed_again() -> None:
     assert guesses([1, 2, 3, 4]) == guesses([1]) == ()
 
 
-def test_chances_follow_what_came() -> None:
+def test_acceptance_estimates_follow_the_results() -> None:
     guesser, text = PastTokens(), [*range(10, 40)]
     token_ids = array("i", text + text[:2])
     first = guesser.guess(token_ids, (), 4)
@@ -243,7 +247,7 @@ def test_chances_follow_what_came() -> None:
     assert chance < 0.1
 
 
-def test_forced_tokens_are_guessed_and_judged() -> None:
+def test_forced_tokens_are_guessed_and_their_acceptance_is_learned() -> None:
     guesser, token_ids = ForcedTokens(), array("i", [1, 2])
     assert guesser.guess(token_ids, (), 4) == Guess()
     first = guesser.guess(token_ids, (3, 4, 5), 2)

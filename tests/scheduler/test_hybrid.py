@@ -1,14 +1,14 @@
-"""Lanes with recurrent state: slots, snapshots saved and restored."""
+"""Tests lanes with recurrent state: slots, and snapshots that are saved and restored."""
 
 from tests.scheduler.builders import Engine, lengths, make_family, make_scheduler, make_submit
 
 
 def hybrid_engine() -> Engine:
-    """A snapshot every 64 positions, and at the last boundary of a prompt."""
+    """Return an engine with a snapshot every 64 positions and at a prompt's last boundary."""
     return Engine(make_scheduler(num_slots=2, num_snapshots=4))
 
 
-def test_chunks_end_where_the_state_is_saved():
+def test_chunks_end_at_snapshot_boundaries():
     engine = hybrid_engine().add(make_submit(1, 150, max_tokens=1))
     plans = engine.run()
     assert [lengths(plan) for plan in plans] == [[64], [64], [16], [6]]
@@ -16,13 +16,13 @@ def test_chunks_end_where_the_state_is_saved():
     assert {copy.source for plan in plans for copy in plan.slot_copies} == {0}
 
 
-def test_a_decoder_saves_its_state_as_it_passes_a_boundary():
+def test_a_decoding_stream_saves_its_state_at_each_boundary():
     engine = hybrid_engine().add(make_submit(1, 60, max_tokens=10))
     saving = [plan for plan in engine.run() if plan.slot_copies]
     assert [plan.chunks[0].start + plan.chunks[0].length for plan in saving] == [48, 64]
 
 
-def test_the_same_prompt_again_restores_the_state_and_computes_the_rest():
+def test_a_repeated_prompt_restores_the_state_and_computes_the_rest():
     engine = hybrid_engine().add(make_submit(1, 150, max_tokens=1))
     last_save = [plan.slot_copies for plan in engine.run() if plan.slot_copies][-1]
     engine.finished.clear()
@@ -33,7 +33,7 @@ def test_the_same_prompt_again_restores_the_state_and_computes_the_rest():
     assert engine.progress[1] == [144, 150]
 
 
-def test_a_save_of_a_failed_step_is_not_found():
+def test_a_snapshot_of_a_failed_step_is_not_used():
     engine = hybrid_engine()
     engine.add(make_submit(1, 64, max_tokens=1), make_submit(2, 64, max_tokens=1))
     engine.fail()
@@ -42,7 +42,7 @@ def test_a_save_of_a_failed_step_is_not_found():
     engine.run()
 
 
-def test_a_sibling_gets_the_state_as_a_copy_after_the_step():
+def test_a_sibling_gets_a_copy_of_the_state():
     engine = hybrid_engine().add(make_family(2, 20, max_tokens=2))
     engine.step()
     plan = engine.step()

@@ -1,4 +1,4 @@
-"""Cancels and step errors, at every place a sequence can be in."""
+"""Tests cancels and step errors in each state of a sequence."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.scheduler.builders import (
 )
 
 
-def test_a_cancel_after_the_first_of_three_chunks_frees_its_memory_for_the_next():
+def test_a_cancelled_prompt_frees_its_memory_for_the_next_request():
     engine = Engine(make_scheduler(4, max_step_tokens=20)).add(make_submit(1, 60))
     engine.step()
     engine.scheduler.cancel(cancel(1))
@@ -25,7 +25,7 @@ def test_a_cancel_after_the_first_of_three_chunks_frees_its_memory_for_the_next(
     assert engine.finished == {1: (FinishReason.CANCELLED, ""), 2: (FinishReason.LENGTH, "")}
 
 
-def test_a_cancel_while_its_step_runs_drops_the_rows_and_then_ends():
+def test_a_cancel_during_a_step_discards_its_tokens_and_then_ends_the_sequence():
     engine = Engine(make_scheduler()).add(make_submit(1, 4))
     first = engine.scheduler.plan(0.0)
     second = engine.scheduler.plan(0.0)
@@ -39,7 +39,7 @@ def test_a_cancel_while_its_step_runs_drops_the_rows_and_then_ends():
     assert engine.scheduler.is_idle
 
 
-def test_the_first_outcome_wins():
+def test_a_cancel_after_the_last_token_has_no_effect():
     engine = Engine(make_scheduler()).add(make_submit(1, 4, max_tokens=1))
     plan = engine.scheduler.plan(0.0)
     engine.scheduler.cancel(cancel(1))
@@ -49,7 +49,7 @@ def test_the_first_outcome_wins():
     assert engine.finished == {1: (FinishReason.LENGTH, "")}
 
 
-def test_a_cancel_leaves_a_sibling_alone():
+def test_a_cancel_does_not_affect_other_sequences():
     engine = Engine(make_scheduler()).add(make_submit(1, 4), make_submit(2, 4))
     engine.step()
     engine.scheduler.cancel(cancel(1))
@@ -67,7 +67,7 @@ def test_the_last_token_is_not_planned_twice_with_two_steps_in_flight():
     assert engine.tokens == {1: [104, 105]}
 
 
-def test_one_bad_sequence_of_eight_ends_alone_with_error():
+def test_only_the_sequence_that_fails_steps_ends_with_an_error():
     engine = Engine(make_scheduler()).add(*[make_submit(i, 4 + i) for i in range(1, 9)])
     engine.step()
     bad = 3
@@ -86,21 +86,21 @@ def test_one_bad_sequence_of_eight_ends_alone_with_error():
     engine.scheduler.memory.check()
 
 
-def test_suspects_run_alone_newest_first_and_strangers_in_the_other_steps():
+def test_suspects_run_alone_newest_first_in_every_other_step():
     engine = Engine(make_scheduler()).add(*[make_submit(i, 4) for i in (1, 2, 3)])
     engine.fail()
     engine.add(make_submit(4, 4))
     assert [sequence_ids(engine.step()) for _ in range(4)] == [[3], [3, 4], [2], [2, 3, 4]]
 
 
-def test_a_failed_step_is_not_blamed_on_those_outside_it():
+def test_a_step_with_one_sequence_that_fails_ends_only_that_sequence():
     engine = Engine(make_scheduler()).add(make_submit(1, 4))
     engine.fail()
     assert engine.finished == {1: (FinishReason.ERROR, "internal_error")}
     assert not engine.scheduler.must_exit
 
 
-def test_plans_launched_after_a_failed_one_count_for_nothing():
+def test_results_of_steps_launched_after_a_failed_one_are_ignored():
     engine = Engine(make_scheduler(max_step_tokens=4)).add(make_submit(1, 6), make_submit(2, 6))
     first, second = engine.scheduler.plan(0.0), engine.scheduler.plan(0.0)
     assert (lengths(first), lengths(second)) == ([4], [2, 2])
@@ -112,14 +112,14 @@ def test_plans_launched_after_a_failed_one_count_for_nothing():
 
 
 @pytest.mark.parametrize(("num_bad", "must_exit"), [(2, False), (3, True)])
-def test_three_in_a_row_failing_alone_blame_the_engine(num_bad, must_exit):
+def test_three_consecutive_failures_of_single_sequences_end_the_engine(num_bad, must_exit):
     engine = Engine(make_scheduler()).add(*[make_submit(i, 4) for i in range(num_bad + 2)])
     for _ in range(num_bad + 1):
         engine.fail()
     assert engine.scheduler.must_exit is must_exit
 
 
-def test_a_marked_suspect_is_cleared_by_its_next_token():
+def test_a_suspect_is_cleared_by_its_next_token():
     engine = Engine(make_scheduler(max_step_tokens=8))
     engine.add(make_submit(1, 4, suspect=True), make_submit(2, 12, suspect=True))
     assert [sequence_ids(engine.step()) for _ in range(5)] == [[2], [2], [2], [1], [1, 2]]
@@ -133,7 +133,7 @@ def test_progress_is_not_repeated_after_a_failed_step():
     assert engine.progress == {1: [0, 16, 20], 2: [0, 16, 20]}
 
 
-def test_a_row_error_after_a_cancel_changes_nothing():
+def test_an_error_after_a_cancel_changes_nothing():
     engine = Engine(make_scheduler()).add(make_submit(1, 4))
     first = engine.scheduler.plan(0.0)
     engine.scheduler.cancel(cancel(1))
@@ -142,7 +142,7 @@ def test_a_row_error_after_a_cancel_changes_nothing():
     assert engine.finished == {1: (FinishReason.CANCELLED, "")}
 
 
-def test_a_cancelled_sequence_is_no_suspect_of_the_step_it_was_in():
+def test_a_cancelled_sequence_is_not_suspected_of_a_failed_step():
     engine = Engine(make_scheduler()).add(make_submit(1, 4), make_submit(2, 4))
     plan = engine.scheduler.plan(0.0)
     engine.scheduler.cancel(cancel(1))

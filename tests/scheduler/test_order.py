@@ -1,4 +1,4 @@
-"""The order of waiting requests: sort keys, traversal and queue positions."""
+"""Tests the order of waiting requests: sort keys, overtaking and queue positions."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.scheduler.builders import sequence_ids as ids
 
 
 def starts(engine: Engine, max_steps: int = 400) -> list[int]:
-    """Sequences in the order in which they begin."""
+    """Return the ids of sequences in the order in which they begin."""
     order: list[int] = []
     for _ in range(max_steps):
         plan = engine.step()
@@ -19,12 +19,12 @@ def starts(engine: Engine, max_steps: int = 400) -> list[int]:
 
 
 def one_at_a_time(*submits, **config) -> list[int]:
-    """The order in which they would start if all were waiting."""
+    """Return the order in which these requests start if one runs at a time."""
     engine = Engine(make_scheduler(max_num_seqs=1, **config)).add(*submits)
     return starts(engine)
 
 
-def test_a_short_prompt_goes_before_a_long_one_that_came_first():
+def test_a_short_prompt_starts_before_an_earlier_long_one():
     assert due_time(0, 4, 5000 / 500, 0) == 40
     assert due_time(1, 4, 8 / 500, 0) == pytest.approx(1.064)
     assert one_at_a_time(make_submit(1, 5000, arrival=0.0), make_submit(2, 8, arrival=1.0)) == [
@@ -33,30 +33,30 @@ def test_a_short_prompt_goes_before_a_long_one_that_came_first():
     ]
 
 
-def test_a_long_prompt_past_its_due_goes_before_a_later_short_one():
+def test_an_overdue_long_prompt_starts_before_a_later_short_one():
     assert one_at_a_time(make_submit(1, 5000, arrival=0.0), make_submit(2, 8, arrival=41.0)) == [
         1,
         2,
     ]
 
 
-def test_equal_prompts_go_as_they_came():
+def test_prompts_of_equal_length_start_in_order_of_arrival():
     submits = [make_submit(i, 100, arrival=t) for i, t in ((3, 0.0), (1, 0.1), (2, 0.2))]
     assert one_at_a_time(*submits) == [3, 1, 2]
 
 
-def test_a_level_of_priority_is_worth_ten_seconds_and_not_eternity():
+def test_a_level_of_priority_is_worth_ten_seconds():
     submits = [make_submit(1, 8, arrival=0.0, priority=1)]
     submits += [make_submit(2, 8, arrival=5.0), make_submit(3, 8, arrival=11.0)]
     assert one_at_a_time(*submits) == [2, 1, 3]
 
 
-def test_without_patience_it_is_first_come_first_served():
+def test_without_patience_requests_start_in_order_of_arrival():
     submits = [make_submit(1, 5000, arrival=0.0), make_submit(2, 8, arrival=0.5)]
     assert one_at_a_time(*submits, patience=0.0) == [1, 2]
 
 
-def test_order_follows_the_key_and_not_the_number():
+def test_the_sort_key_decides_and_not_the_sequence_id():
     numbers = [5, 3, 9, 1, 7]
     submits = [make_submit(i, 20, arrival=float(t)) for t, i in enumerate(numbers)]
     assert one_at_a_time(*reversed(submits)) == numbers
@@ -71,7 +71,7 @@ def test_a_decoding_stream_is_in_every_step_while_a_prompt_is_open():
     assert all(ids(plan)[0] == 1 and lengths(plan) == [1, 15] for plan in plans)
 
 
-def test_a_prompt_behind_a_very_long_one_starts_as_if_it_were_alone():
+def test_a_very_long_prompt_does_not_delay_the_next_one():
     def steps_to_first_token(*before):
         engine = Engine(make_scheduler(100_000, max_model_len=1_000_000)).add(*before)
         for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_prompt_behind_a_very_long_one_starts_as_if_it_were_alone():
     assert steps_to_first_token(make_submit(1, 600_000, arrival=0.0)) == steps_to_first_token()
 
 
-def test_a_flood_of_short_prompts_delays_a_long_one_by_its_patience_only():
+def test_many_short_prompts_delay_a_long_one_only_until_it_is_due():
     engine = Engine(make_scheduler(max_step_tokens=64)).add(make_submit(0, 500, arrival=0.0))
     for number in range(1, 2000):
         engine.add(make_submit(number, 60, max_tokens=1, arrival=engine.now))
@@ -98,7 +98,7 @@ def test_a_flood_of_short_prompts_delays_a_long_one_by_its_patience_only():
 
 
 @pytest.mark.parametrize(("max_open_prompts", "expected"), [(2, [2, 1]), (3, [2, 3, 1])])
-def test_where_enough_prompts_are_open_only_one_due_before_them_all_starts(
+def test_beyond_max_open_prompts_only_a_prompt_due_before_all_open_ones_starts(
     max_open_prompts, expected
 ):
     config = {"max_open_prompts": max_open_prompts, "patience": 0.0}
@@ -116,7 +116,7 @@ def test_a_prompt_due_before_all_open_ones_starts():
     assert ids(engine.step()) == [2, 1]
 
 
-def test_a_prompt_that_lacks_blocks_is_passed_over_until_it_is_due():
+def test_a_prompt_that_lacks_blocks_may_be_overtaken_until_it_is_due():
     engine = Engine(make_scheduler(4)).add(make_submit(1, 16, arrival=0.0, max_tokens=17))
     engine.step()
     engine.add(make_submit(2, 48, arrival=0.0), make_submit(3, 8, arrival=0.2, max_tokens=1))
@@ -128,10 +128,11 @@ def test_a_prompt_that_lacks_blocks_is_passed_over_until_it_is_due():
     assert engine.now < 4 * 48 / 500
     engine.add(make_submit(5, 8, arrival=0.5, max_tokens=1))
     engine.now = 0.6
-    assert 5 not in ids(engine.step())  # now it is, and nobody passes it
+    # Now sequence 2 is due, so no other one overtakes it.
+    assert 5 not in ids(engine.step())
 
 
-def test_behind_sixteen_passed_over_nobody_starts():
+def test_no_request_overtakes_more_than_sixteen_others():
     engine = Engine(make_scheduler(8, max_num_seqs=64)).add(make_submit(0, 64, arrival=0.0))
     engine.step()
     engine.add(*[make_submit(i, 100, arrival=10.0) for i in range(1, 17)])
@@ -139,20 +140,20 @@ def test_behind_sixteen_passed_over_nobody_starts():
     assert ids(engine.step()) == [0]
 
 
-def test_a_start_leaves_one_block_for_each_that_runs():
+def test_a_request_starts_only_if_each_running_one_keeps_a_spare_block():
     engine = Engine(make_scheduler(3)).add(*[make_submit(i, 16, arrival=0.0) for i in (1, 2)])
     assert ids(engine.step()) == [1, 2]
     engine.add(make_submit(3, 1, arrival=0.0))
     assert 3 not in ids(engine.step())
 
 
-def test_without_a_free_slot_a_sequence_waits_and_so_do_those_behind():
+def test_without_a_free_slot_no_sequence_starts():
     engine = Engine(make_scheduler(100, num_slots=1, max_num_seqs=4))
     engine.add(make_submit(1, 4, max_tokens=2), make_submit(2, 4), make_submit(3, 4))
     assert [ids(engine.step()) for _ in range(3)] == [[1], [1], [2]]
 
 
-def test_a_hundred_requests_of_one_client_do_not_hold_up_anothers_first():
+def test_a_client_with_100_requests_does_not_delay_another_client():
     crowd = [make_submit(i, 20, arrival=0.0, client="a") for i in range(1, 101)]
     engine = Engine(make_scheduler(max_num_seqs=2)).add(*crowd)
     begun = [b.sequence_id for _ in range(40) for b in engine.step().begun]
@@ -164,7 +165,7 @@ def test_a_hundred_requests_of_one_client_do_not_hold_up_anothers_first():
     assert [number for number in later if number < 200] == list(range(len(begun) + 1, 101))
 
 
-def test_clients_take_turns_by_what_their_prompts_cost():
+def test_clients_take_turns_by_the_cost_of_their_prompts():
     long = [make_submit(i, 2000, arrival=0.0, client="long") for i in range(1, 5)]
     short = [make_submit(i, 8, arrival=1.0, client="short") for i in range(11, 31)]
     order = one_at_a_time(*long, *short)
@@ -179,7 +180,7 @@ def test_priority_is_worth_ten_seconds_of_a_clients_share():
     assert 9 <= order.index(1) <= 12
 
 
-def test_a_client_that_comes_back_has_not_saved_its_turns():
+def test_an_idle_client_does_not_accumulate_turns():
     engine = Engine(make_scheduler(max_num_seqs=1))
     engine.add(*(make_submit(i, 8, arrival=0.0, client="a") for i in range(1, 31)))
     engine.add(*(make_submit(i, 8, arrival=0.0, client="b") for i in range(41, 43)))
@@ -191,7 +192,7 @@ def test_a_client_that_comes_back_has_not_saved_its_turns():
     assert 4 <= first.count("a") <= 6
 
 
-def test_clients_who_wait_are_shown_in_turn():
+def test_the_queue_alternates_between_clients():
     engine = Engine(make_scheduler(max_num_seqs=1))
     engine.add(make_submit(9, 4, arrival=0.0, client="a"))
     engine.step()

@@ -1,4 +1,4 @@
-"""Prompts that are on disk: what is asked for, who waits for it, and what is computed instead."""
+"""Tests prefixes on disk: which segments are read, and what happens if a read fails or is late."""
 
 from array import array
 
@@ -15,7 +15,7 @@ RUN = BLOCK * PER_RUN
 
 
 class OnDisk(Engine):
-    """An engine whose prompts are on disk, those of the numbers given, up to `tokens` each."""
+    """An engine that has the prompts of these numbers on disk, with `tokens` tokens each."""
 
     def __init__(
         self, *numbers: int, tokens: int = 200, num_blocks: int = 1000, **limits: object
@@ -43,7 +43,7 @@ def misses(engine: OnDisk) -> dict[str, int]:
     return engine.scheduler.status().disk_misses
 
 
-def test_a_prompt_on_disk_is_loaded_and_only_its_end_computed() -> None:
+def test_a_prefix_on_disk_is_loaded_and_only_the_rest_computed() -> None:
     engine = OnDisk(1).add(make_submit(1, 210))
     engine.answer(wishes := engine.asked())
     assert [(wish.segment.first, wish.segment.end) for wish in wishes] == [(0, 4), (4, 8), (8, 12)]
@@ -62,7 +62,7 @@ def test_at_least_one_token_is_computed() -> None:
     assert only.segment.end == 4
 
 
-def test_others_go_on_while_a_prompt_is_read() -> None:
+def test_other_requests_continue_during_a_read() -> None:
     engine = OnDisk(1).add(make_submit(2, 20, max_tokens=50))
     engine.step()
     engine.add(make_submit(1, 210), make_submit(3, 30))
@@ -74,7 +74,7 @@ def test_others_go_on_while_a_prompt_is_read() -> None:
     assert sequence_ids(plan) == [2, 3]
 
 
-def test_nothing_is_planned_while_there_is_nothing_but_reading() -> None:
+def test_no_step_is_planned_if_all_requests_wait_for_the_disk() -> None:
     engine = OnDisk(1).add(make_submit(1, 210))
     assert engine.step() is None
     rest_s = engine.scheduler.rest_s(engine.now)
@@ -84,7 +84,7 @@ def test_nothing_is_planned_while_there_is_nothing_but_reading() -> None:
     assert engine.scheduler.rest_s(engine.now) == 0
 
 
-def test_a_run_that_is_gone_is_computed_and_not_asked_for_again() -> None:
+def test_a_missing_segment_is_computed_and_not_read_again() -> None:
     engine = OnDisk(1).add(make_submit(1, 210))
     engine.answer(engine.asked(), miss="damaged")
     assert lengths(engine.step()) == [210]
@@ -92,7 +92,7 @@ def test_a_run_that_is_gone_is_computed_and_not_asked_for_again() -> None:
     assert engine.scheduler.take_reads() == []
 
 
-def test_what_was_read_before_a_missing_run_counts() -> None:
+def test_segments_before_a_missing_one_are_used() -> None:
     engine = OnDisk(1).add(make_submit(1, 210))
     first, *others = engine.asked()
     engine.answer([first])
@@ -103,7 +103,7 @@ def test_what_was_read_before_a_missing_run_counts() -> None:
     assert engine.progress[1] == [RUN, 210]
 
 
-def test_a_late_run_is_computed_and_the_disk_left_alone_for_a_while() -> None:
+def test_after_a_late_read_the_prompt_is_computed_and_the_disk_avoided() -> None:
     engine = OnDisk(1, 2, 3).add(make_submit(1, 210))
     late = engine.asked()
     engine.now += LONGEST_WAIT_S
@@ -128,17 +128,17 @@ def test_a_disk_that_is_slower_than_computing_is_not_read() -> None:
     assert engine.scheduler.take_reads() == [] and misses(engine) == {"slower": 1}
 
 
-def test_a_prompt_that_takes_no_credit_is_not_read() -> None:
+def test_a_request_without_prefix_cache_is_not_read_from_disk() -> None:
     engine = OnDisk(1).add(make_submit(1, 210, use_prefix=False))
     assert lengths(engine.step()) == [210]
 
 
-def test_another_salt_is_another_prompt() -> None:
+def test_a_prompt_with_another_salt_is_not_read_from_disk() -> None:
     engine = OnDisk(1).add(make_submit(1, 210, salt="another"))
     assert lengths(engine.step()) == [210]
 
 
-def test_only_a_few_prompts_are_read_at_once_and_the_others_wait_their_turn() -> None:
+def test_only_a_few_prompts_are_read_at_once() -> None:
     numbers = range(1, MAX_RESTORES + 3)
     engine = OnDisk(*numbers).add(*(make_submit(n, 210, arrival=0.0) for n in numbers))
     wishes = engine.asked()
@@ -153,7 +153,7 @@ def test_only_a_few_prompts_are_read_at_once_and_the_others_wait_their_turn() ->
     assert [engine.progress[n][0] for n in numbers] == [192] * len(numbers)
 
 
-def test_a_cancel_lets_go_of_what_is_read() -> None:
+def test_a_cancel_discards_reads_in_progress() -> None:
     engine = OnDisk(1, 2).add(make_submit(1, 210))
     wishes = engine.asked()
     engine.scheduler.cancel(cancel(1))
@@ -163,7 +163,7 @@ def test_a_cancel_lets_go_of_what_is_read() -> None:
     engine.scheduler.memory.check()
 
 
-def test_a_recovered_stream_is_restored_with_its_answer() -> None:
+def test_a_recovered_stream_loads_its_prompt_and_answer_from_disk() -> None:
     engine = OnDisk()
     ids, chain = array("i", [1001] * 40 + [7] * 40), engine.scheduler.memory.chain("")
     engine.disk.add(chain.name(ids, 3), 0, 4)
@@ -174,7 +174,7 @@ def test_a_recovered_stream_is_restored_with_its_answer() -> None:
     assert lengths(engine.step()) == [16]
 
 
-def test_a_run_may_begin_before_what_memory_has() -> None:
+def test_a_segment_may_overlap_blocks_in_memory() -> None:
     engine = OnDisk(1).add(make_submit(1, 210))
     engine.answer(engine.asked(), miss="gone")
     engine.run()
@@ -191,8 +191,8 @@ def test_a_run_may_begin_before_what_memory_has() -> None:
     assert (segment.num_blocks, segment.skip, len(segment.block_ids)) == (4, 1, 3)
 
 
-def test_nobody_takes_a_preempted_place_while_the_rest_is_read() -> None:
-    """The plan that preempts has nothing else to do; the next one may start another."""
+def test_a_request_may_start_right_after_a_preemption_without_other_work() -> None:
+    """A plan that only preempts is empty. The next one may start another request at once."""
     engine = OnDisk(1, num_blocks=17).add(make_submit(1, 210, suspect=True))
     first, *_ = engine.asked()
     engine.answer([first])

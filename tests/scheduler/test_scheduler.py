@@ -1,4 +1,4 @@
-"""The life of sequences in the scheduler, one behaviour at a time."""
+"""Tests the life of sequences in the scheduler."""
 
 from headrace_common.messages import FinishReason
 from headrace_common.sampling import Sampling
@@ -13,7 +13,7 @@ from tests.scheduler.builders import (
 )
 
 
-def test_a_prompt_is_computed_and_its_tokens_follow():
+def test_a_prompt_is_computed_before_its_tokens_are_drawn():
     engine = Engine(make_scheduler()).add(make_submit(1, 20, max_tokens=3))
     assert [lengths(plan) for plan in engine.run()] == [[20], [1], [1]]
     assert engine.tokens == {1: [120, 121, 122]}
@@ -21,7 +21,7 @@ def test_a_prompt_is_computed_and_its_tokens_follow():
     assert engine.finished == {1: (FinishReason.LENGTH, "")}
 
 
-def test_started_leaves_with_the_plan_and_progress_with_the_commit():
+def test_started_is_sent_with_the_plan_and_progress_with_the_commit():
     engine = Engine(make_scheduler(max_step_tokens=8)).add(make_submit(1, 20, max_tokens=1))
     plan = engine.scheduler.plan(0.0)
     engine.take()
@@ -47,7 +47,7 @@ def test_an_end_token_stops_a_sequence():
     assert engine.finished[1] == (FinishReason.STOP, "")
 
 
-def test_a_sequence_is_announced_when_it_begins_and_when_it_has_ended():
+def test_a_plan_names_the_sequences_that_begin_and_have_ended():
     engine = Engine(make_scheduler()).add(make_submit(1, 4, max_tokens=1))
     first = engine.step()
     assert list(first.begun[0].token_ids) == [1001] * 4
@@ -74,7 +74,7 @@ def test_an_empty_prompt_is_refused_and_the_next_one_proceeds():
     assert 1 not in engine.progress
 
 
-def test_the_limit_of_the_pool_ends_a_sequence_with_length():
+def test_a_sequence_that_fills_the_block_pool_finishes_with_length():
     engine = Engine(make_scheduler(4))
     engine.add(make_submit(1, 60, max_tokens=50), make_submit(2, 63, max_tokens=None))
     engine.run()
@@ -82,7 +82,7 @@ def test_the_limit_of_the_pool_ends_a_sequence_with_length():
     assert engine.finished == {1: (FinishReason.LENGTH, ""), 2: (FinishReason.LENGTH, "")}
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers():
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers():
     engine = Engine(make_scheduler(4)).add(make_submit(1, 64), make_submit(2, 65, max_tokens=0))
     engine.take()
     assert [end.code for end in engine.outputs[-1].finished] == ["context_length_exceeded"] * 2
@@ -90,7 +90,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers():
     assert engine.scheduler.is_idle
 
 
-def test_a_recovered_sequence_is_computed_with_its_tokens_and_goes_on():
+def test_a_recovered_sequence_is_computed_with_its_tokens_and_continues():
     engine = Engine(make_scheduler()).add(make_submit(1, 10, generated=3, max_tokens=5))
     plans = engine.run()
     assert [lengths(plan) for plan in plans] == [[13], [1]]
@@ -111,7 +111,7 @@ def test_prompt_logprobs_ask_for_all_rows_in_every_chunk():
     assert [plan.chunks[0].num_rows for plan in engine.run()] == [8, 8, 4, 1]
 
 
-def test_a_preempted_echo_does_not_compute_its_rows_again():
+def test_prompt_logprobs_are_not_computed_again_after_a_failed_step():
     sampling = Sampling(max_tokens=2, num_prompt_logprobs=1)
     engine = Engine(make_scheduler(max_step_tokens=16))
     engine.add(make_submit(1, 20, sampling=sampling), make_submit(2, 20, sampling=sampling))
@@ -121,7 +121,7 @@ def test_a_preempted_echo_does_not_compute_its_rows_again():
     assert [(c.length, c.num_rows) for c in chunks] == [(16, 0), (4, 4), (1, 1)]
 
 
-def test_a_row_error_ends_its_sequence_alone():
+def test_a_row_error_ends_only_its_sequence():
     engine = Engine(make_scheduler()).add(make_submit(1, 4), make_submit(2, 4))
     engine.step(errors={1: "not a number"})
     engine.run()
@@ -157,14 +157,14 @@ def test_a_slot_is_held_by_each_running_sequence():
     assert engine.run()[-1].chunks[0].sequence_id == 3
 
 
-def test_a_cancel_before_the_first_step_ends_it_at_the_next_plan():
+def test_a_cancel_before_the_first_step_takes_effect_with_the_next_plan():
     engine = Engine(make_scheduler()).add(make_submit(1, 4))
     engine.scheduler.cancel(cancel(1))
     assert engine.step() is None
     assert engine.finished == {1: (FinishReason.CANCELLED, "")}
 
 
-def test_an_end_token_counts_by_one_rule_whether_first_or_later():
+def test_an_end_token_counts_as_a_token_wherever_it_is_drawn():
     for number_of_end in (1, 3):
         end = 100 + 10 + number_of_end - 1
         sampling = Sampling(end_token_ids=(end,))

@@ -1,4 +1,4 @@
-"""Several choices of one prompt: computed once, drawn from one row."""
+"""Tests several choices of one prompt: the prompt is computed once."""
 
 import msgspec
 
@@ -16,7 +16,7 @@ from tests.scheduler.builders import (
 )
 
 
-def test_siblings_draw_from_the_row_of_the_first():
+def test_siblings_draw_their_first_tokens_from_one_row():
     engine = Engine(make_scheduler()).add(make_family(3, 20, max_tokens=2))
     plan = engine.step()
     assert [(c.length, c.draws) for c in plan.chunks] == [(20, (0, 1, 2))]
@@ -25,7 +25,7 @@ def test_siblings_draw_from_the_row_of_the_first():
     assert engine.tokens == {0: [120, 121], 1: [120, 121], 2: [120, 121]}
 
 
-def test_they_share_full_blocks_and_get_the_last_one_as_a_copy():
+def test_siblings_share_full_blocks_and_get_a_copy_of_the_last_one():
     engine = Engine(make_scheduler()).add(make_family(2, 20, max_tokens=3))
     plan = engine.step()
     first, second = (chunk.block_ids for chunk in engine.step().chunks)
@@ -47,7 +47,7 @@ def test_a_slot_is_copied_for_each_sibling():
     assert len({source, *(copy.target for copy in plan.slot_copies)}) == 3
 
 
-def test_siblings_without_a_place_start_later_with_credit():
+def test_siblings_that_start_later_use_the_cached_prompt():
     engine = Engine(make_scheduler(max_num_seqs=2)).add(make_family(3, 33, max_tokens=2))
     plans = engine.run()
     assert plans[0].chunks[0].draws == (0, 1)
@@ -67,8 +67,8 @@ def test_only_the_first_choice_of_a_prompt_reports_progress():
     ]
 
 
-def test_a_suspected_choice_reports_the_prompt_itself():
-    """Suspects run alone, and the newest is the first."""
+def test_a_suspect_choice_reports_its_own_prompt_logprobs():
+    """Suspects run alone, the newest first."""
     sampling = Sampling(max_tokens=2, num_prompt_logprobs=0)
     family = msgspec.structs.replace(make_family(2, 20, sampling=sampling), suspect=True)
     plans = Engine(make_scheduler(max_step_tokens=8)).add(family).run()
@@ -76,7 +76,7 @@ def test_a_suspected_choice_reports_the_prompt_itself():
     assert [(c.sequence_id, c.num_rows) for c in first] == [(1, 8), (1, 8), (1, 4)]
 
 
-def test_if_the_first_is_cancelled_the_next_one_leads():
+def test_if_the_first_choice_is_cancelled_the_next_one_computes_the_prompt():
     engine = Engine(make_scheduler(max_step_tokens=8)).add(make_family(3, 20, max_tokens=1))
     engine.scheduler.cancel(cancel(0))
     assert engine.step().chunks[0].sequence_id == 1
@@ -98,7 +98,7 @@ def test_a_sibling_that_has_not_started_is_cancelled_at_once():
     assert engine.finished[1] == (FinishReason.CANCELLED, "")
 
 
-def test_recovered_siblings_wait_for_the_prompt_and_go_on_by_themselves():
+def test_recovered_siblings_wait_for_the_prompt_and_then_run_separately():
     submit = make_family(2, 40, max_tokens=5)
     news = [msgspec.structs.replace(new, generated=packed([7] * 2)) for new in submit.sequences]
     submit = msgspec.structs.replace(submit, sequences=tuple(news))
@@ -106,7 +106,7 @@ def test_recovered_siblings_wait_for_the_prompt_and_go_on_by_themselves():
     assert [lengths(plan) for plan in plans[:2]] == [[42], [1, 10]]
 
 
-def test_a_recovered_sibling_goes_on_though_the_first_choice_was_whole():
+def test_a_recovered_sibling_continues_after_the_first_choice_was_complete():
     submit = make_family(2, 40, max_tokens=5)
     whole, cut = submit.sequences
     whole = msgspec.structs.replace(whole, generated=packed([7] * 5))
@@ -124,14 +124,14 @@ def test_recovered_suspects_of_one_prompt_run_alone():
     assert set(engine.finished.values()) == {(FinishReason.LENGTH, "")}
 
 
-def test_a_step_that_fails_sends_all_siblings_back():
+def test_after_a_failed_step_all_siblings_run_again():
     engine = Engine(make_scheduler()).add(make_family(3, 20, max_tokens=2))
     engine.fail()
     engine.run()
     assert engine.tokens == {0: [120, 121], 1: [120, 121], 2: [120, 121]}
 
 
-def test_prompts_of_one_stream_are_families_of_their_own():
+def test_choices_share_only_the_row_of_their_own_prompt():
     submit = make_submit(0, 20, max_tokens=1)
     news = tuple(NewSequence(SequenceId(i), i // 2, i) for i in range(4))
     prompts = (packed([5] * 20), packed([6] * 20))
@@ -140,15 +140,15 @@ def test_prompts_of_one_stream_are_families_of_their_own():
     assert [c.draws for c in plan.chunks] == [(0, 1), (2, 3)]
 
 
-def test_nothing_to_draw_needs_no_siblings_in_the_step():
+def test_siblings_that_draw_nothing_run_separately():
     engine = Engine(make_scheduler()).add(make_family(2, 20, max_tokens=0))
     plans = engine.run()
     assert [lengths(plan) for plan in plans] == [[20], [4]]
     assert set(engine.finished.values()) == {(FinishReason.LENGTH, "")}
 
 
-def test_a_choice_whose_first_step_failed_reports_the_prompt_itself():
-    """The failed step computed the end of the prompt, which the first choice did not report."""
+def test_prompt_logprobs_are_complete_after_a_failed_last_chunk():
+    """The failed step had the last chunk of the prompt, so its rows were not reported."""
     sampling = Sampling(max_tokens=2, num_prompt_logprobs=0)
     engine = Engine(make_scheduler(max_step_tokens=16))
     engine.add(make_family(2, 20, sampling=sampling))

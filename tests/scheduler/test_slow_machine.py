@@ -1,4 +1,4 @@
-"""The time budget beside a machine that is noisy and slow for seconds at a time."""
+"""Tests the time budget on a machine that is noisy, and slow for seconds at a time."""
 
 from random import Random
 
@@ -14,7 +14,7 @@ PATIENCE_S = 300.0
 
 
 class Machine:
-    """Takes 7 % more or less than the truth; in a slow spell up to 2.2 times as long."""
+    """A machine with noise of 7 %, which is up to 2.2 times as slow for some steps."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
@@ -28,14 +28,14 @@ class Machine:
 
 
 class Knowing(CostModel):
-    """Has the true coefficients from the start."""
+    """A cost model with the true coefficients."""
 
     def _refit(self) -> None:
         self._fitted = TRUTH
 
 
 def seconds_to_first_token(model: CostModel, seed: int, target_s: float) -> list[float]:
-    """Times of prompts that came one after the other beside four streams."""
+    """Return the times of consecutive prompts, in seconds, while four streams decode."""
     budget, machine = TimeBudget(make_limits(max_stall_s=target_s, max_step_s=1.0)), Machine(seed)
     budget.model = model
 
@@ -62,8 +62,8 @@ def seconds_to_first_token(model: CostModel, seed: int, target_s: float) -> list
 
 
 @pytest.mark.parametrize("target_s", [0.06, 0.1, 0.2])
-def test_prompts_take_as_long_as_where_the_costs_are_known(target_s):
-    """Not longer, nor shorter, at the streams' expense; decoding alone takes 68 ms here."""
+def test_prompts_take_as_long_as_with_known_costs(target_s):
+    """A shorter time would delay the streams. Decoding alone takes 68 ms here."""
     ratios = []
     for seed in range(4):
         found = seconds_to_first_token(CostModel(), seed, target_s)
@@ -97,6 +97,6 @@ def mean_step_s(seed: int, slowness: float) -> float:
 
 
 @pytest.mark.parametrize("slowness", [1.0, 2.3, 4.0])
-def test_steps_of_a_prompt_alone_are_nearly_as_long_as_they_may_be(slowness):
+def test_steps_of_a_prompt_alone_use_most_of_their_limit(slowness):
     means = [mean_step_s(seed, slowness) for seed in range(8)]
     assert min(means) > 0.5 and max(means) < 1.3

@@ -1,4 +1,4 @@
-"""The promise itself, in virtual time: what a long prompt costs the streams beside it."""
+"""Tests in virtual time how long prompts delay running streams."""
 
 from random import Random
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from headrace_engine.scheduler.budget import DEFAULT_SHARE, MOST_DEFAULT_S
 from headrace_engine.scheduler.cost import Coefficients, StepShape
 from tests.scheduler.builders import Engine, make_scheduler, make_submit
 
-# at 60 ms one token of the prompt still fits beside four streams, wherever in the prompt it is
+# Even with a target of 60 ms, one token of the prompt fits into each step of four streams.
 MACHINE = Coefficients(c_decode=0.020, c_prompt=0.020, g=5e-6, b=1.9e-3, a=4.5e-7)
 DEFAULT = {
     "max_stall_s": 0.2,
@@ -21,7 +21,7 @@ DEFAULT = {
 
 
 class Tiles(NamedTuple):
-    """Products take six rows as fast as five: measured with AVX2 on one core of a Zen 4."""
+    """Costs of products in tiles of six rows, as measured with AVX2 on one core of a Zen 4."""
 
     slowness: float
 
@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 
 
 class Machine:
-    """Steps take the time that a laptop would, with a few percent of noise."""
+    """Runs steps that take as long as on a laptop, with 3 % of noise."""
 
     def __init__(self, engine: Engine, costs: Coefficients | Tiles = MACHINE) -> None:
         self.engine = engine
@@ -57,7 +57,10 @@ class Machine:
 
 
 def worst_gap(costs: Coefficients | Tiles = MACHINE, **fields: object) -> tuple[float, float]:
-    """Four streams decode while 2,048 tokens arrive: longest step, seconds to their first token."""
+    """Send a prompt of 2,048 tokens while four streams decode.
+
+    Return the longest step and the time to first token, in seconds.
+    """
     machine = Machine(Engine(make_scheduler(4000, **fields)), costs)
     for number, length in enumerate([20, 40, 80, 160] * 4):
         machine.engine.add(make_submit(number, length, max_tokens=2, arrival=0.0))
@@ -90,25 +93,25 @@ def seconds_of_burst(costs: Coefficients | Tiles, number: int, **fields: object)
     return engine.now - began
 
 
-def test_a_long_prompt_stalls_no_stream_beyond_the_target():
+def test_a_long_prompt_stalls_no_stream_longer_than_the_target():
     for target in (0.06, 0.1, 0.2):
         gap, _ = worst_gap(max_stall_s=target, max_step_s=1.0)
         assert gap <= target * 1.03
 
 
-def test_without_a_target_the_prompt_stalls_them_by_the_cap():
+def test_without_a_target_stalls_are_longer_and_the_prompt_faster():
     bounded, slower = worst_gap(max_stall_s=0.1, max_step_s=1.0)
     unbounded, faster = worst_gap()
     assert unbounded > 5 * bounded
     assert faster < slower
 
 
-def test_a_tighter_target_costs_the_prompt_time():
+def test_a_prompt_takes_longer_with_a_lower_target():
     waits = [worst_gap(max_stall_s=target, max_step_s=1.0)[1] for target in (0.06, 0.1, 0.2)]
     assert waits == sorted(waits, reverse=True)
 
 
-def test_by_default_a_prompt_waits_at_most_half_longer_than_without_a_target():
+def test_by_default_a_prompt_takes_at_most_1_5_times_as_long():
     slow = [MACHINE.scaled(slowness) for slowness in (0.2, 1, 2, 4)]
     for costs in (*slow, *map(Tiles, (0.5, 0.75, 1))):
         gap, wait = worst_gap(costs, **DEFAULT)
@@ -117,7 +120,7 @@ def test_by_default_a_prompt_waits_at_most_half_longer_than_without_a_target():
         assert gap <= MOST_DEFAULT_S * 1.05
 
 
-def test_the_default_target_rises_no_further_than_prompts_need():
+def test_the_default_target_rises_only_as_far_as_prompts_need():
     assert worst_gap(MACHINE.scaled(0.2), **DEFAULT)[0] <= 0.2 * 1.05
     assert worst_gap(MACHINE, **DEFAULT)[0] <= 0.2 * 1.05
     assert 0.25 < worst_gap(Tiles(1), **DEFAULT)[0] < 0.45
@@ -126,7 +129,7 @@ def test_the_default_target_rises_no_further_than_prompts_need():
 
 
 @pytest.mark.parametrize("number", [4, 16])
-def test_by_default_a_burst_of_short_prompts_takes_little_longer_than_without_a_target(number: int):
+def test_by_default_a_burst_of_short_prompts_takes_little_longer(number: int):
     for costs in (MACHINE, MACHINE.scaled(2), MACHINE.scaled(4), Tiles(1)):
         with_target, without = (
             seconds_of_burst(costs, number, **fields) for fields in (DEFAULT, {"max_step_s": 1.0})
@@ -134,7 +137,7 @@ def test_by_default_a_burst_of_short_prompts_takes_little_longer_than_without_a_
         assert with_target <= 1.14 * without
 
 
-def test_a_rate_of_prompts_needs_a_step_of_this_length():
+def test_seconds_at_rate_is_the_shortest_step_with_that_rate():
     costs = Coefficients(b=0.002, a=1e-6, g=1e-5)
     for context, before in ((0, 0.05), (0, 0.2), (3000, 0.1)):
         times = {x: before + costs.cost(context, x) for x in range(1, 513)}
@@ -145,7 +148,7 @@ def test_a_rate_of_prompts_needs_a_step_of_this_length():
     assert Coefficients().seconds_at_rate(0.8, 0, 0.0, 512) == 0.0
 
 
-def test_no_stall_goes_uncounted():
+def test_every_stall_is_counted():
     machine = Machine(Engine(make_scheduler(4000, max_stall_s=0.1, max_step_s=1.0)))
     engine = machine.engine
     engine.add(*[make_submit(i, 200, max_tokens=300, arrival=0.0) for i in range(40)])

@@ -1,4 +1,4 @@
-"""Sequences that draw nothing: which rows they ask for, whole inputs, and streams beside them."""
+"""Tests embeddings: the rows they need, inputs that cannot be chunked, and running streams."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def rows(plans: list[StepPlan]) -> list[int]:
         (("last", "max"), [8, 8, 4]),
     ],
 )
-def test_a_cut_input_asks_for_the_rows_that_its_vector_needs(
+def test_each_chunk_requests_only_the_rows_that_pooling_needs(
     modes: tuple[PoolingMode, ...], expected: list[int]
 ) -> None:
     engine = Engine(make_scheduler(max_step_tokens=8)).add(to_embed(0, 20, *modes))
@@ -36,7 +36,7 @@ def test_a_cut_input_asks_for_the_rows_that_its_vector_needs(
     assert engine.finished == {0: ("length", "")} and not engine.tokens
 
 
-def test_what_is_preempted_begins_anew() -> None:
+def test_a_preempted_embedding_starts_again() -> None:
     engine = Engine(make_scheduler(num_blocks=5, max_step_tokens=3))
     engine.add(to_embed(1, 40), make_submit(0, 16, max_tokens=30))
     plans = engine.run()
@@ -46,15 +46,15 @@ def test_what_is_preempted_begins_anew() -> None:
     assert engine.finished.keys() == {0, 1}
 
 
-def test_inputs_that_cannot_be_cut_are_whole_whatever_their_length() -> None:
+def test_inputs_that_cannot_be_chunked_are_processed_whole() -> None:
     scheduler = make_scheduler(0, num_slots=8, max_step_tokens=16, is_whole=True)
     engine = Engine(scheduler)
     engine.add(*(to_embed(number, length) for number, length in enumerate((10, 6, 40, 5, 12))))
     assert [lengths(plan) for plan in engine.run()] == [[10, 6], [40], [5], [12]]
 
 
-def test_a_long_batch_beside_streams_leaves_each_step_its_streams() -> None:
-    """A stream that decodes gets a chunk in every step while hundreds of inputs pass."""
+def test_a_long_batch_of_embeddings_never_leaves_a_stream_out() -> None:
+    """A decoding stream has a chunk in each step while 150 inputs are embedded."""
     engine = Engine(make_scheduler(max_step_tokens=64, max_num_seqs=8))
     engine.add(make_submit(0, 10, max_tokens=60))
     engine.step()

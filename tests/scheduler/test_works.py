@@ -1,4 +1,4 @@
-"""Work that is due before tokens: pieces, spans, and encoders that have a step to themselves."""
+"""Tests the encoding of sources and images before their tokens, and spans."""
 
 from headrace_common.plan import (
     ATTEND,
@@ -31,7 +31,7 @@ def pieces(plan):
     return [(c.sequence_id, c.work, c.start, c.end) for c in plan.encoded]
 
 
-def test_a_source_is_encoded_before_the_first_token_and_counts_as_the_prompt():
+def test_a_source_is_encoded_first_and_its_progress_is_reported():
     engine = Engine(make_scheduler(0, num_slots=4))
     engine.add(make_submit(1, 1, max_tokens=2, **with_works(SOURCE)))
     plans = engine.run()
@@ -40,7 +40,7 @@ def test_a_source_is_encoded_before_the_first_token_and_counts_as_the_prompt():
     assert engine.outputs[0].started[0].total == 300
 
 
-def test_pieces_start_small_and_double_while_nothing_is_measured():
+def test_encoder_pieces_start_small_and_double_until_measured():
     engine = Engine(make_scheduler(max_step_s=1.0))
     engine.add(make_submit(1, 1, max_tokens=1, **with_works(SOURCE)))
     plans = engine.run()
@@ -48,7 +48,7 @@ def test_pieces_start_small_and_double_while_nothing_is_measured():
     assert engine.progress[1] == [0, 50, 150, 300]
 
 
-def test_pieces_of_a_known_encoder_fit_the_room():
+def test_encoder_pieces_fit_the_step_once_measured():
     scheduler = make_scheduler(max_step_s=0.5)
     work = EncoderInput(0, 1, 100, 12)
     for num_units in (1, 2, 4, 8) * 4:
@@ -75,7 +75,7 @@ def test_an_image_in_the_middle_of_a_prompt_is_encoded_when_it_is_reached():
     ]
 
 
-def test_one_piece_a_step_and_another_prompt_takes_what_is_left():
+def test_a_step_encodes_one_piece_and_another_prompt_uses_the_rest():
     engine = Engine(make_scheduler(max_step_tokens=64))
     engine.add(make_submit(3, 200, max_tokens=1))
     engine.step()
@@ -85,7 +85,7 @@ def test_one_piece_a_step_and_another_prompt_takes_what_is_left():
     assert pieces(plan) == [(1, 0, 0, 1)] and [c.sequence_id for c in plan.chunks] == [3]
 
 
-def test_an_encoder_that_cannot_be_cut_has_every_other_step_to_itself():
+def test_an_encoder_that_cannot_be_chunked_gets_every_other_step():
     engine = Engine(make_scheduler(max_stall_s=0.1))
     engine.add(make_submit(1, 4, max_tokens=20))
     engine.step()
@@ -103,7 +103,7 @@ def test_an_encoder_that_cannot_be_cut_has_every_other_step_to_itself():
     assert engine.scheduler.missed["whole"] == 2
 
 
-def test_an_encoder_that_cannot_be_cut_may_take_long_before_it_counts_as_hung():
+def test_an_encoder_that_cannot_be_chunked_may_run_for_a_minute():
     scheduler = make_scheduler()
     engine = Engine(scheduler)
     work = EncoderInput(0, 1, 100_000, 1, is_whole=True)
@@ -112,13 +112,13 @@ def test_an_encoder_that_cannot_be_cut_may_take_long_before_it_counts_as_hung():
     assert plan is not None and plan.allowed_s >= 60
 
 
-def test_a_chunk_ends_before_a_span_or_holds_it_whole():
+def test_a_chunk_never_divides_a_span():
     engine = Engine(make_scheduler(max_step_tokens=16))
     engine.add(make_submit(1, 40, max_tokens=1, **with_works(spans=((10, 20), (20, 34)))))
     assert [lengths(plan) for plan in engine.run()] == [[10], [10], [16], [4]]
 
 
-def test_a_span_over_the_room_goes_whole_and_says_why():
+def test_a_span_longer_than_the_target_allows_is_processed_whole_and_counted():
     scheduler = make_scheduler(max_stall_s=0.1, prompt_share=0.25)
     for context, new in [(0, 8), (0, 64), (0, 256), (64, 1), (128, 1)] * 4:
         scheduler.observe([(context, new)], 0.01 + 0.001 * new)
@@ -131,14 +131,14 @@ def test_a_span_over_the_room_goes_whole_and_says_why():
     assert scheduler.missed["span"] == 1
 
 
-def test_a_span_over_the_cap_is_refused():
+def test_a_span_longer_than_the_token_cap_is_refused():
     engine = Engine(make_scheduler(max_step_tokens=16))
     engine.add(make_submit(1, 40, **with_works(spans=((0, 17),))))
     engine.take()
     assert engine.finished[1] == ("error", "image_too_large")
 
 
-def test_siblings_share_the_source_that_their_leader_encoded():
+def test_siblings_share_one_encoded_source():
     engine = Engine(make_scheduler(0, num_slots=4))
     engine.add(make_family(3, 1, max_tokens=2, **with_works(SOURCE)))
     plans = engine.run()
@@ -146,18 +146,18 @@ def test_siblings_share_the_source_that_their_leader_encoded():
     assert plans[1].chunks[0].draws == (0, 1, 2)
 
 
-def test_a_cached_prefix_saves_what_it_alone_needed():
+def test_images_within_a_cached_prefix_are_not_encoded():
     engine = Engine(make_scheduler())
     works = with_works(EncoderInput(0, 32, 64, mark=b"a"), EncoderInput(40, 50, 64, mark=b"b"))
     engine.add(make_submit(1, 60, max_tokens=1, **works))
     engine.run()
     engine.finished.clear()
     engine.add(make_submit(1, 60, max_tokens=1, **works))
-    assert pieces(engine.step()) == [(1, 1, 0, 1)]  # the credit ends within the second image
+    assert pieces(engine.step()) == [(1, 1, 0, 1)]  # the cached prefix ends within the second image
     assert [c.start for c in engine.step().chunks] == [48]
 
 
-def test_swapped_images_share_no_prefix():
+def test_prompts_with_different_images_share_no_prefix():
     engine = Engine(make_scheduler())
     a, b = (EncoderInput(0, 32, 64, mark=mark) for mark in (b"a", b"b"))
     engine.add(make_submit(1, 60, max_tokens=1, **with_works(a)))
@@ -167,7 +167,7 @@ def test_swapped_images_share_no_prefix():
     assert pieces(engine.step()) == [(1, 0, 0, 1)]
 
 
-def test_what_was_at_hand_says_nothing_of_the_cost_of_encoding():
+def test_cached_encodings_do_not_train_the_cost_model():
     budget = TimeBudget(make_limits())
     shape = StepShape()
     shape.encode(LAYER, 400, 100)
@@ -182,7 +182,10 @@ T5_COSTS = {PROJECT: (20e-6, 0.0), ATTEND: (60e-6, 20e-9), CROSS: (15e-6, 0.0)}
 
 
 def steps_of(budget: TimeBudget, size: int) -> list[tuple[float, list[tuple[int, int]]]]:
-    """Encode a source beside four streams: seconds, and each piece's kind and rows, by step."""
+    """Encode a source while four streams decode.
+
+    Return the seconds of each step, and the kind and rows of each of its pieces.
+    """
     work, start, steps = T5.encoding(size), 0, []
     decoding = StepShape(1, 400, 4, 804, 0)
     while start < work.num_units:
@@ -225,7 +228,7 @@ def test_no_step_of_a_long_source_exceeds_the_stall_target_of_streams():
     for size in (4096, 4096, 1000, 16, 4096):
         steps = steps_of(budget, size)
         assert max(seconds for seconds, _ in steps) <= 1.02 * 0.2
-    # The steps use most of the target, and the kinds of units share a step.
+    # The steps use most of the target, and a step may have several kinds of units.
     assert sum(seconds for seconds, _ in steps) / len(steps) > 0.15
     assert any(len(pieces) > 1 for _, pieces in steps)
     assert budget.missed.keys() <= {"model"} and budget.missed["model"] <= 1
