@@ -1,4 +1,4 @@
-"""A runner without a model and an outbox without a socket, for the engine's own loop."""
+"""A runner without a model and an outbox without a socket, for tests of the engine's loop."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ class Runner:
 
 
 class Sent:
-    """Messages of an engine. Its first looks find `unsent` messages waiting."""
+    """An outbox that records messages. `unsent` are the first results of `num_unsent`."""
 
     def __init__(self, *unsent: int) -> None:
         self.statuses: list[Status] = []

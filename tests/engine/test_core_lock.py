@@ -1,4 +1,4 @@
-"""Engines on the same cores: one step at a time, in turns, whoever dies."""
+"""Tests that engines on the same cores take turns, also if one of them is killed."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def test_steps_of_two_engines_never_overlap(fds: tuple[int, int]) -> None:
     assert sorted(taken) == [0] * 50 + [1] * 50
 
 
-def test_the_turn_of_a_process_that_was_killed_is_free(fds: tuple[int, int]) -> None:
+def test_the_lock_of_a_killed_process_is_released(fds: tuple[int, int]) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, *map(str, fds)], pass_fds=fds, stdout=subprocess.PIPE
     )
@@ -75,7 +75,7 @@ def test_the_turn_of_a_process_that_was_killed_is_free(fds: tuple[int, int]) -> 
     holder.stdout.close()
 
 
-def test_each_knows_what_the_others_need_and_not_its_own(fds: tuple[int, int]) -> None:
+def test_each_engine_sees_what_the_others_need(fds: tuple[int, int]) -> None:
     one, two, three = (CoreLock(fds, number) for number in range(3))
     assert one.others() == Elsewhere()
     two.note(0.03, True, True)
@@ -86,7 +86,7 @@ def test_each_knows_what_the_others_need_and_not_its_own(fds: tuple[int, int]) -
     assert one.others() == Elsewhere(0.0, False, 1)
 
 
-def test_an_engine_that_never_had_another_beside_it_need_not_wait(fds: tuple[int, int]) -> None:
+def test_a_lock_is_shared_only_once_another_engine_exists(fds: tuple[int, int]) -> None:
     first = CoreLock(fds, 0)
     assert not first.is_shared
     second = CoreLock(fds, 1)

@@ -1,4 +1,4 @@
-"""A draft model is checked before any weights are read, and its memory counts."""
+"""Tests that a draft model is checked before weights are read, and that its memory counts."""
 
 import shutil
 from pathlib import Path

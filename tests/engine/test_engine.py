@@ -1,4 +1,4 @@
-"""The engine's loop where a step or a gateway fails it."""
+"""Tests the engine's loop if steps fail or the gateway is slow."""
 
 import math
 import queue
@@ -14,7 +14,7 @@ from tests.scheduler.builders import make_scheduler, make_submit
 
 
 def play(runner: Runner, sent: Sent, num_prompt: int = 100) -> None:
-    """One request, from its submission to its end."""
+    """Run one request from its submission to its end."""
     inbox: Inbox = queue.SimpleQueue()
     inbox.put(make_submit(1, num_prompt, max_tokens=2))
     sent.when_done = lambda: inbox.put(Shutdown())
@@ -22,7 +22,7 @@ def play(runner: Runner, sent: Sent, num_prompt: int = 100) -> None:
 
 
 @pytest.mark.parametrize(("num_times", "then"), [(1, [32, 32, 32, 4, 1]), (2, [16] * 6 + [4, 1])])
-def test_a_step_that_runs_out_of_memory_is_tried_again_with_half_the_tokens(
+def test_a_step_that_runs_out_of_memory_is_retried_with_half_the_tokens(
     num_times: int, then: list[int]
 ) -> None:
     runner, sent = Runner(*[MemoryError()] * num_times), Sent()
@@ -31,13 +31,13 @@ def test_a_step_that_runs_out_of_memory_is_tried_again_with_half_the_tokens(
     assert sent.finishes == [FinishReason.LENGTH]
 
 
-def test_a_request_that_runs_out_of_memory_in_the_smallest_step_ends_alone() -> None:
+def test_only_a_request_that_runs_out_of_memory_in_the_smallest_step_ends() -> None:
     runner, sent = Runner(*[MemoryError()] * 3), Sent()
     play(runner, sent)
     assert runner.lengths == [64, 32, 16] and sent.finishes == [FinishReason.ERROR]
 
 
-def test_a_step_in_which_the_engine_was_stopped_teaches_nothing() -> None:
+def test_a_step_during_which_the_engine_was_suspended_is_not_learned() -> None:
     scheduler, sent = make_scheduler(max_step_tokens=64), Sent()
     engine = Engine(scheduler, Runner(), sent)
     scheduler.add(make_submit(1, 100, max_tokens=2), 0.0)
@@ -65,7 +65,7 @@ def test_only_an_engine_that_waits_for_messages_may_take_minutes() -> None:
         overdue.append(record.is_overdue(time.monotonic() + 121, -math.inf))
 
     class Messages(queue.SimpleQueue):  # type: ignore[type-arg]
-        """Messages that do not arrive at once, so the engine waits for each of them."""
+        """A queue that is empty at first, so the engine waits for each message."""
 
         def get(self, block: bool = True, timeout: float | None = None) -> object:
             if block:

@@ -1,4 +1,4 @@
-"""Grammars are compiled beside the steps: who needs one waits, who does not goes on."""
+"""Tests that only sequences that need a grammar wait while it is compiled."""
 
 import queue
 import threading
@@ -17,7 +17,7 @@ CONSTRAINED = Sampling(max_tokens=2, end_token_ids=(1,), grammar="a")
 
 
 class SlowCompiler:
-    """Compiles once it may; counts how often it was asked."""
+    """A compiler that waits for permission, and counts its calls."""
 
     def __init__(self, error: str = "") -> None:
         self.may = threading.Event()
@@ -33,7 +33,7 @@ class SlowCompiler:
 
 
 class Ends(Sent):
-    """Records ended sequences in order. Releases the compiler after the first, stops after all."""
+    """Records ended sequences. Releases the compiler after the first, and stops after the last."""
 
     def __init__(self, inbox: Inbox, compiler: SlowCompiler, wanted: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def play(compiler: SlowCompiler, *messages: Any, wanted: int) -> list[tuple[int,
     return ends.ended
 
 
-def test_a_grammar_that_takes_long_stalls_nobody_else() -> None:
+def test_a_slow_grammar_does_not_stall_other_sequences() -> None:
     waiting = make_submit(1, 4, sampling=CONSTRAINED)
     ended = play(SlowCompiler(), waiting, make_submit(2, 4, max_tokens=2), wanted=2)
     assert ended == [(2, FinishReason.LENGTH), (1, FinishReason.LENGTH)]
@@ -72,7 +72,7 @@ def test_a_sequence_may_be_cancelled_while_its_grammar_is_compiled() -> None:
     assert ended == [(2, FinishReason.LENGTH), (1, FinishReason.CANCELLED)]
 
 
-def test_a_grammar_that_cannot_be_had_ends_its_sequences_alone() -> None:
+def test_a_failed_grammar_ends_only_its_sequences() -> None:
     waiting = make_submit(1, 4, sampling=CONSTRAINED)
     ended = play(SlowCompiler("no"), waiting, make_submit(2, 4, max_tokens=2), wanted=2)
     assert ended == [(2, FinishReason.LENGTH), (1, FinishReason.ERROR)]

@@ -14,7 +14,7 @@ from tools.harness.tiny_models import make_tiny_model
 
 
 @pytest.mark.parametrize("lane", ["native-text", "generic-text"])
-def test_an_engine_knows_what_steps_cost_from_its_start(lane: str, tmp_path: Path) -> None:
+def test_an_engine_has_measured_steps_when_it_starts(lane: str, tmp_path: Path) -> None:
     config = ModelConfig(model=str(make_tiny_model(tmp_path)), device="cpu", threads=1, lane=lane)
     for _ in range(3):  # real times: a neighbour may slow down one step of a few milliseconds
         model = load(config)[1]._budget.model
@@ -24,7 +24,7 @@ def test_an_engine_knows_what_steps_cost_from_its_start(lane: str, tmp_path: Pat
     pytest.fail("64 tokens never cost more than one")
 
 
-def test_a_model_of_few_positions_is_timed_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_model_with_a_short_context_is_timed_within_it(tmp_path: Path) -> None:
     config = ModelConfig(model=str(make_tiny_model(tmp_path)), device="cpu", max_model_len=20)
     assert load(config)[1]._budget.model.largest_measured == 16
 
@@ -41,7 +41,7 @@ def test_a_model_of_few_positions_is_timed_as_far_as_it_goes(tmp_path: Path) -> 
         ({"tasks": ("embed",)}, 0),
     ],
 )
-def test_guesses_are_made_where_they_change_no_text(
+def test_guesses_are_on_only_if_they_do_not_change_the_text(
     changed: dict[str, Any], expected: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -63,7 +63,7 @@ def test_guesses_are_made_where_they_change_no_text(
             max_guess(SchedulerConfig(guess=3), ready)
 
 
-def test_a_default_folder_of_prefixes_that_cannot_be_used_stops_no_engine(
+def test_an_unusable_default_prefix_folder_does_not_stop_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -82,8 +82,8 @@ def test_a_default_folder_of_prefixes_that_cannot_be_used_stops_no_engine(
         load(msgspec.structs.replace(config, prefix_cache=named))
 
 
-def test_weights_that_were_written_again_share_no_prefixes_with_the_old(tmp_path: Path) -> None:
-    """The fingerprint samples the files, so a tensor that was trained may not change it."""
+def test_rewritten_weights_share_no_prefixes_with_the_old_ones(tmp_path: Path) -> None:
+    """The fingerprint samples the files, so it may miss a changed tensor."""
     model, disk = make_tiny_model(tmp_path / "tiny"), tmp_path / "disk"
     config = ModelConfig(
         model=str(model),

@@ -1,4 +1,4 @@
-"""Libraries in Rust panic with a BaseException: it ends what met it, and nothing else."""
+"""Tests that a panic of a Rust library, which is a BaseException, ends only what called it."""
 
 import asyncio
 import queue
@@ -23,7 +23,7 @@ from tests.scheduler.builders import make_scheduler, make_submit
 
 
 class Panic(BaseException):
-    """An exception as a library in Rust raises it when it gives up."""
+    """An exception like those of Rust libraries that panic."""
 
 
 class Panicking:
@@ -36,7 +36,7 @@ class Panicking:
         raise Panic
 
 
-def test_a_step_that_panics_ends_its_request_and_the_engine_goes_on() -> None:
+def test_a_step_that_panics_ends_only_its_request() -> None:
     inbox: Inbox = queue.SimpleQueue()
     inbox.put(make_submit(1, 4, max_tokens=2))
     sent = Sent()
@@ -45,7 +45,7 @@ def test_a_step_that_panics_ends_its_request_and_the_engine_goes_on() -> None:
     assert sent.finishes == [FinishReason.ERROR]
 
 
-def test_an_adapter_that_panics_is_one_that_could_not_be_read() -> None:
+def test_an_adapter_whose_load_panics_is_reported_as_unreadable() -> None:
     shelf = AdapterLoader(cast(Any, Panicking()))
     done: Future[Any] = Future()
     done.set_result("factors")
@@ -57,7 +57,7 @@ def test_an_adapter_that_panics_is_one_that_could_not_be_read() -> None:
     )
 
 
-async def test_a_reader_of_news_that_panics_reports_its_end() -> None:
+async def test_a_subscriber_that_panics_is_ended_and_reported() -> None:
     def hear(news: object) -> None:
         raise Panic
 
@@ -65,12 +65,12 @@ async def test_a_reader_of_news_that_panics_reports_its_end() -> None:
     news = NewsQueue()
     news.subscribe(hear, hear, ends.append)
     news.put(EngineUp(READY))
-    news.put(EngineUp(READY))  # is dropped, as all later news
+    news.put(EngineUp(READY))  # dropped, like all later news
     news.deliver(Outputs())
     assert [type(end) for end in ends] == [Panic]
 
 
-async def test_outputs_that_cannot_be_delivered_end_their_reader_and_not_the_engine() -> None:
+async def test_a_panic_while_delivering_outputs_ends_the_subscriber_and_not_the_engine() -> None:
     def deliver(outputs: Outputs) -> None:
         raise Panic
 
@@ -88,7 +88,7 @@ async def test_outputs_that_cannot_be_delivered_end_their_reader_and_not_the_eng
     assert answers == ["pong"]
 
 
-async def test_an_engine_in_a_thread_that_panics_is_reported_down() -> None:
+async def test_a_panic_of_an_engine_in_a_thread_is_reported() -> None:
     client = LocalEngine()
     await asyncio.to_thread(client._run, cast(Engine, Panicking()))
     async with asyncio.timeout(10):

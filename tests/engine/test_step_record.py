@@ -1,4 +1,4 @@
-"""The record of its step that an engine leaves behind."""
+"""Tests the record that an engine writes about its current step."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from headrace_common.system.step_record import StepRecord
 IDS = (SequenceId(3), SequenceId(2**40))
 
 
-def test_who_reads_the_record_sees_the_step_at_work() -> None:
+def test_the_record_shows_the_current_step() -> None:
     writer = StepRecord()
     reader = StepRecord(os.dup(writer.fd))
     assert reader.read() == ()
@@ -25,7 +25,7 @@ def test_who_reads_the_record_sees_the_step_at_work() -> None:
     assert reader.read() == () and not reader.is_overdue(math.inf, -math.inf)
 
 
-def test_the_record_outlives_a_writer_that_is_killed_in_mid_step() -> None:
+def test_the_record_survives_a_writer_that_is_killed_during_a_step() -> None:
     record = StepRecord()
     pid = os.fork()
     if pid == 0:
@@ -38,7 +38,9 @@ def test_the_record_outlives_a_writer_that_is_killed_in_mid_step() -> None:
 @pytest.mark.parametrize(
     ("predicted_s", "limit_s"), [(0.1, 120), (12, 120), (50, 500), (0, 600), (math.inf, math.inf)]
 )
-def test_a_step_hangs_at_ten_times_its_prediction(predicted_s: float, limit_s: float) -> None:
+def test_a_step_counts_as_hung_after_ten_times_its_predicted_time(
+    predicted_s: float, limit_s: float
+) -> None:
     record = StepRecord()
     record.write(IDS, predicted_s)
     now = time.monotonic()
@@ -46,7 +48,7 @@ def test_a_step_hangs_at_ten_times_its_prediction(predicted_s: float, limit_s: f
     assert record.is_overdue(now + limit_s + 1, -math.inf) == (limit_s < math.inf)
 
 
-def test_an_engine_hangs_if_it_neither_starts_a_step_nor_waits_for_two_minutes() -> None:
+def test_an_engine_counts_as_hung_if_it_neither_steps_nor_waits_for_two_minutes() -> None:
     record = StepRecord()
     record.write(IDS, math.inf)
     record.clear()
@@ -57,7 +59,7 @@ def test_an_engine_hangs_if_it_neither_starts_a_step_nor_waits_for_two_minutes()
     assert not record.is_overdue(now + 121, -math.inf)
 
 
-def test_the_time_in_which_all_were_stopped_is_not_a_step_s() -> None:
+def test_time_while_everything_was_suspended_does_not_count() -> None:
     record = StepRecord()
     record.write(IDS, 0.1)
     woken_at = time.monotonic() + 600

@@ -1,4 +1,4 @@
-"""Real engine processes: start, answer, death, restart, refusal, end."""
+"""Tests the supervisor with real engine processes: start, answer, death, restart, end."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ LIMIT_S = 240
 
 @contextlib.asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[tuple[Supervisor, AsyncIterator[EngineNews]]]:
-    """A supervisor and the messages that it emits."""
+    """Start a supervisor. Yield it and its news."""
     supervisor = Supervisor(ModelConfig(model=str(folder), threads=1), LIMIT_S)
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -58,7 +58,7 @@ async def of_kind(news: AsyncIterator[EngineNews], kind: type[EngineNews]) -> En
     return await anext(item async for item in news if isinstance(item, kind))
 
 
-async def test_an_engine_tells_how_far_its_load_has_come(folder: Path) -> None:
+async def test_an_engine_reports_the_progress_of_its_load(folder: Path) -> None:
     async with started(folder) as (_engine, news):
         told = []
         async for one in news:
@@ -73,7 +73,7 @@ async def test_an_engine_tells_how_far_its_load_has_come(folder: Path) -> None:
 
 
 async def child_of(supervisor: Supervisor) -> Child:
-    """Its engine, as soon as it is spawned."""
+    """Return the engine's process as soon as it is spawned."""
     while supervisor._child is None:
         await asyncio.sleep(0.01)
     return supervisor._child
@@ -100,7 +100,7 @@ async def tokens(news: AsyncIterator[EngineNews]) -> list[int]:
     return found
 
 
-async def test_a_killed_engine_is_started_again_and_names_who_was_at_work(
+async def test_a_killed_engine_restarts_and_answers_the_same(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "headrace.engines.supervisor")
@@ -121,7 +121,7 @@ async def test_a_killed_engine_is_started_again_and_names_who_was_at_work(
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-async def test_an_engine_that_somebody_holds_does_not_hang_by_its_own_doing(is_held: bool) -> None:
+async def test_a_suspended_engine_counts_as_killed_from_outside(is_held: bool) -> None:
     child = await Child.spawn()
     if is_held:
         os.kill(child.pid, signal.SIGSTOP)
@@ -139,7 +139,7 @@ async def test_a_model_that_cannot_be_served_is_given_up_at_once(tmp_path: Path)
         assert down.code == "model_corrupt" and str(tmp_path) not in down.message
 
 
-async def test_an_engine_for_which_the_system_has_no_descriptor_is_started_later(
+async def test_an_engine_starts_later_if_no_file_descriptor_is_free(
     folder: Path,
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,7 +154,7 @@ async def test_an_engine_for_which_the_system_has_no_descriptor_is_started_later
         await child_of(supervisor)
 
 
-async def test_kills_from_outside_while_it_loads_never_give_an_engine_up(
+async def test_an_engine_killed_while_loading_is_always_restarted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backoff, "_PAUSES_S", (0.0,))
@@ -167,7 +167,7 @@ async def test_kills_from_outside_while_it_loads_never_give_an_engine_up(
         await child_of(supervisor)
 
 
-async def test_who_reads_the_news_hears_that_the_supervisor_failed(folder: Path) -> None:
+async def test_reading_the_news_raises_if_the_supervisor_failed(folder: Path) -> None:
     async with started(folder) as (supervisor, news):
         supervisor._task.cancel()
         with pytest.raises(RuntimeError, match="supervisor failed"):
@@ -175,7 +175,7 @@ async def test_who_reads_the_news_hears_that_the_supervisor_failed(folder: Path)
 
 
 class Silent:
-    """A child that answers no ping; the loop loses `lost_s` with each."""
+    """A child that answers no ping. Each ping blocks the event loop for `lost_s` seconds."""
 
     def __init__(self, lost_s: float = 0.0) -> None:
         self.step_record = StepRecord()
@@ -201,7 +201,9 @@ def test_an_engine_that_answers_no_ping_is_killed(monkeypatch: pytest.MonkeyPatc
     assert silent.was_killed and silent.num_pings == MAX_SILENT_PINGS
 
 
-def test_a_loop_that_was_late_itself_proves_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missed_pings_do_not_count_if_the_event_loop_was_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "PING_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "_LATE_S", 0.001)
     silent = Silent(lost_s=0.002)
@@ -210,7 +212,7 @@ def test_a_loop_that_was_late_itself_proves_no_silence(monkeypatch: pytest.Monke
     assert not silent.was_killed
 
 
-def test_a_step_that_was_stopped_with_its_server_does_not_hang(
+def test_a_step_suspended_with_its_server_does_not_count_as_hung(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "PING_INTERVAL_S", 0.0)
@@ -225,7 +227,7 @@ def test_a_step_that_was_stopped_with_its_server_does_not_hang(
     assert not stopped.was_killed
 
 
-async def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
+async def test_a_very_long_line_of_an_engine_is_cut(folder: Path) -> None:
     child = await Child.spawn()
     assert child._process.stderr is not None
     child._process.stderr.feed_data(b"x" * 300_000 + b"\nlast words\n")
@@ -234,7 +236,7 @@ async def test_an_endless_line_of_an_engine_is_cut(folder: Path) -> None:
     assert "last words" in child.death_report().message
 
 
-async def test_an_engines_log_keeps_its_levels_and_information_is_no_reason_for_its_end(
+async def test_an_engines_log_keeps_its_levels_and_only_warnings_explain_its_end(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -253,13 +255,13 @@ async def test_an_engines_log_keeps_its_levels_and_information_is_no_reason_for_
     assert "the disk is full" in report and "all is well" not in report
 
 
-async def test_an_end_does_not_wait_for_others_who_hold_the_engines_stderr(
+async def test_ending_an_engine_does_not_wait_for_other_holders_of_its_stderr(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(child_module, "_STDERR_S", 0.1)
 
     child = await Child.spawn()
-    held = os.open(f"/proc/{child.pid}/fd/2", os.O_WRONLY)  # as a process it started would
+    held = os.open(f"/proc/{child.pid}/fd/2", os.O_WRONLY)  # like a process that the engine started
     os.write(held, b"last words\n")
     child.kill()
     async with asyncio.timeout(LIMIT_S / 4):
@@ -273,24 +275,24 @@ async def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:
         await of_kind(news, EngineUp)
         pid = supervisor.pid
         assert pid is not None and supervisor._child is not None
-        supervisor._child._writer.transport.abort()  # as the end of this process would
+        supervisor._child._writer.transport.abort()  # as when this process ends
         await of_kind(news, EngineDown)
         assert not os.path.exists(f"/proc/{pid}")  # noqa: ASYNC240
 
 
-async def test_closing_while_the_engine_loads_is_prompt(folder: Path) -> None:
+async def test_closing_during_a_load_is_quick(folder: Path) -> None:
     async with started(folder) as (supervisor, _):
         await child_of(supervisor)
 
 
-async def test_closing_while_the_engine_is_spawned_is_prompt(folder: Path) -> None:
+async def test_closing_while_the_engine_is_spawned_is_quick(folder: Path) -> None:
     async with started(folder) as (supervisor, _):
-        await asyncio.sleep(0)  # its task has begun to spawn, and has no child yet
+        await asyncio.sleep(0)  # the task is spawning, and has no child yet
         assert supervisor._child is None
 
 
 class Lingering:
-    """A child that closes its socket at Shutdown, and whose process ends only when it is killed."""
+    """A child that closes its socket at Shutdown, but whose process ends only if it is killed."""
 
     pid = 1
 

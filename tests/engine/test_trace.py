@@ -22,7 +22,7 @@ def run(scheduler: Scheduler, *numbers: int, num_prompt: int = 100, max_tokens: 
     return sent
 
 
-def test_every_step_is_told_of_once() -> None:
+def test_every_step_is_reported_once() -> None:
     sent = run(make_scheduler(), 1, 2)
     steps = [step for status in sent.statuses for step in status.steps]
     assert len(steps) == sent.statuses[-1].num_steps
@@ -30,12 +30,12 @@ def test_every_step_is_told_of_once() -> None:
     assert {step.actual for step in steps} == {0.01}
 
 
-def test_a_status_does_not_grow_with_the_speed_of_steps() -> None:
+def test_a_status_has_a_limited_number_of_steps() -> None:
     sent = run(make_scheduler(), 1, max_tokens=3 * NUM_TRACED_STEPS)
     assert max(len(status.steps) for status in sent.statuses) <= NUM_TRACED_STEPS
 
 
-def test_a_status_crosses_with_its_steps() -> None:
+def test_a_status_is_decoded_with_its_steps() -> None:
     step = StepTrace(4, 35, 0.1, 0.11, 0.12, 0.07, "decode")
     status = Status(1, 0, 0, 5, 0, 7, (SequenceId(3),), missed={"model": 2}, steps=(step,))
     assert wire._DECODER.decode(wire.encode(status)[4:]) == status

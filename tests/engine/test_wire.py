@@ -1,4 +1,4 @@
-"""Messages survive the way between two processes, whole and in order."""
+"""Tests that messages pass between two processes whole and in order."""
 
 import asyncio
 import socket
@@ -50,14 +50,14 @@ def test_a_message_survives_the_socket(message: Message) -> None:
         assert wire.receive(theirs) == message
 
 
-async def test_messages_in_one_packet_come_one_by_one() -> None:
+async def test_messages_in_one_packet_are_read_separately() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(b"".join(wire.encode(message) for message in MESSAGES))
     assert [await wire.read(reader) for _ in MESSAGES] == MESSAGES
 
 
 @pytest.mark.parametrize("sent", [b"", b"\4\0", struct.pack("<I", 100) + b"cut"])
-async def test_a_side_that_left_in_mid_message_reads_as_gone(sent: bytes) -> None:
+async def test_a_message_that_breaks_off_reads_as_end_of_file(sent: bytes) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
@@ -69,7 +69,7 @@ async def test_a_side_that_left_in_mid_message_reads_as_gone(sent: bytes) -> Non
     assert await wire.read(reader) is None
 
 
-async def test_a_side_that_sends_something_else_reads_as_gone() -> None:
+async def test_an_invalid_message_reads_as_end_of_file() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(struct.pack("<I", 3) + b"abc")
     assert await wire.read(reader) is None

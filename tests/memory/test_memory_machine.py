@@ -1,4 +1,4 @@
-"""Any order of calls on a memory leaves its books right and its prefixes true."""
+"""Tests that a memory stays consistent after any sequence of calls."""
 
 from array import array
 
@@ -14,7 +14,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # few tokens: man
 
 
 class Held:
-    """A lease and what its sequence computed."""
+    """A lease, and how much its sequence has computed."""
 
     def __init__(self, lease, token_ids, chain):
         self.lease, self.token_ids, self.chain = lease, token_ids, chain
@@ -22,7 +22,7 @@ class Held:
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """Remembers which tokens each block holds, as a runner would."""
+    """Makes random calls, and remembers which tokens each block holds, like a runner."""
 
     leases = Bundle("leases")
 
