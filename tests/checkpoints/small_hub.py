@@ -25,7 +25,8 @@ class SmallHub(http.server.ThreadingHTTPServer):
     Weights stop half-way while `flows` is not set. `claims` are sizes that it tells instead of the
     true ones; `starts` has the first byte of each request for weights.
 
-    `gguf` is what it says of the repositories' GGUF files.
+    `gguf` is what it says of the repositories' GGUF files. With `tells_all`, it describes a gated
+    repository without the token.
 
     A hostile hub `also_lists` more files, names another `commit`, sends other `heads` with a file,
     redirects to itself, sends one file without end, or weights `drips` bytes a second.
@@ -43,6 +44,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
         self.also_lists: list[dict[str, object]] = []
         self.commit: object = COMMIT
         self.gguf: object = None
+        self.tells_all = False
         self.heads: dict[str, str] = {}
         self.redirects = False
         self.endless = ""
@@ -64,7 +66,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         found = _ROUTE.fullmatch(path)
         folder = self.server.repos.get(found["repo"]) if found else None
         authorization = self.headers.get("authorization")
-        if self.server.token and authorization != f"Bearer {self.server.token}":
+        is_open = self.server.tells_all and found is not None and found["kind"] != "resolve"
+        is_gated = self.server.token is not None and not is_open
+        if is_gated and authorization != f"Bearer {self.server.token}":
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
         elif self.server.redirects:
             self._send(302, b"", {"Location": self.path})

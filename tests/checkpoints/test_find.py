@@ -191,8 +191,12 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(repo: Path, tmp_path: Path) ->
     assert found["code"] == "model_not_found" and "v9" in str(found["message"])
 
 
-def test_a_gated_model_asks_for_the_token_and_opens_with_it(repo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tells_all", [False, True])
+def test_a_gated_model_asks_for_the_token_and_opens_with_it(
+    repo: Path, tmp_path: Path, tells_all: bool
+) -> None:
     with small_hub({REPO: repo}, token="hf_secret") as hub:
+        hub.tells_all = tells_all
         refused = look_up(tmp_path / "home", hub.url)
         admitted = look_up(tmp_path / "home", hub.url, HF_TOKEN="hf_secret")
     assert refused["code"] == "download_denied" and "HF_TOKEN" in str(refused["message"])

@@ -43,6 +43,17 @@ _OTHER_WAYS = (
 )
 
 
+class HubUnreachable(ModelError):
+    """The model is not on this machine, and the hub does not answer, or fails."""
+
+    def __init__(self, repo: str, reason: str) -> None:
+        super().__init__(
+            f"{repo} is not on this machine, and the hub did not give a usable answer ({reason}); "
+            f"check the network, HF_ENDPOINT and HF_HUB_OFFLINE, {_OTHER_WAYS}",
+            "model_not_found",
+        )
+
+
 def download(
     repo: str,
     revision: str | None,
@@ -55,16 +66,13 @@ def download(
     The vision part of a GGUF model is downloaded too if `mmproj` names it, or if `mmproj` is `auto`
     and the model would use it. Uses the cache if the hub cannot be reached.
     """
-    from huggingface_hub import constants
+    from huggingface_hub import constants, errors
 
     try:
-        info = _ask(repo, revision)
-    except ModelError:
-        raise
-    # The hub is unreachable or fails, and the library raises errors of many types.
-    except Exception as error:
+        info = ask(repo, revision)
+    except HubUnreachable:
         if (folder := cached(repo, revision, quantization)) is None:
-            raise _unreachable(repo, type(error).__name__) from None
+            raise
         return folder
     commit = str(info.sha)
     sizes = {file.rfilename: _size(file.size) for file in info.siblings or () if _is_plain(file)}
@@ -88,6 +96,9 @@ def download(
             return _fetch(repo, revision, wanted)
     except ModelError:
         raise
+    # The hub describes a gated model to everybody, but refuses its files.
+    except errors.GatedRepoError:
+        raise _gated(repo) from None
     # The network or the disk failed.
     except Exception as error:
         reason = getattr(error, "strerror", None) or "the connection broke off"
@@ -115,8 +126,11 @@ def _missing(repo: str, commit: str, wanted: dict[str, int]) -> dict[str, int]:
     }
 
 
-def _ask(repo: str, revision: str | None) -> "ModelInfo":
-    """Return the hub's description of a model. Raises ModelError if the hub refuses."""
+def ask(repo: str, revision: str | None) -> "ModelInfo":
+    """Return the hub's description of a model. Raises ModelError if the hub refuses.
+
+    Raises HubUnreachable if the hub gives no usable answer.
+    """
     from huggingface_hub import HfApi, constants, errors
 
     try:
@@ -124,16 +138,18 @@ def _ask(repo: str, revision: str | None) -> "ModelInfo":
             repo, revision=revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
         )
     except errors.GatedRepoError:
-        message = f"{repo} is gated: accept its terms on the hub, and set HF_TOKEN."
-        raise ModelError(message, "download_denied") from None
+        raise _gated(repo) from None
     except errors.RepositoryNotFoundError:
         message = f"{repo} is not on the hub, or is private; check the name, or set HF_TOKEN."
         raise ModelError(message, "model_not_found") from None
     except errors.RevisionNotFoundError:
         message = f"{repo} has no revision {revision}; the hub lists its branches and tags."
         raise ModelError(message, "model_not_found") from None
+    # The library raises errors of many types.
+    except Exception as error:
+        raise HubUnreachable(repo, type(error).__name__) from None
     if not is_commit(info.sha):
-        raise ValueError("the hub's answer names no commit")
+        raise HubUnreachable(repo, "its answer names no commit")
     return info
 
 
@@ -165,12 +181,9 @@ def _check_disk(repo: str, num_bytes: int) -> None:
         )
 
 
-def _unreachable(repo: str, reason: str) -> ModelError:
-    return ModelError(
-        f"{repo} is not on this machine, and the hub did not give a usable answer ({reason}); "
-        f"check the network, HF_ENDPOINT and HF_HUB_OFFLINE, {_OTHER_WAYS}",
-        "model_not_found",
-    )
+def _gated(repo: str) -> ModelError:
+    message = f"{repo} is gated: accept its terms on the hub, and set HF_TOKEN."
+    return ModelError(message, "download_denied")
 
 
 def _size(stated: object) -> int:
