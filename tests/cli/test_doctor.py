@@ -19,6 +19,7 @@ from headrace.cli.doctor_report import verdict
 from headrace.text.tokenizer import Tokenizer
 from headrace_common.config.settings import ModelConfig
 from headrace_common.config.sources import load
+from headrace_common.errors import ModelError
 from headrace_common.layout import MemoryLayout
 from tests.kernels.own_kernels import HAS_OWN, needs_own_kernels
 from tools.harness.gguf_files import to_gguf
@@ -228,11 +229,36 @@ def test_a_model_of_states_alone_takes_nothing_for_a_token() -> None:
 
 
 def test_a_model_that_would_be_downloaded_is_no_fault(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("headrace.cli.doctor.ask_hub", lambda *_: None)
     code, found = examine(capsys, "someone/model-that-nobody-has")
     assert code == 0
     assert found["model"]["verdict"] == "warn"
+    assert "will be downloaded" in found["model"]["remedy"]
+
+
+def test_no_download_is_promised_without_the_hub(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, found = examine(capsys, "someone/model-that-nobody-has")
+    assert code == 0
+    assert found["model"]["verdict"] == "warn"
+    assert "HF_HUB_OFFLINE" in found["model"]["remedy"]
+    assert "will be downloaded" not in found["model"]["remedy"]
+
+
+def test_a_model_that_the_hub_refuses_is_a_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ModelError("someone/else is gated.", "download_denied")
+
+    monkeypatch.setattr("headrace.cli.doctor.ask_hub", refuse)
+    code, found = examine(capsys, "someone/else")
+    assert code == 1
+    assert found["model"]["detail"] == "someone/else is gated."
 
 
 def gguf_files(tmp_path: Path, *kinds: str) -> Path:
@@ -397,6 +423,7 @@ def test_the_catalog_says_whether_a_model_fits_before_its_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("headrace.cli.doctor.installed_bytes", lambda: 8_000_000_000)
     (small,) = _model(ModelConfig(model="qwen3-4b"), None, loads=False)
     assert small.detail == (

