@@ -219,6 +219,22 @@ def test_an_agent_does_not_start_if_its_first_prompt_exceeds_the_context() -> No
     refuse_short_context(CLIENTS["claude"], MODEL._replace(context=None))
 
 
+def test_a_context_that_is_too_short_is_refused_before_the_model_loads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.cli.launch._running", lambda *_: None)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+
+    def load(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("headrace.cli.launch.private_server", load)
+    run = CliRunner(env={"HEADRACE_MAX_MODEL_LEN": "100"})
+    refused = run.invoke(cli, ["launch", "pi", str(folder)]).exception
+    assert isinstance(refused, HeadraceError), refused
+    assert re.search(r"1,300 tokens .* takes 100\. .*raise --max-model-len", str(refused))
+
+
 def test_little_room_and_a_small_model_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert warn(CLIENTS["claude"], MODEL._replace(name="headrace-mini", context=14_000))
     small, short = capsys.readouterr().err.splitlines()

@@ -22,6 +22,9 @@ from headrace.cli.logs import printable, say
 from headrace.cli.models import ask
 from headrace.cli.private_server import ServerEnded, end_on_hangup, private_server
 from headrace.cli.server_options import key_or_first, server_options
+from headrace_common.checkpoints.find import find_here
+from headrace_common.checkpoints.spec import read_spec
+from headrace_common.config.sources import load
 from headrace_common.errors import ConfigError, HeadraceError
 
 # Some agents replace references such as {file:PATH} and $NAME in their configuration, so only
@@ -125,6 +128,9 @@ def launch(
         click.echo(as_script(client, agent.setup(found, _folder()), context.obj, bool(key)))
         return
     end_on_hangup()
+    if found is None:
+        model = model or _model_of_serve()
+        refuse_short_files(agent, model)
     try:
         with _served(found, key, model) as used, _private_folder() as folder:
             _prepare(agent, used)
@@ -198,6 +204,16 @@ def refuse_short_context(client: LaunchClient, model: Model) -> None:
         )
 
 
+def refuse_short_files(client: LaunchClient, name: str) -> None:
+    """Do the same before the model loads. Checks nothing if it is not on this machine yet."""
+    settings = load({"model": name}, os.environ, None).models[0]
+    if (folder := find_here(name, settings.revision, settings.mmproj)) is None:
+        return
+    longest = read_spec(folder).max_positions
+    served = min(filter(None, (longest, settings.max_model_len)), default=None)
+    refuse_short_context(client, Model("", name, served, longest_context=longest))
+
+
 def _needs(client: LaunchClient, model: Model) -> str:
     return (
         f"{client.title} sends {client.num_tokens:,} tokens before your first word, and "
@@ -241,13 +257,13 @@ def _served(found: Model | None, key: str, name: str | None) -> Iterator[Model]:
     if found is not None:
         yield found
         return
-    with private_server(name or _model_of_serve()) as address:
+    assert name is not None, "without a server, launch names the model"
+    with private_server(name) as address:
         yield choose(ask(address, key), address, None)
 
 
 def _model_of_serve() -> str:
     from headrace.cli.default_model import with_best_model
-    from headrace_common.config.sources import load
 
     return with_best_model(load({}, os.environ, None)).models[0].model
 
