@@ -28,7 +28,7 @@ WORDS = {
     r"import AsyncGenerator": "import Generator",
     r"AbstractAsyncContextManager": "AbstractContextManager",
     r"contextlib\.aclosing": "contextlib.closing",
-    r"\bAsync(Client|Stream)\b": r"\1",
+    r"\bAsync(Client|Stream|HTTPTransport)\b": r"\1",
     r"\basync_answers\b": "answers",
     r"\b__a(enter|exit|iter)__": r"__\1__",
     r"\ba(close|read|iter_bytes)\(": r"\1(",

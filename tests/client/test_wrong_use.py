@@ -32,6 +32,18 @@ def test_a_wrong_type_is_named(kind: Any, given: dict[str, Any]) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("url", ["localhost:8000", "http://127.0.0.1:9101", "http://[::1]"])
+def test_no_proxy_is_used_for_this_machine(
+    kind: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    kind(url)
+    # For another machine, httpx needs a package to use this proxy.
+    with pytest.raises(ImportError, match="socksio"):
+        kind("http://192.0.2.1:8000")
+
+
+@KINDS
 def test_what_is_no_stream_cannot_be_attached_to(kind: Any) -> None:
     for wrong in (5, "", None):
         with pytest.raises(RequestFailed, match="stream_id"):

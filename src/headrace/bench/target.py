@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from headrace_common.system.loopback import is_loopback
+
 _SSE = "data: "
 _CONNECT_S = 10.0
 
@@ -24,11 +26,15 @@ class Target:
         self.model = ""
         self.num_vocab = 0
         self.max_model_len = 0
+        limits = httpx.Limits(max_connections=None)
+        is_local = is_loopback(httpx.URL(url).host)
         self.http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None),
+            limits=limits,
+            # With a transport, httpx uses no proxy of the environment.
+            transport=httpx.AsyncHTTPTransport(limits=limits) if is_local else None,
         )
         self._salt = salt
 

@@ -156,13 +156,22 @@ def ask(url: str | None, key: str, path: str = "/models", model: str = "") -> by
     import httpx
 
     from headrace.client.errors import Unreachable
-    from headrace.client.http import URL, key_header, reason_of, to_address, to_object
+    from headrace.client.http import (
+        URL,
+        is_on_this_machine,
+        key_header,
+        reason_of,
+        to_address,
+        to_object,
+    )
 
     address = to_address(url or URL)
     method, body = ("POST", {"model": model}) if model else ("GET", None)
     sent = httpx.Request(method, address + path, headers=key_header(key), json=body)
     try:
-        with httpx.Client(timeout=_TIMEOUT_S) as client:
+        # With a transport, httpx uses no proxy of the environment.
+        transport = httpx.HTTPTransport() if is_on_this_machine(address) else None
+        with httpx.Client(timeout=_TIMEOUT_S, transport=transport) as client:
             answer = client.send(sent)
     except httpx.TransportError as error:
         raise Unreachable(

@@ -32,7 +32,7 @@ from headrace.fleet.model_list import ModelSources, kept
 from headrace.fleet.pulls import Pulls
 from headrace.fleet.replicas import Replicas, between
 from headrace.fleet.served_model import ServedModel
-from headrace.gateway.auth import Auth, is_loopback
+from headrace.gateway.auth import Auth
 from headrace.gateway.http_server import (
     Bounds,
     HttpServer,
@@ -58,6 +58,7 @@ from headrace_common.config.sources import check_names
 from headrace_common.errors import ConfigError
 from headrace_common.loading import LOOKING, READING
 from headrace_common.system.core_lock import open_core_lock
+from headrace_common.system.loopback import is_loopback
 from headrace_common.version import __version__
 from headrace_common.without_engine import WITHOUT_ENGINE, has_engine
 

@@ -29,6 +29,7 @@ from headrace.client.http import (
     OnTrouble,
     bear,
     closed,
+    is_on_this_machine,
     key_header,
     reason_of,
     to_address,
@@ -66,7 +67,13 @@ class AsyncClient:
         self.on_trouble = on_trouble
         self.url = to_address(url)
         headers = key_header(api_key)
-        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=TIMEOUT)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            timeout=TIMEOUT,
+            # With a transport, httpx uses no proxy of the environment.
+            transport=httpx.AsyncHTTPTransport() if is_on_this_machine(self.url) else None,
+        )
         self._patience_s = to_patience(patience_s)
         self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
 

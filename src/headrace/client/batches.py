@@ -10,7 +10,15 @@ from typing import Any
 import httpx
 
 from headrace.client.errors import Refused, Unreachable
-from headrace.client.http import LOST, TIMEOUT, key_header, reason_of, to_address, to_object
+from headrace.client.http import (
+    LOST,
+    TIMEOUT,
+    is_on_this_machine,
+    key_header,
+    reason_of,
+    to_address,
+    to_object,
+)
 from headrace.client.pacing import MEND_THEMSELVES, refusal
 from headrace_common.errors import ConfigError
 
@@ -30,8 +38,13 @@ class BatchClient:
     def __init__(
         self, url: str, api_key: str | None, on_trouble: Callable[[str, float], None]
     ) -> None:
+        address = to_address(url)
         self._http = httpx.Client(
-            base_url=to_address(url), headers=key_header(api_key), timeout=TIMEOUT
+            base_url=address,
+            headers=key_header(api_key),
+            timeout=TIMEOUT,
+            # With a transport, httpx uses no proxy of the environment.
+            transport=httpx.HTTPTransport() if is_on_this_machine(address) else None,
         )
         self._on_trouble = on_trouble
 

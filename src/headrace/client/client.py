@@ -32,6 +32,7 @@ from headrace.client.http import (
     OnTrouble,
     bear,
     closed,
+    is_on_this_machine,
     key_header,
     reason_of,
     to_address,
@@ -69,7 +70,13 @@ class Client:
         self.on_trouble = on_trouble
         self.url = to_address(url)
         headers = key_header(api_key)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT)
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=TIMEOUT,
+            # With a transport, httpx uses no proxy of the environment.
+            transport=httpx.HTTPTransport() if is_on_this_machine(self.url) else None,
+        )
         self._patience_s = to_patience(patience_s)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 

@@ -13,6 +13,7 @@ from headrace.client.events import Tokens
 from headrace.client.following import HttpRequest
 from headrace_common.answer import Piece
 from headrace_common.errors import ConfigError, RequestFailed, StreamFailed
+from headrace_common.system.loopback import is_loopback
 
 URL = "http://127.0.0.1:8000"
 PATIENCE_S = 300.0
@@ -54,6 +55,11 @@ def to_address(url: str) -> str:
     if not is_one:
         raise ConfigError(f"{url!r} is not a server's address; write it as {URL}.")
     return address
+
+
+def is_on_this_machine(address: str) -> bool:
+    """Return whether the server runs on this machine. A proxy would not reach this machine."""
+    return is_loopback(httpx.URL(address).host)
 
 
 def key_header(api_key: str | None) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import ipaddress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ from headrace_common.config.settings import HttpConfig
 from headrace_common.config.sources import read_keys
 from headrace_common.errors import RequestError
 from headrace_common.log_context import KEY_NAME
+from headrace_common.system.loopback import is_loopback
 
 
 class Auth:
@@ -207,13 +207,3 @@ def _hostname(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
-
-
-def is_loopback(name: str) -> bool:
-    """Return whether this host name or address always means the machine itself."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
