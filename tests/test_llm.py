@@ -1,5 +1,6 @@
 """The engine in this process, against a server with the same model, and from many threads."""
 
+import gc
 import threading
 import typing
 from collections.abc import Iterator
@@ -295,6 +296,18 @@ def about(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: about(item) for key, item in value.items()}
     return [about(item) for item in value] if isinstance(value, list) else value
+
+
+def test_a_model_that_nobody_refers_to_is_freed(folder: Path) -> None:
+    llm = LLM(str(folder), threads=1)
+    thread, pieces = llm._host._thread, llm.stream(prompt="Once", max_tokens=3)
+    del llm
+    gc.collect()
+    assert list(pieces)
+    del pieces
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_http_and_in_process_give_the_same_answers(llm: LLM, folder: Path) -> None:

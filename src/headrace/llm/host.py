@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,8 +85,13 @@ def _call(dialect: Dialect, fields: dict[str, Any]) -> _Call:
 class Host:
     """Runs generation and a local engine on an event loop, in a separate thread."""
 
-    def __init__(self, config: ServerConfig, on_progress: OnLoading | None, waits: bool) -> None:
-        """Begin the load. If `waits`, return when the model is ready, or raise the load's error."""
+    def __init__(
+        self, config: ServerConfig, on_progress: OnLoading | None, waits: bool, owner: object
+    ) -> None:
+        """Begin the load. If `waits`, return when the model is ready, or raise the load's error.
+
+        The model is freed when nothing refers to `owner` any more.
+        """
         self.generation: Generation
         self.ready: Ready
         self.model: ServedModel
@@ -111,6 +117,8 @@ class Host:
                 # An interrupted caller has no object that it could close.
                 self.close_later()
                 raise
+        # At exit, the model's thread ends with the process.
+        weakref.finalize(owner, self._abandon).atexit = False
 
     # Any thread may call the methods below.
 
@@ -237,16 +245,25 @@ class Host:
         """End all requests and free the model. A load in progress is finished first."""
         if self._is_forked:
             return
-        has_loaded = self.has_started.exception() is None
-        with self._calling:
-            if has_loaded and not self._is_closed:
-                self._is_closed = True
-                self._loop.call_soon_threadsafe(self._closing.set)
+        # Wait for the end of the load.
+        self.has_started.exception()
+        self._end(self.has_started)
         self._thread.join()
 
     def close_later(self) -> None:
         """Close in a thread, for a caller that does not wait for the end of the load."""
         threading.Thread(target=self.close, name="close llm", daemon=True).start()
+
+    def _abandon(self) -> None:
+        """Close without waiting."""
+        if not self._is_forked:
+            self.has_started.add_done_callback(self._end)
+
+    def _end(self, started: "concurrent.futures.Future[None]") -> None:
+        with self._calling:
+            if started.exception() is None and not self._is_closed:
+                self._is_closed = True
+                self._loop.call_soon_threadsafe(self._closing.set)
 
     def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         if self._is_forked:

@@ -143,7 +143,12 @@ class LLM(LoadedModel):
             >>> for piece in llm.stream("Count from 1 to 5."):
             ...     print(piece.text, end="")
         """
-        return self._host.pieces(self._host.stream(messages, prompt, options, fields))
+        call = self._host.stream(messages, prompt, options, fields)
+        return self._keeping_model(self._host.pieces(call))
+
+    def _keeping_model(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yield the pieces. As the generator refers to this object, the model is not freed."""
+        yield from pieces
 
     def embed(
         self,

@@ -79,7 +79,7 @@ class LoadedModel:
             "prefix_cache_dir": prefix_cache_dir,
         }
         given = {name: value for name, value in named.items() if value is not None} | options
-        self._host = Host(_config_of(model, given), on_progress, self._waits_for_load)
+        self._host = Host(_config_of(model, given), on_progress, self._waits_for_load, self)
 
     @property
     def ready(self) -> Ready:
