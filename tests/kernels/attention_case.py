@@ -1,4 +1,4 @@
-"""Random block memory, a batch over it, and attention as its definition, in float64."""
+"""Makes random memory and steps, and computes attention by its definition in float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from headrace_kernels.step import Int32s
 
 @dataclass(frozen=True)
 class Step:
-    """Chunks of tokens in a row; each is a sequence's, whose blocks are in the table."""
+    """Chunks of consecutive tokens. Each belongs to a sequence with a row in the block table."""
 
     token_ids: Tensor
     positions: Tensor
@@ -26,7 +26,7 @@ class Step:
 def make_step(
     chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], slots: Sequence[int] = ()
 ) -> Step:
-    """`chunks` are (start, length)."""
+    """Return a step with these chunks of (start, length)."""
     starts, lengths = np.array(chunks, dtype=np.int32).T.copy()
     widest = max(len(table) for table in tables)
     rows = [[*table, *[0] * (widest - len(table))] for table in tables]
@@ -44,7 +44,7 @@ def make_step(
 
 @dataclass
 class Memory:
-    """One layer's."""
+    """The memory of one layer."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -72,7 +72,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     size: int = 8,
 ) -> Case:
-    """`chunks` are (start, length); their blocks are scattered at random over the pool."""
+    """Return a case with chunks of (start, length) in randomly chosen blocks."""
     torch.manual_seed(0)
     needed = [-(-(start + length) // size) for start, length in chunks]
     shape = sum(needed) + 3, heads[1], size, dim
@@ -85,9 +85,9 @@ def make_case(
 
 
 def plain(case: Case) -> tuple[Tensor, Tensor]:
-    """Copies of the keys and values, [blocks, kv_heads, positions, dim], out of words of 4 bytes.
+    """Return copies of keys and values as [blocks, kv_heads, positions, dim].
 
-    A word holds neighbours: numbers of a key, positions of a value.
+    In memory, a word of 4 bytes has neighbouring numbers of a key, or positions of a value.
     """
     keys, values = case.memory.keys[0], case.memory.values[0]
     blocks, heads, size, dim = keys.shape
@@ -98,22 +98,22 @@ def plain(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def tables(case: Case) -> list[list[int]]:
-    """Each token's blocks."""
+    """Return the blocks of each token's sequence."""
     both = zip(case.step.block_table.tolist(), case.step.lengths.tolist(), strict=True)
     return [table for table, length in both for _ in range(length)]
 
 
 def places(case: Case) -> list[tuple[int, int]]:
-    """The block of each token, and its place there."""
+    """Return the block of each token and its offset in the block."""
     size = case.memory.keys[0].shape[2]
     both = zip(tables(case), case.step.positions.tolist(), strict=True)
     return [(table[position // size], position % size) for table, position in both]
 
 
 def reference(case: Case, keys: Tensor, values: Tensor) -> Tensor:
-    """Softmax of scaled products over all visible positions, float64; keys and values are updated.
+    """Return attention by its definition, in float64.
 
-    Both as `plain` gives them.
+    Adds the new tokens to `keys` and `values`, which are those of `plain`.
     """
     size, window = keys.shape[2], case.window
     written = places(case)

@@ -1,4 +1,4 @@
-"""The kernels that this machine can run, and a look at those that have been compiled."""
+"""Lists the kernels that this machine can run, and those that were compiled."""
 
 import gc
 
@@ -23,13 +23,13 @@ needs_own_kernels = pytest.mark.skipif(
 
 
 def compiled_kernels() -> set[str]:
-    """The names of those that have been run in this process, or at least looked up."""
+    """Return the names of kernels that this process has run or looked up."""
     kernels = [it for it in gc.get_objects() if type(it) is Kernel and "address" in vars(it)]
     return {f"{it._function.__module__}.{it._function.__name__}" for it in kernels}
 
 
 def forbid_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets no kernel run from here on, compiled or not."""
+    """Make each use of a kernel fail from now on."""
 
     def never(kernel: Kernel) -> int:
         raise AssertionError("a kernel was compiled")
@@ -38,13 +38,13 @@ def forbid_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_openmp() -> None:
-    """Kernels look for OpenMP as in a fresh process."""
+    """Let kernels look for OpenMP as in a new process."""
     for function in (launch._openmp, launch._openmp_fork):
         function.cache_clear()
 
 
 def rounded(weight: Tensor, quantize: str) -> Tensor:
-    """The float32 weights that a layer of 8 or 4 bits computes with."""
+    """Return the weights of a layer with 8 or 4 bits, in float32."""
     if quantize == "int8":
         stored, scale = quantize_outputs(weight)
         return stored.float() * scale[:, None]

@@ -31,7 +31,7 @@ def test_decode_over_scattered_blocks_equals_the_definition(
 
 
 @pytest.mark.parametrize("size", [2, 16, 48])
-def test_blocks_of_any_size_hold_a_window_over_several_spans(size: int) -> None:
+def test_a_window_may_span_blocks_of_any_size(size: int) -> None:
     chunks = [(600, 1), (255, 1), (256, 1), (240, 64), (600, 5), (5, 65)]
     case = make_case(chunks, dim=32, window=300, size=size)
     assert largest_error(case) < 1e-5
@@ -43,12 +43,12 @@ def test_prompt_and_decode_chunks_of_one_step_equal_the_definition(heads: tuple[
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 33])
-def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
+def test_a_sliding_window_hides_earlier_positions(window: int) -> None:
     assert largest_error(make_case(MIXED, window=window)) < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_sinks_take_their_share_of_the_weight(window: int | None) -> None:
+def test_sinks_take_a_share_of_the_attention_weights(window: int | None) -> None:
     case = make_case(MIXED, window=window)
     case.sinks = torch.tensor([3.0, -2.0, 0.5, 9.0])
     assert largest_error(case) < 1e-5
@@ -57,7 +57,9 @@ def test_sinks_take_their_share_of_the_weight(window: int | None) -> None:
 @pytest.mark.parametrize("instructions", OWN_SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [0.5, 50.0])
-def test_a_cap_softens_scores(cap: float, dtype: torch.dtype, instructions: InstructionSet) -> None:
+def test_a_soft_cap_limits_scores(
+    cap: float, dtype: torch.dtype, instructions: InstructionSet
+) -> None:
     case = make_case(MIXED, dim=32, window=20, dtype=dtype, size=32)
     case.q.mul_(20)
     case.cap, case.sinks = cap, torch.tensor([0.3, -0.2, 0.5, 0.1])
@@ -65,13 +67,13 @@ def test_a_cap_softens_scores(cap: float, dtype: torch.dtype, instructions: Inst
     assert largest_error(case, instructions if dtype == torch.bfloat16 else None) < tolerance
 
 
-def test_what_is_not_a_number_stays_with_its_sequence_and_is_no_error(
+def test_nan_only_affects_its_own_sequence(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     case = make_case([(5, 1), (8, 1), (100, 1)])
     case.q[0] = float("nan")
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # one computes them all, in turn
+    torch.set_num_threads(1)  # a single thread computes all of them
     try:
         found = CpuAttention(case.memory, (None,)).step(case.step).attend(0, case.q, case.k, case.v)
     finally:
@@ -115,7 +117,7 @@ def test_unwritten_positions_of_a_block_have_no_influence(
 
 
 @pytest.mark.parametrize("chunks", [DECODES, MIXED])
-def test_scores_far_apart_neither_overflow_nor_vanish(chunks: list[tuple[int, int]]) -> None:
+def test_very_different_scores_neither_overflow_nor_vanish(chunks: list[tuple[int, int]]) -> None:
     case = make_case(chunks)
     case.q.mul_(300)
     assert largest_error(case) < 1e-3

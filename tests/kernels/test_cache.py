@@ -26,14 +26,14 @@ def fresh_folder() -> Path | None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's cache directory."""
+    """Return an empty cache directory."""
     monkeypatch.setattr(cache.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
     return tmp_path / "home"
 
 
-def test_code_is_found_again_as_it_was_kept(tmp_path: Path) -> None:
+def test_stored_code_is_found_and_loaded(tmp_path: Path) -> None:
     assert not KernelCache(kernel, tmp_path).has_code
     made(tmp_path)
     (file,) = tmp_path.iterdir()
@@ -51,14 +51,14 @@ print("numba.np.arrayobj" in sys.modules)
 """
 
 
-def test_code_that_is_kept_is_loaded_without_what_compiles(tmp_path: Path) -> None:
+def test_stored_code_is_loaded_without_importing_the_compiler(tmp_path: Path) -> None:
     made(tmp_path)
     command = [sys.executable, "-c", LOAD, str(tmp_path)]
     assert subprocess.check_output(command, text=True).strip() == "False"
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "gone"])
-def test_code_that_was_damaged_is_compiled_again(damage: str, tmp_path: Path) -> None:
+def test_damaged_code_is_compiled_again(damage: str, tmp_path: Path) -> None:
     made(tmp_path)
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -69,29 +69,27 @@ def test_code_that_was_damaged_is_compiled_again(damage: str, tmp_path: Path) ->
     assert KernelCache(kernel, tmp_path).has_code
 
 
-def test_what_cannot_be_kept_is_compiled_all_the_same(tmp_path: Path) -> None:
+def test_a_kernel_is_compiled_although_it_cannot_be_stored(tmp_path: Path) -> None:
     assert made(None).address
     assert made(tmp_path / "a-folder-that-is-gone").address
 
 
-def test_the_folder_is_the_users_whoever_owns_the_sources(home: Path) -> None:
+def test_the_folder_belongs_to_the_user_and_not_to_the_owner_of_the_sources(home: Path) -> None:
     found = fresh_folder()
     assert found is not None and found.parent == home / "headrace_kernels"
 
 
-def test_where_the_home_cannot_be_written_a_folder_of_our_own_takes_its_place(
-    home: Path, tmp_path: Path
-) -> None:
+def test_a_temporary_folder_is_used_if_the_home_is_read_only(home: Path, tmp_path: Path) -> None:
     home.write_text("a file")
     own = tmp_path / f"headrace_kernels-{os.getuid()}"
     found = fresh_folder()
     assert found is not None and found.parent == own
-    own.chmod(0o777)  # anybody could put code there
+    own.chmod(0o777)  # anyone could put code there
     assert fresh_folder() is None
 
 
 @pytest.mark.parametrize("changed", ["sources", "compiler", "processor"])
-def test_other_sources_compilers_and_processors_have_folders_of_their_own(
+def test_each_source_compiler_and_processor_has_its_own_folder(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kernel.py").write_text("x = 1")
@@ -106,7 +104,7 @@ def test_other_sources_compilers_and_processors_have_folders_of_their_own(
     assert cache._key(tmp_path) != before
 
 
-def test_folders_that_were_not_used_for_longest_go(home: Path) -> None:
+def test_the_least_recently_used_folders_are_removed(home: Path) -> None:
     base = home / "headrace_kernels"
     for number in range(18):
         folder = base / f"old-{number:02}"
@@ -120,7 +118,7 @@ def test_folders_that_were_not_used_for_longest_go(home: Path) -> None:
     ]
 
 
-def test_what_is_kept_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stored_code_is_described(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fresh_folder()
     assert folder is not None
     monkeypatch.setattr(cache, "kernel_folder", lambda: folder)
@@ -132,7 +130,7 @@ def test_what_is_kept_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert kept_code() == (folder, 1, size, 100)
 
 
-def test_a_digest_is_over_the_content_of_every_file_of_the_folder(tmp_path: Path) -> None:
+def test_the_digest_covers_the_content_of_every_file(tmp_path: Path) -> None:
     def written(**files: str) -> str:
         for name, text in files.items():
             (tmp_path / f"{name}.py").write_text(text)
@@ -144,7 +142,7 @@ def test_a_digest_is_over_the_content_of_every_file_of_the_folder(tmp_path: Path
     assert written(another="") != first
 
 
-def test_code_with_addresses_of_this_process_is_not_kept(tmp_path: Path) -> None:
+def test_code_with_addresses_of_this_process_is_not_stored(tmp_path: Path) -> None:
     result = SimpleNamespace(library=SimpleNamespace(has_dynamic_globals=True))
     KernelCache(kernel, tmp_path).save_overload(None, result)
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ WEIGHT = torch.linspace(0.5, 2, 64)
 
 
 def work(x: Tensor) -> Tensor:
-    """Our kernels, views, and torch operations, one of them in place."""
+    """Use our kernels, views and torch operations, one of them in place."""
     left, right = norm(x, WEIGHT, 1e-6).split(x.shape[1] // 2, dim=1)
     y = gated(torch.cat((left + right, right.sin()), dim=1))
     return ((y * 2).mul_(3) + y).to(torch.float64)
@@ -23,7 +23,7 @@ def play(graph: Graph, num_rows: int) -> None:
         call()
 
 
-def test_replaying_a_graph_computes_anew_from_what_its_inputs_hold() -> None:
+def test_replaying_a_graph_uses_the_current_inputs() -> None:
     x = torch.randn(3, 64)
     graph, result = capture(lambda: work(x), (x,), OWN)
     play(graph, 3)
@@ -34,7 +34,7 @@ def test_replaying_a_graph_computes_anew_from_what_its_inputs_hold() -> None:
     assert torch.equal(result, work(x))
 
 
-def test_a_graph_replays_the_first_rows_and_leaves_the_others() -> None:
+def test_a_graph_can_replay_only_the_first_rows() -> None:
     x = torch.randn(64, 64)
     graph, result = capture(lambda: work(x), (x,), OWN)
     for num_rows in (1, 7, 64, 2):
@@ -45,7 +45,7 @@ def test_a_graph_replays_the_first_rows_and_leaves_the_others() -> None:
         assert torch.equal(result[num_rows:], before)
 
 
-def test_memory_is_lent_again_when_no_tensor_needs_it() -> None:
+def test_memory_is_reused_when_no_tensor_needs_it() -> None:
     arena, shape = Arena(), torch.Size((4, 16))
     first = arena.empty(shape, torch.float32)
     address, view = first.data_ptr(), first[1:]
@@ -57,7 +57,7 @@ def test_memory_is_lent_again_when_no_tensor_needs_it() -> None:
     assert arena.empty(shape, torch.float32).data_ptr() == address
 
 
-def test_a_function_that_looks_at_a_number_cannot_be_captured() -> None:
+def test_a_function_that_reads_a_value_cannot_be_captured() -> None:
     x = torch.randn(3, 64)
     with pytest.raises(CannotCapture):
         capture(lambda: x if x.sum().item() > 0 else -x, (x,), OWN)
@@ -70,7 +70,7 @@ def test_a_function_that_mixes_rows_cannot_be_captured(mix: Callable[[Tensor], T
         capture(lambda: mix(x), (x,), OWN)
 
 
-def test_after_a_failed_capture_kernels_run_as_ever() -> None:
+def test_kernels_run_normally_after_a_failed_capture() -> None:
     x = torch.randn(3, 64)
     with pytest.raises(CannotCapture):
         capture(lambda: x[x.argmax().item() :], (x,), OWN)

@@ -20,7 +20,7 @@ def checked_anew() -> None:
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the processor have just these instructions, as LLVM calls them, and AMX or not."""
+    """Return a function that fakes a processor's LLVM features and returns its instruction sets."""
 
     def have(*names: str, has_amx: bool = False) -> tuple[str, ...]:
         monkeypatch.setattr(instruction_sets, "features", lambda: set(names))
@@ -30,7 +30,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     return have
 
 
-def test_what_a_processor_has_decides_which_instruction_sets_it_runs(processor: Any) -> None:
+def test_the_processors_features_decide_its_instruction_sets(processor: Any) -> None:
     wide = ("avx2", "fma", "avx512f", "avx512bw")
     assert processor() == ("plain",)
     assert processor("avx2") == ("plain",)
@@ -50,7 +50,7 @@ def test_numbas_own_variable_limits_the_instruction_sets(monkeypatch: pytest.Mon
 @needs_own_kernels
 @pytest.mark.parametrize("instructions", OWN_SETS)
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_every_instruction_set_of_this_machine_proves_right(
+def test_every_instruction_set_of_this_machine_passes_its_check(
     instructions: str, quantize: Quantize
 ) -> None:
     for has_int8_cache in (False, True):
@@ -75,13 +75,13 @@ def test_the_kernels_of_an_int8_cache_are_checked_for_models_that_have_one(
 
 
 @needs_own_kernels
-def test_the_best_instruction_set_is_taken_and_told() -> None:
+def test_the_best_instruction_set_is_chosen_and_logged() -> None:
     found = choose_instructions("auto", torch.bfloat16)
     assert found.instructions == instruction_sets_here()[0]
     assert found.reason.startswith("the processor has ")
 
 
-def test_float32_is_computed_by_instructions_that_compute_it() -> None:
+def test_float32_uses_only_kernels_that_support_it() -> None:
     found = choose_instructions("auto", torch.float32).instructions
     assert found in ("avx512", "avx2", "neon", "plain")
     with pytest.raises(ValueError, match=r"--kernels bf16dot cannot compute float32.* plain\."):
@@ -106,7 +106,7 @@ def break_kernels(instructions: str, monkeypatch: pytest.MonkeyPatch, result: An
 
 @needs_own_kernels
 @pytest.mark.parametrize("fault", [1.1, float("nan"), RuntimeError("no such instruction")])
-def test_an_instruction_set_that_fails_its_check_is_not_used_and_one_warning_says_so(
+def test_an_instruction_set_that_fails_its_check_is_not_used(
     fault: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = instruction_sets_here()[:2]
@@ -130,6 +130,6 @@ def test_states_are_checked_for_models_that_have_them(
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_plain_refuses_to_quantize_and_says_what_would_do(quantize: Quantize) -> None:
+def test_plain_kernels_refuse_to_quantize_and_name_the_remedy(quantize: Quantize) -> None:
     with pytest.raises(ValueError, match=f"{quantize} .* Use --quantize none"):
         choose_instructions("plain", torch.bfloat16, quantize)

@@ -47,7 +47,7 @@ def run(kernel: Any) -> int:
     return words[0]
 
 
-def test_missing_kernels_are_compiled_and_their_number_is_told(tmp_path: Path) -> None:
+def test_missing_kernels_are_compiled_and_their_number_reported(tmp_path: Path) -> None:
     compile_missing((two,), tmp_path)
     with heard() as told:
         compile_missing(ALL, tmp_path)
@@ -57,7 +57,7 @@ def test_missing_kernels_are_compiled_and_their_number_is_told(tmp_path: Path) -
     assert [run(compiled(it, tmp_path)) for it in ALL] == [1, 2, 3]
 
 
-def test_as_many_are_compiled_at_once_as_there_are_cores(
+def test_one_kernel_per_core_is_compiled_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[int] = []
@@ -75,12 +75,12 @@ def test_as_many_are_compiled_at_once_as_there_are_cores(
     assert max(most) == 2 and len(most) == 3
 
 
-def test_what_runs_is_out_of_the_cache_the_first_time_too(tmp_path: Path) -> None:
+def test_a_kernel_is_loaded_from_the_cache_also_the_first_time(tmp_path: Path) -> None:
     assert compiled(one, tmp_path)._cache_hits == 1
 
 
 @pytest.mark.parametrize("end", ["killed", "failing"])
-def test_a_kernel_whose_process_ends_is_compiled_by_who_needs_it(
+def test_a_kernel_is_compiled_in_this_process_if_its_own_process_dies(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def become(name: str) -> None:
@@ -110,7 +110,7 @@ print([run(compiled(it, Path(sys.argv[1]))) for it in ALL])
 """
 
 
-def test_processes_that_compile_at_once_leave_whole_code(tmp_path: Path) -> None:
+def test_processes_may_compile_the_same_kernels_at_the_same_time(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CODE, str(tmp_path)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     both = [subprocess.Popen(command, **pipes) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The kernels of a gated delta net by themselves, in the sizes that people run and in odd ones."""
+"""Tests the kernels of a gated delta net, in common and in odd sizes."""
 
 from collections.abc import Iterable, Iterator
 
@@ -19,7 +19,7 @@ GIVEN = torch.Generator().manual_seed(0)
 
 
 def steps(lengths: Iterable[int]) -> Iterator[tuple[slice, Step]]:
-    """One sequence, in the last slot, chunk by chunk."""
+    """Yield the steps of a sequence in the last slot, chunk by chunk."""
     start = 0
     for length in lengths:
         yield slice(start, start + length), make_step([(start, length)], [[0]], [SLOTS - 1])
@@ -28,7 +28,7 @@ def steps(lengths: Iterable[int]) -> Iterator[tuple[slice, Step]]:
 
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (7, 64), (16, 12)])
-def test_the_rule_is_that_of_the_formulas_and_no_cut_changes_a_bit(
+def test_the_delta_rule_follows_the_formulas_in_any_chunks(
     heads: int, key_dim: int, value_dim: int
 ) -> None:
     sizes = (2 * key_dim, 2 * key_dim, heads * value_dim)
@@ -41,7 +41,7 @@ def test_the_rule_is_that_of_the_formulas_and_no_cut_changes_a_bit(
     beta = torch.rand(TOKENS, heads, generator=GIVEN)
 
     def run(lengths: Iterable[int]) -> tuple[Tensor, Tensor]:
-        states = torch.full((SLOTS, heads, key_dim, value_dim), 7.0)  # of a sequence before
+        states = torch.full((SLOTS, heads, key_dim, value_dim), 7.0)  # left by an earlier sequence
         found = [
             delta_rule(step, states, (q[at], k[at], v[at]), decay[at], beta[at])
             for at, step in steps(lengths)
@@ -60,7 +60,7 @@ def test_the_rule_is_that_of_the_formulas_and_no_cut_changes_a_bit(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("channels", "width"), [(600, 4), (256, 4), (20, 2), (17, 5)])
-def test_a_convolution_is_torchs_and_no_cut_changes_a_bit(
+def test_the_convolution_equals_torchs_in_any_chunks(
     channels: int, width: int, dtype: torch.dtype
 ) -> None:
     x = torch.randn(TOKENS, channels + 5, generator=GIVEN).to(dtype)[:, :channels]

@@ -1,5 +1,4 @@
-"""Many experts as one product: it is that of each by itself, to the bit, and no row changes
-another."""
+"""Tests that the product of many experts equals those of each expert, to the bit."""
 
 from collections.abc import Callable
 
@@ -41,7 +40,7 @@ def make(form: str, outputs: int, inputs: int, num: int = NUM) -> list[Packed]:
 
 
 def routed(form: str, layers: list[Packed], x: Tensor, scores: Tensor) -> Tensor:
-    """[tokens, chosen, outputs] in each token's own order."""
+    """Return outputs as [tokens, chosen, outputs], in each token's own order."""
     if not can_route(layers[0].operand):
         pytest.skip("no kernel of this instruction set is for experts")
     routing = route(scores, CHOSEN, True)
@@ -55,7 +54,7 @@ def best(scores: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 300])
-def test_each_row_is_the_product_with_its_expert_to_the_bit(form: str, num_tokens: int) -> None:
+def test_each_row_equals_the_product_with_its_expert(form: str, num_tokens: int) -> None:
     layers = make(form, SIZE, INPUTS)
     x, scores = torch.randn(num_tokens, INPUTS).bfloat16(), torch.randn(num_tokens, NUM)
     found = routed(form, layers, x, scores)
@@ -65,7 +64,7 @@ def test_each_row_is_the_product_with_its_expert_to_the_bit(form: str, num_token
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_row_changes_another(form: str) -> None:
+def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     layers = make(form, SIZE, 1024)
     x, scores = torch.randn(220, 1024).bfloat16(), torch.randn(220, NUM)
     whole = routed(form, layers, x, scores)
@@ -74,7 +73,7 @@ def test_no_row_changes_another(form: str) -> None:
         assert torch.equal(routed(form, layers, x[part], scores[part]), whole[part])
 
 
-def test_all_tokens_may_take_the_same_experts_and_more_than_one_block_of_rows() -> None:
+def test_all_tokens_may_choose_the_same_experts() -> None:
     layers = make("4 bits", SIZE, 4096)
     x, scores = torch.randn(300, 4096).bfloat16(), torch.arange(NUM).float().repeat(300, 1)
     found = routed("4 bits", layers, x, scores)
@@ -84,7 +83,7 @@ def test_all_tokens_may_take_the_same_experts_and_more_than_one_block_of_rows() 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sums_to_one", [True, False])
-def test_weights_are_those_of_a_softmax(dtype: torch.dtype, sums_to_one: bool) -> None:
+def test_routing_weights_are_those_of_a_softmax(dtype: torch.dtype, sums_to_one: bool) -> None:
     torch.manual_seed(0)
     scores = (3 * torch.randn(50, 128)).to(dtype)
     routing = route(scores, 8, sums_to_one)
@@ -94,7 +93,7 @@ def test_weights_are_those_of_a_softmax(dtype: torch.dtype, sums_to_one: bool) -
     torch.testing.assert_close(routing.weights, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_places_lie_expert_by_expert_and_tokens_in_order() -> None:
+def test_rows_are_sorted_by_expert_and_token() -> None:
     scores = torch.randn(40, 5)
     routing = route(scores, 2, True)
     ids = scores.sort(-1, descending=True).indices[:, :2].flatten()
@@ -104,7 +103,7 @@ def test_places_lie_expert_by_expert_and_tokens_in_order() -> None:
     assert routing.firsts.diff().tolist() == ids.bincount(minlength=5).tolist()
 
 
-def test_of_equal_scores_the_first_are_taken_and_no_score_at_all_harms_nobody() -> None:
+def test_the_first_of_equal_scores_are_chosen_and_nan_is_harmless() -> None:
     equal = route(torch.zeros(1, 9), 3, True)
     assert equal.firsts.diff().tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
     none = route(torch.full((2, 9), torch.nan), 3, True)
@@ -112,7 +111,7 @@ def test_of_equal_scores_the_first_are_taken_and_no_score_at_all_harms_nobody() 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sum_has_a_share_of_what_all_tokens_take(dtype: torch.dtype) -> None:
+def test_the_sum_includes_the_shared_expert(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     routing = route(torch.randn(6, NUM), CHOSEN, True)
     y, shared = torch.randn(6, CHOSEN, 40).to(dtype), torch.randn(6, 40).to(dtype)
@@ -128,7 +127,7 @@ def test_the_sum_has_a_share_of_what_all_tokens_take(dtype: torch.dtype) -> None
 
 
 class _Plain(nn.Module):
-    """The attributes that the fast layer takes over."""
+    """An MoE layer with the attributes that the fast layer copies."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ class _Plain(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "4 bits"])
-def test_a_captured_step_gives_other_tokens_their_own_experts(form: str) -> None:
+def test_a_captured_step_routes_each_token_anew(form: str) -> None:
     layer = CpuRoutedMLP(_Plain(form))
     steady = torch.zeros(20, INPUTS).bfloat16()
     graph, result = capture(lambda: layer(steady, PlainStep), [steady], {})
@@ -159,7 +158,7 @@ def test_a_captured_step_gives_other_tokens_their_own_experts(form: str) -> None
         assert torch.equal(result[:num_tokens], layer(x, PlainStep))
 
 
-def test_a_long_step_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_is_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = CpuRoutedMLP(_Plain("4 bits")), torch.randn(50, INPUTS).bfloat16()
     whole = layer(x, PlainStep)
     monkeypatch.setattr("headrace_kernels.layers._TOKENS_AT_ONCE", 16)

@@ -13,7 +13,7 @@ from headrace_kernels.launch import Kernel, parallel
 from headrace_kernels.pointwise import add, norm
 
 OWN = {torch.ops.aten.add.Tensor: add}
-WEIGHT = torch.ones(64).bfloat16()  # a graph holds no weights: what it reads must stay
+WEIGHT = torch.ones(64).bfloat16()  # a graph does not own its weights, so they must stay alive
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def two_threads() -> Iterator[None]:
 
 
 def captured(x: Tensor, num_layers: int) -> tuple[Graph, Tensor]:
-    """Kernels of which each reads all that the one before it wrote; a sine, torch's, between."""
+    """Capture layers in which each kernel reads what the previous one wrote. One calls torch."""
 
     def run() -> Tensor:
         y = x
@@ -54,11 +54,11 @@ def test_fused_kernels_compute_what_single_calls_do() -> None:
         play(calls)
         assert torch.equal(result, expected)
         result.zero_()
-        play(calls)  # the counters were set back
+        play(calls)  # needs counters that were reset
         assert torch.equal(result, expected)
 
 
-def test_kernels_in_a_row_become_one_call_and_others_stay() -> None:
+def test_only_consecutive_kernels_become_one_call() -> None:
     if launch.barrier_address() is None:
         pytest.skip("threads cannot meet here")
     graph, _ = captured(torch.randn(3, 64).bfloat16(), 12)
@@ -66,7 +66,7 @@ def test_kernels_in_a_row_become_one_call_and_others_stay() -> None:
     assert len(fuse(graph.first_rows(3))) == 3
 
 
-def test_where_threads_cannot_meet_calls_stay_single(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_not_fused_if_threads_cannot_synchronize(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_openmp_fork", lambda: None)
     calls = [partial(parallel, Kernel(lambda a: None), arguments_of())] * 3
     assert fuse(calls) == calls

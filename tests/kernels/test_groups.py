@@ -1,4 +1,4 @@
-"""Weights in groups: their products are right, and no row changes another."""
+"""Tests products with weights that are quantized in groups."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def make(scheme: Scheme, outputs: int, inputs: int) -> GroupedWeights:
 
 
 def values(groups: GroupedWeights) -> Tensor:
-    """float64 [outputs, inputs]."""
+    """Return the weights as float64 [outputs, inputs]."""
     own = torch.arange(groups.q.shape[1]) // groups.scheme.size
     if groups.scheme.is_float:
         doubled = torch.tensor(TWICE, dtype=torch.float64)[groups.q.long()]
@@ -68,7 +68,7 @@ def as_multiplied(x: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _spell(has_tables: bool) -> Any:
-    """A function that puts `doubled` of its first argument into its second."""
+    """Return a function that writes `doubled` of its first argument into its second."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         given, made = (Matrix(context, builder, signature.args[n], args[n]) for n in range(2))
@@ -84,7 +84,7 @@ def _spell(has_tables: bool) -> Any:
 @needs_own_kernels
 @pytest.mark.parametrize("scheme", ALL)
 @pytest.mark.parametrize("outputs, inputs", [(67, 96), (130, 1024), (12, 37), (1, 7), (40, 16)])
-def test_the_product_is_that_of_the_values(scheme: Scheme, outputs: int, inputs: int) -> None:
+def test_products_use_the_values_of_the_weights(scheme: Scheme, outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
     groups, bias = make(scheme, outputs, inputs), torch.randn(outputs)
     layer = GroupedLinear(groups, bias)
@@ -93,7 +93,7 @@ def test_the_product_is_that_of_the_values(scheme: Scheme, outputs: int, inputs:
         x = torch.randn(rows, inputs)
         for given, tolerance in ((x, 1e-4), (x.bfloat16(), 3e-3)):
             if scheme != INT4 and given.dtype == torch.float32:
-                continue  # no model needs it
+                continue  # no model needs this combination
             expected = as_multiplied(given, scheme) @ values(groups).T + bias.double()
             error = (layer(given).double() - expected).norm() / expected.norm()
             assert error < tolerance
@@ -103,11 +103,11 @@ def test_the_product_is_that_of_the_values(scheme: Scheme, outputs: int, inputs:
 @pytest.mark.parametrize(
     "scheme, dtype", [*((scheme, torch.bfloat16) for scheme in ALL), (ALL[0], torch.float32)]
 )
-def test_a_row_is_the_same_whatever_rows_are_with_it(scheme: Scheme, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows(scheme: Scheme, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = GroupedLinear(make(scheme, 100, 3104), None)
     x = torch.randn(220, 3104).to(dtype)
-    whole = layer(x)  # more than one block of rows
+    whole = layer(x)  # several blocks of rows
     parts = [*((row, row + 1) for row in range(14)), (1, 3), (3, 7), (10, 27), (30, 43), (180, 213)]
     for first, stop in parts:
         assert torch.equal(layer(x[first:stop]), whole[first:stop])
@@ -115,7 +115,7 @@ def test_a_row_is_the_same_whatever_rows_are_with_it(scheme: Scheme, dtype: torc
 
 @needs_own_kernels
 @pytest.mark.parametrize("groups", ALL)
-def test_an_instruction_set_computes_what_plain_vectors_do(groups: Scheme) -> None:
+def test_each_instruction_set_computes_the_same_as_plain_vectors(groups: Scheme) -> None:
     torch.manual_seed(0)
     made, bias = make(groups, 70, 1024), torch.randn(70)
     x = (torch.randn(50, 1024) * torch.logspace(-3, 1, 1024)).bfloat16()
@@ -124,7 +124,7 @@ def test_an_instruction_set_computes_what_plain_vectors_do(groups: Scheme) -> No
 
 
 @needs_own_kernels
-def test_rows_are_rounded_little_and_the_largest_bytes_do_not_overflow() -> None:
+def test_rounding_errors_are_small_and_the_largest_sums_do_not_overflow() -> None:
     torch.manual_seed(0)
     x = torch.randn(20, 1024)
     error = (as_multiplied(x, INT4) - x.double()).norm() / x.norm()
@@ -139,7 +139,7 @@ def test_rows_are_rounded_little_and_the_largest_bytes_do_not_overflow() -> None
 
 
 @needs_own_kernels
-def test_rows_of_zeros_and_the_largest_sums_are_right() -> None:
+def test_zeros_and_the_largest_sums_are_right() -> None:
     q = torch.full((32, 64), -128, dtype=torch.int8)
     scale, none = torch.ones(32, 2).half(), torch.zeros(32, 2).half()
     layer = GroupedLinear(GroupedWeights(Scheme(8, 32, False), q, scale, none), None)
@@ -162,7 +162,7 @@ def test_rounding_to_4_bits_is_within_half_a_step_of_each_group(inputs: int) -> 
     assert 0.01 < error < 0.15
 
 
-def test_packing_keeps_panels_apart_from_each_other() -> None:
+def test_panels_are_packed_separately() -> None:
     scheme = Scheme(4, 32, True)
     groups = make(scheme, 64, 64)
     both = pack_groups(groups)
@@ -172,8 +172,8 @@ def test_packing_keeps_panels_apart_from_each_other() -> None:
 
 
 @needs_own_kernels
-def test_every_code_under_every_scale_is_its_value() -> None:
-    """One input of each row is 1: what comes out is a weight, however small its scale."""
+def test_each_code_has_its_value_with_every_scale() -> None:
+    """One input of each row is 1, so the outputs are weights, also with tiny scales."""
     q = torch.arange(16, dtype=torch.int8).repeat(255, 2)
     powers = torch.arange(255).to(torch.uint8)[:, None]
     groups = GroupedWeights(MXFP4, q, powers, powers[:, :0])
@@ -183,7 +183,7 @@ def test_every_code_under_every_scale_is_its_value() -> None:
 
 
 @pytest.mark.parametrize("has_tables", [False, True])
-def test_codes_are_spelled_alike_with_tables_and_without(has_tables: bool) -> None:
+def test_unpacking_with_and_without_tables_is_the_same(has_tables: bool) -> None:
     if has_tables and not _HAS_TABLES:
         pytest.skip("this processor has no tables")
     made = np.zeros(32, np.int8)

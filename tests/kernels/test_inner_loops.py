@@ -1,4 +1,4 @@
-"""With AVX2, the inner loops of the largest tiles keep nearly all values in registers."""
+"""Tests that the inner loops of the largest tiles keep nearly all values in AVX2 registers."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ HELD = ",".join(
     "name, products, most",
     [("bfloat16", 24, 0), ("8 bits", 12, 0), ("4 bits in groups", 24, 7)],
 )
-def test_the_loop_of_the_largest_tile_hardly_uses_the_stack(
+def test_the_inner_loop_of_the_largest_tile_hardly_uses_the_stack(
     name: str, products: int, most: int
 ) -> None:
     said = subprocess.run(

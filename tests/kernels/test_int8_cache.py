@@ -1,4 +1,4 @@
-"""A cache in 8 bits: what the kernels write and read, against plain torch."""
+"""Compares the kernels of an 8-bit cache with plain torch."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ DIM = 32
 
 
 def make_int8_case(size: int = 32, dim: int = DIM, dtype: torch.dtype = torch.float32) -> Case:
-    """A case whose earlier positions were written by the kernels; `pasts` returns them."""
+    """A case whose earlier positions were written by the kernels. `pasts` returns them."""
     case = make_case(MIXED, (8, 2), dim, dtype=dtype, size=size)
     shape = (*case.memory.keys[0].shape[:3], dim + 4)
     keys, values = torch.zeros(2, *shape, dtype=torch.int8)
@@ -25,7 +25,7 @@ def make_int8_case(size: int = 32, dim: int = DIM, dtype: torch.dtype = torch.fl
 
 
 def rows_of(memory: Tensor, dim: int, is_key: bool) -> Tensor:
-    """A layer's blocks as [blocks, kv_heads, positions, dim + 4], whatever the kernels' order."""
+    """Return a layer's blocks in the order [blocks, kv_heads, positions, dim + 4]."""
     blocks, heads, size, width = memory.shape
     flat = memory.reshape(blocks, heads, size * width)
     numbers, scales = flat.split((size * dim, size * 4), dim=2)
@@ -101,7 +101,7 @@ def test_unwritten_scales_have_no_influence(size: int) -> None:
     assert (found.double() - reference(rounded(starts), *blank)).abs().max() < 1e-5
 
 
-def test_rows_of_zeros_tiny_numbers_and_numbers_that_are_none() -> None:
+def test_rows_of_zeros_tiny_numbers_infinities_and_nan() -> None:
     rows = torch.zeros(5, DIM)
     rows[1], rows[2, 3], rows[3, 3], rows[4, 5] = 1e-38, 2.0, float("nan"), float("inf")
     found = dequantize_rows(quantize_rows(rows))
@@ -115,7 +115,7 @@ def test_rows_of_zeros_tiny_numbers_and_numbers_that_are_none() -> None:
     assert out[:3].isfinite().all() and out[3:].isnan().all()
 
 
-def test_rounding_errs_by_at_most_half_a_step_of_127() -> None:
+def test_the_rounding_error_is_at_most_half_a_step() -> None:
     torch.manual_seed(0)
     x = torch.randn(1000, DIM)
     error = (dequantize_rows(quantize_rows(x)) - x).abs()

@@ -31,12 +31,12 @@ print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
-def test_kernels_add_no_thread_to_those_of_torch() -> None:
+def test_kernels_use_the_threads_of_torch() -> None:
     found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "0"
 
 
-def test_without_torchs_openmp_kernels_run_on_threads_of_python(
+def test_without_torchs_openmp_kernels_run_in_python_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "_openmp_fork", lambda: None)
@@ -46,7 +46,7 @@ def test_without_torchs_openmp_kernels_run_on_threads_of_python(
     assert torch.equal(found, (x.float() @ weight.float().T).bfloat16())
 
 
-def test_every_piece_is_done_exactly_once() -> None:
+def test_every_part_is_computed_exactly_once() -> None:
     torch.manual_seed(0)
     weight, x = (
         torch.randint(-9, 9, (1000, 32)).bfloat16(),
@@ -58,7 +58,7 @@ def test_every_piece_is_done_exactly_once() -> None:
 
 
 @needs_own_kernels
-def test_kernels_that_are_listed_are_not_run() -> None:
+def test_listing_kernels_does_not_run_them() -> None:
     layer = PackedLinear(torch.ones(64, 32).bfloat16(), None, None)
     x = torch.ones(1, 32).bfloat16()
     with listed() as kernels:
@@ -68,8 +68,8 @@ def test_kernels_that_are_listed_are_not_run() -> None:
     assert torch.equal(layer(x), torch.full((1, 64), 32).bfloat16())
 
 
-def test_no_two_functions_of_kernels_have_one_name() -> None:
-    """Out of the cache, one would be taken for the other: wrong digits, with every check passed."""
+def test_kernel_functions_have_different_names() -> None:
+    """The cache would confuse functions with the same name."""
     folder = launch.__name__.rpartition(".")[0]
     for file in Path(launch.__file__).parent.glob("*.py"):
         importlib.import_module(f"{folder}.{file.stem}")

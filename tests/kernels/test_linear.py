@@ -38,7 +38,7 @@ def exact(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         (7, 1, True),
     ],
 )
-def test_packed_bfloat16_is_exact_but_for_one_rounding(
+def test_packed_bfloat16_is_exact_up_to_one_rounding(
     instructions: InstructionSet, rows: int, inputs: int, outputs: int, bias: bool
 ) -> None:
     linear = make_linear(inputs, outputs, bias, torch.bfloat16)
@@ -52,14 +52,14 @@ def test_packed_bfloat16_is_exact_but_for_one_rounding(
     ("dtype", "inputs"),
     [(torch.bfloat16, 3100), (torch.bfloat16, 3104), (torch.int8, 3100), (torch.int8, 3200)],
 )
-def test_a_row_is_the_same_whatever_rows_are_with_it(
+def test_a_row_does_not_depend_on_other_rows(
     instructions: InstructionSet, dtype: torch.dtype, inputs: int
 ) -> None:
     torch.manual_seed(0)
     weight = torch.randn(100, inputs).mul_(30).to(dtype)
     packed = PackedLinear(weight, None, None, instructions)
     x = torch.randn(220, inputs).bfloat16()
-    whole = packed(x)  # more than one block of rows
+    whole = packed(x)  # several blocks of rows
     for first, stop in [(0, 1), (1, 3), (3, 7), (10, 27), (30, 43), (100, 120), (180, 213)]:
         assert torch.equal(packed(x[first:stop]), whole[first:stop])
 
@@ -79,10 +79,10 @@ def test_int8_is_the_product_with_the_rounded_weights(
 
 
 @pytest.mark.parametrize("inputs", [127, 128, 300])
-def test_inputs_of_int8_are_as_fine_as_their_groups_allow(inputs: int) -> None:
+def test_int8_inputs_are_rounded_by_group(inputs: int) -> None:
     torch.manual_seed(0)
     weight = torch.randint(-127, 128, (40, inputs), dtype=torch.int8)
-    x = torch.randn(5, inputs) * torch.logspace(-3, 3, inputs)  # the largest far above the rest
+    x = torch.randn(5, inputs) * torch.logspace(-3, 3, inputs)  # the largest are far above the rest
     found = PackedLinear(weight, torch.ones(40), None)(x).double()
     largest = torch.stack([group.abs().amax(1) for group in x.split(128, 1)], 1).double()
     weights = torch.stack([group.double().abs().sum(1) for group in weight.split(128, 1)])
@@ -92,7 +92,7 @@ def test_inputs_of_int8_are_as_fine_as_their_groups_allow(inputs: int) -> None:
 
 
 @pytest.mark.parametrize("inputs", [128, 3200])
-def test_int8_of_an_instruction_set_is_what_plain_vectors_make_of_it(
+def test_int8_products_equal_those_of_plain_vectors(
     instructions: InstructionSet, inputs: int
 ) -> None:
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_int8_of_an_instruction_set_is_what_plain_vectors_make_of_it(
     assert torch.equal(found, PackedLinear(weight, scale, bias, OWN_SETS[-1])(x))
 
 
-def test_int8_takes_zeros_and_the_largest_sums() -> None:
+def test_int8_products_of_zeros_and_of_the_largest_numbers_are_right() -> None:
     weight = torch.full((32, 128), 127, dtype=torch.int8)
     packed = PackedLinear(weight, torch.ones(32), None)
     assert torch.equal(packed(torch.zeros(1, 128)), torch.zeros(1, 32))
@@ -141,12 +141,12 @@ def test_float32_weights_stay_as_they_are() -> None:
 
 
 def relative_loss(weight: Tensor) -> float:
-    """Root of the mean square error that int8 makes, relative to the weights' own size."""
+    """Return the root mean square error of int8, relative to the root mean square weight."""
     stored, scale = quantize_outputs(weight)
     error = stored * scale[:, None] - weight.float()
     return float(error.norm() / weight.float().norm())
 
 
-def test_int8_loses_less_than_two_hundredths_of_random_weights() -> None:
+def test_int8_rounds_random_weights_by_less_than_2_percent() -> None:
     torch.manual_seed(0)
     assert 0.001 < relative_loss(torch.randn(64, 1024)) < 0.02

@@ -23,7 +23,7 @@ def test_norm_of_rows_and_of_strided_heads(dtype: torch.dtype, tolerance: float)
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_eps_of_norm_counts() -> None:
+def test_the_eps_of_norm_has_an_effect() -> None:
     x = torch.full((1, 8), 1e-3)
     expected = F.rms_norm(x, (8,), torch.ones(8), 1e-5)
     torch.testing.assert_close(norm(x, torch.ones(8), 1e-5), expected)
@@ -41,7 +41,9 @@ def test_rotation_turns_pairs(dtype: torch.dtype, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_the_gate_is_right_far_out_on_both_sides(dtype: torch.dtype, tolerance: float) -> None:
+def test_the_gate_is_right_for_very_large_and_small_inputs(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     x = torch.cat((torch.linspace(-200, 200, 101).repeat(3, 1), torch.randn(3, 101)), 1).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
     torch.testing.assert_close(gated(x).double(), F.silu(gate) * up, rtol=tolerance, atol=1e-5)

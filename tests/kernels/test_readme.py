@@ -1,4 +1,4 @@
-"""The example of the package's README runs as it is printed."""
+"""Runs the example of the package's README."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.kernels.own_kernels import needs_own_kernels
 
 
 @needs_own_kernels
-def test_the_readmes_example_runs_and_tells_what_it_chose(
+def test_the_readmes_example_runs_and_prints_its_choice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     readme = Path(headrace_kernels.__file__).with_name("README.md").read_text()

@@ -1,4 +1,4 @@
-"""Runs of prefixes and folders for them."""
+"""Makes prefix segments and folders for them."""
 
 from array import array
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs are made of the blocks of one prefix, whoever computed them."""
+"""Tests that a segment has the blocks of one prefix, whichever requests computed them."""
 
 from array import array
 
@@ -13,14 +13,14 @@ from headrace_engine.prefixes.assembly import MIN_TOKENS, Assembly
 from tests.prefixes.builders import BLOCK
 
 
-def test_two_prompts_that_begin_alike_never_share_a_run_beyond_that() -> None:
+def test_prompts_share_segments_only_as_far_as_they_are_equal() -> None:
     offers = Offers()
     memory = Memory(MemoryLayout(BLOCK, num_blocks=8), offers)
     assembly = Assembly(DiskPrefixes(BLOCK, 2, 8), False, lambda run: None)
     head, tails = [1] * BLOCK, ([2] * BLOCK, [3] * BLOCK)
     prompts = [(array("i", head + tail), memory.chain("")) for tail in tails]
     leases = [memory.reserve(memory.match(*prompt), 2 * BLOCK)[0] for prompt in prompts]
-    for num_computed in (BLOCK, 2 * BLOCK):  # in turn, a block each
+    for num_computed in (BLOCK, 2 * BLOCK):  # the prompts take turns, one block each
         for lease, (token_ids, chain) in zip(leases, prompts, strict=True):
             memory.publish(lease, token_ids, chain, num_computed)
             for offer in offers.take():
@@ -38,7 +38,7 @@ def test_two_prompts_that_begin_alike_never_share_a_run_beyond_that() -> None:
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-def test_a_short_prefix_waits_until_it_is_worth_a_file(has_states: bool) -> None:
+def test_a_short_prefix_is_not_written_before_it_has_grown(has_states: bool) -> None:
     offers = Offers()
     memory = Memory(MemoryLayout(BLOCK, num_blocks=128), offers)
     assembly = Assembly(DiskPrefixes(BLOCK, 128, 8), has_states, lambda run: None)
@@ -57,7 +57,7 @@ def test_a_short_prefix_waits_until_it_is_worth_a_file(has_states: bool) -> None
 
 
 class Forgotten(dict[bytes, int]):
-    """Segments that another thread forgets as soon as one is found."""
+    """A dictionary that another thread clears as soon as a segment is found."""
 
     def get(self, *asked):
         found = super().get(*asked)

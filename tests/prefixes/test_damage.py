@@ -1,4 +1,4 @@
-"""A thousand files that are not what they should be: each is a miss, told once a kind."""
+"""Tests that each of a thousand damaged files is a miss, and that each kind is logged once."""
 
 import logging
 import random
@@ -59,7 +59,7 @@ WAYS: dict[str, tuple[Callable[[PrefixSegment, random.Random], bytes], set[str]]
 }
 
 
-def test_a_thousand_damaged_files_are_misses_told_once_and_nothing_else(
+def test_a_thousand_damaged_files_are_misses_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, ways, expected = make_folder(tmp_path), list(WAYS), {}

@@ -1,4 +1,4 @@
-"""The shared folder: who may read it, who leaves first, and what stays when something fails."""
+"""Tests the shared prefix folder: permissions, removal and failures."""
 
 import os
 import time
@@ -15,7 +15,7 @@ def names(folder: PrefixFolder) -> set[str]:
     return {path.name.split("-")[0] for path in folder.path.glob("*-*")}
 
 
-def test_only_its_user_may_read_it(tmp_path: Path) -> None:
+def test_only_its_user_may_read_the_folder(tmp_path: Path) -> None:
     folder, run = make_folder(tmp_path / "prefixes"), make_segment()
     folder.write(run, numbers_of(run))
     assert (tmp_path / "prefixes").stat().st_mode & 0o777 == 0o700
@@ -23,7 +23,7 @@ def test_only_its_user_may_read_it(tmp_path: Path) -> None:
     assert file_of(folder, run).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_folder_that_holds_other_things_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_parent_folder_with_other_files_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     tmp_path.chmod(0o755)
     folder = make_folder(tmp_path)
@@ -31,7 +31,7 @@ def test_a_folder_that_holds_other_things_keeps_its_mode(tmp_path: Path) -> None
     assert folder.path.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_is_written_is_listed_and_what_is_not_ours_is_not(tmp_path: Path) -> None:
+def test_only_segments_are_listed(tmp_path: Path) -> None:
     folder, runs = make_folder(tmp_path), [make_segment(0, 2), make_segment(2, 4)]
     for run in runs:
         folder.write(run, numbers_of(run))
@@ -44,7 +44,7 @@ def used(at: float, size: int, first: int, name: str = "") -> StoredFile:
     return StoredFile(name or f"{at}-{first}", at, size, first)
 
 
-def test_the_least_recently_used_leave_first() -> None:
+def test_the_least_recently_used_files_are_removed_first() -> None:
     now = 1e9
     old, middle, new = used(now - 9000, 10, 0), used(now - 6000, 10, 0), used(now - 1, 10, 0)
     assert files_to_remove([new, old, middle], 30, 1, now) == []
@@ -52,19 +52,19 @@ def test_the_least_recently_used_leave_first() -> None:
     assert files_to_remove([new, old, middle], 19, 1, now) == [old, middle]
 
 
-def test_of_one_prompt_the_deepest_leave_first() -> None:
+def test_the_last_segments_of_a_prompt_are_removed_first() -> None:
     runs = [used(1e9 + 1e-3 * first, 10, first) for first in (0, 8, 16)]
     assert files_to_remove(runs, 20, 1, 1e9 + 60) == [runs[2]]
     assert files_to_remove(runs, 10, 1, 1e9 + 60) == [runs[2], runs[1]]
 
 
-def test_what_was_not_used_for_days_leaves_though_there_is_room() -> None:
+def test_files_unused_for_days_are_removed_although_there_is_space() -> None:
     now = 1e9
     fresh, stale = used(now - 1.9 * DAY_S, 10, 0), used(now - 2.1 * DAY_S, 10, 0)
     assert files_to_remove([fresh, stale], 1000, 2, now) == [stale]
 
 
-def test_what_a_killed_server_left_half_written_leaves(tmp_path: Path) -> None:
+def test_incomplete_files_of_a_killed_server_are_removed(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     fresh, stale = folder.path / "1-0.part", folder.path / "1-1.part"
     for path in (fresh, stale):
@@ -87,7 +87,7 @@ def test_a_sweep_counts_the_files_of_all_models(tmp_path: Path) -> None:
     assert names(one) and not list(other.glob("*-*"))
 
 
-def test_use_makes_a_run_recent(tmp_path: Path) -> None:
+def test_using_a_segment_makes_it_recent(tmp_path: Path) -> None:
     folder, kept, gone = make_folder(tmp_path), make_segment(token=1), make_segment(token=2)
     for run in (kept, gone):
         folder.write(run, numbers_of(run))
@@ -97,7 +97,7 @@ def test_use_makes_a_run_recent(tmp_path: Path) -> None:
     assert names(folder) == {kept.name.hex()}
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, run = make_folder(tmp_path), make_segment()
 
     def full(descriptor: int, data: bytes) -> int:
@@ -109,7 +109,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in folder.path.iterdir()] == [folders.ABOUT]
 
 
-def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
+def test_clearing_keeps_foreign_files(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run))

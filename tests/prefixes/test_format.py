@@ -1,4 +1,4 @@
-"""Files of prefix runs: what was written comes back, and nothing else does, whatever happened."""
+"""Tests the files of prefix segments: only undamaged segments of the same model are read."""
 
 import random
 from pathlib import Path
@@ -24,7 +24,7 @@ def reason_of(folder: PrefixFolder, run: PrefixSegment, size: int = SIZE) -> str
     return caught.value.reason
 
 
-def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_segment_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run))
     assert read(folder, run) == bytes(numbers_of(run))
@@ -35,13 +35,15 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
     [{"origin": b"tlas"}, {"token_ids": make_segment(token=8).token_ids}],
     ids=["salt", "tokens"],
 )
-def test_equal_names_are_not_enough(tmp_path: Path, changed: dict[str, bytes]) -> None:
+def test_a_segment_with_the_same_name_but_other_content_is_a_miss(
+    tmp_path: Path, changed: dict[str, bytes]
+) -> None:
     folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run))
     assert reason_of(folder, msgspec.structs.replace(run, **changed)) == "foreign"
 
 
-def test_a_file_of_another_model_is_foreign(tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_a_miss(tmp_path: Path) -> None:
     one, run = make_folder(tmp_path), make_segment()
     other = make_folder(tmp_path, msgspec.structs.replace(ABOUT, dtype="float32"))
     one.write(run, numbers_of(run))
@@ -50,13 +52,15 @@ def test_a_file_of_another_model_is_foreign(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "lane", "dtype", "kernels", "cache", "libraries"])
-def test_everything_that_numbers_depend_on_has_a_folder_of_its_own(field: str) -> None:
+def test_everything_that_changes_the_numbers_changes_the_folder(field: str) -> None:
     assert msgspec.structs.replace(ABOUT, **{field: "other"}).key != ABOUT.key
     assert msgspec.structs.replace(ABOUT, block_size=8).key != ABOUT.key
     assert msgspec.structs.replace(ABOUT, model="another name").key == ABOUT.key
 
 
-def test_another_version_is_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_version_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, run = make_folder(tmp_path), make_segment()
     with monkeypatch.context() as patched:
         patched.setattr(format, "VERSION", 0)
@@ -64,7 +68,7 @@ def test_another_version_is_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert reason_of(folder, run) == "older"
 
 
-def test_a_torn_file_is_damaged_wherever_it_ends(tmp_path: Path) -> None:
+def test_a_truncated_file_of_any_length_is_damaged(tmp_path: Path) -> None:
     folder, run = make_folder(tmp_path), make_segment()
     folder.write(run, numbers_of(run))
     path = file_of(folder, run)
@@ -75,7 +79,7 @@ def test_a_torn_file_is_damaged_wherever_it_ends(tmp_path: Path) -> None:
 
 
 def damage(whole: bytes, dice: random.Random) -> bytes:
-    """Bits that flipped, bytes that are lost, doubled or zero: never the same file."""
+    """Return a damaged copy: bits are flipped, or bytes are lost, repeated or zero."""
     data = bytearray(whole)
     start = dice.randrange(len(data))
     end = min(len(data), start + dice.choice((1, 1, 4, 64, 512, len(data))))

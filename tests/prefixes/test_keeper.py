@@ -1,4 +1,4 @@
-"""The threads beside the step: what they keep, what they let go, and that nobody waits for them."""
+"""Tests the threads that store and read prefixes, and that no step waits for them."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ PER_RUN, BLOCK_BYTES = 2, 8
 
 
 class FakeNumbers:
-    """Each block holds its id; `before` is called in the middle of a copy."""
+    """Blocks that contain their ids. `before` is called during each copy."""
 
     def __init__(self) -> None:
         self.before: Callable[[], object] = lambda: None
@@ -37,7 +37,7 @@ class FakeNumbers:
 
 
 class Kept:
-    """A keeper over a memory of sixteen blocks."""
+    """A prefix keeper for a memory of sixteen blocks."""
 
     def __init__(self, root: Path, **limits: object) -> None:
         self.offers = Offers()
@@ -51,7 +51,7 @@ class Kept:
         self.keeper.start(self.news.append)
 
     def compute(self, num_tokens: int, token: int = 5) -> tuple[Lease, "array[int]", NameChain]:
-        """A sequence of these tokens is computed, and offered."""
+        """Compute a sequence of these tokens, and offer its blocks."""
         ids, chain = array("i", [token] * num_tokens), self.memory.chain("")
         lease, _ = self.memory.reserve(self.memory.match(ids, chain), num_tokens)
         self.memory.publish(lease, ids, chain, num_tokens)
@@ -61,7 +61,7 @@ class Kept:
     def serve(self) -> None:
         began = time.monotonic()
         self.keeper.serve(self.offers.take(), [])
-        assert time.monotonic() - began < 0.5, "a step would have waited"
+        assert time.monotonic() - began < 0.5, "a step waited"
 
     def stored(self) -> set[tuple[int, int]]:
         return {(run.first, run.end) for run in self.folder.stored()}
@@ -87,7 +87,7 @@ def test_full_blocks_become_segments_and_come_back(tmp_path: Path) -> None:
     kept.keeper.close()
 
 
-def test_what_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
+def test_a_segment_on_disk_is_not_written_again(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.compute(4 * BLOCK)
     eventually(lambda: kept.stored() == {(0, 2), (2, 4)})
@@ -100,7 +100,7 @@ def test_what_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
     again.keeper.close()
 
 
-def test_a_sweep_forgets_which_segments_were_touched_long_ago(
+def test_a_sweep_forgets_segments_that_were_used_long_ago(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Kept(tmp_path)
@@ -116,7 +116,7 @@ def test_a_sweep_forgets_which_segments_were_touched_long_ago(
     again.keeper.close()
 
 
-def test_blocks_that_others_take_during_the_copy_are_not_kept(tmp_path: Path) -> None:
+def test_blocks_reused_during_the_copy_are_not_stored(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     copied = threading.Event()
 
@@ -132,14 +132,14 @@ def test_blocks_that_others_take_during_the_copy_are_not_kept(tmp_path: Path) ->
     assert kept.stored() == set()
 
 
-def test_the_end_is_written_when_the_engine_leaves(tmp_path: Path) -> None:
+def test_the_last_segment_is_written_when_the_engine_stops(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.compute(3 * BLOCK)
     kept.keeper.close()
     assert kept.stored() == {(0, 2), (2, 3)}
 
 
-def test_a_full_disk_is_told_once_and_tried_again_later(
+def test_a_full_disk_is_logged_once_and_retried_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept, write, tries = Kept(tmp_path), PrefixFolder.write, []
@@ -167,7 +167,7 @@ def test_a_full_disk_is_told_once_and_tried_again_later(
     kept.keeper.close()
 
 
-def test_a_disk_that_hangs_keeps_nobody_waiting(
+def test_a_hanging_disk_does_not_delay_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, kept = threading.Event(), Kept(tmp_path)
@@ -196,7 +196,7 @@ def test_a_cleared_folder_is_filled_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["damaged", "gone"])
-def test_what_cannot_be_read_says_why_and_is_told_once(
+def test_a_failed_read_has_a_reason_and_damage_is_logged(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = Kept(tmp_path)
@@ -208,11 +208,11 @@ def test_what_cannot_be_read_says_why_and_is_told_once(
         answer = kept.read(kept.disk.segment(ids, chain, first, first + 2), number)
         assert (answer.numbers, answer.miss) == (None, damage)
     assert len(caplog.records) == (damage == "damaged")
-    assert kept.stored() == set(), "a damaged file leaves"
+    assert kept.stored() == set(), "damaged files are removed"
     kept.keeper.close()
 
 
-def test_what_others_wrote_and_removed_is_heard_of(
+def test_segments_written_or_removed_by_other_engines_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepers, "_LISTED_EVERY_S", 0.0)
@@ -232,7 +232,9 @@ def test_what_others_wrote_and_removed_is_heard_of(
     other.keeper.close()
 
 
-def test_short_memory_costs_misses_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_only_causes_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = Kept(tmp_path)
     _, ids, chain = kept.compute(4 * BLOCK)
     eventually(lambda: kept.stored() == {(0, 2), (2, 4)})

@@ -1,4 +1,4 @@
-"""The default folder: how much it may take, and on which file systems it is not used."""
+"""Tests the size of the default folder, and on which file systems it is not used."""
 
 import logging
 from pathlib import Path
@@ -17,22 +17,24 @@ from tools.harness.eventually import eventually
 GIB = 1 << 30
 
 
-def test_it_takes_a_tenth_of_the_room_and_nothing_where_room_is_short() -> None:
+def test_the_default_folder_may_use_a_tenth_of_the_free_space() -> None:
     assert size_limit(True, None, 40 * GIB, 0) == 4 * GIB
-    assert size_limit(True, None, 36 * GIB, 4 * GIB) == 4 * GIB, "its own files are room, too"
+    assert size_limit(True, None, 36 * GIB, 4 * GIB) == 4 * GIB, "its own files count as free space"
     assert size_limit(True, None, 1000 * GIB, 0) == 10 * GIB
     assert size_limit(True, None, 5 * GIB - 1000, 0) == 0
-    assert size_limit(True, 3 * GIB, GIB, 0) == 3 * GIB, "what the user says"
+    assert size_limit(True, 3 * GIB, GIB, 0) == 3 * GIB, "the user's setting"
     assert size_limit(False, None, GIB, 0) == 20 * GIB
 
 
-def test_memory_and_networks_are_no_place_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_in_memory_or_on_networks_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert objection(Path("/dev/shm/headrace/prefixes")) == "is in memory, not on a disk"
     monkeypatch.setattr(place, "kind_of", lambda path: "nfs4")
     assert objection(Path("/home/me/.cache/headrace/prefixes")) == "is on a network file system"
 
 
-def test_without_room_the_stored_prefixes_leave(
+def test_without_free_space_stored_prefixes_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(place, "_LEAST_BYTES", 1 << 60)
@@ -48,7 +50,7 @@ def test_without_room_the_stored_prefixes_leave(
     assert sum("are not stored while the disk" in line for line in caplog.messages) == 1
 
 
-def test_the_folder_is_closed_to_others_whatever_is_in_it(
+def test_other_users_cannot_read_an_existing_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine").touch()
