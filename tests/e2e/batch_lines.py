@@ -1,4 +1,4 @@
-"""Lines of batches, and what their requests are answered alone."""
+"""Helpers that write batch lines and answer the same requests without a batch."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ def line(custom_id: str, body: dict[str, Any], url: str = "/v1/chat/completions"
 
 
 def chat_line(number: int, **fields: Any) -> dict[str, Any]:
-    """A question that no other number asks."""
+    """Return a chat line whose question is unique to `number`."""
     body = {
         "model": "headrace-mini",
         "messages": [{"role": "user", "content": f"What is {number} + {number % 7}?"}],
@@ -30,7 +30,7 @@ def results(data: bytes) -> list[dict[str, Any]]:
 
 
 def answers_alone(client: openai.OpenAI, lines: list[dict[str, Any]]) -> dict[str, str | None]:
-    """The texts of chats, asked one after the other."""
+    """Return the answers to the lines' chats, requested one after the other, by custom id."""
     found = {}
     for it in lines:
         body = {"seed": None, **it["body"]}

@@ -1,4 +1,4 @@
-"""One real server with headrace-mini for all tests that do not need their own."""
+"""A real server with headrace-mini, shared by all tests that do not need their own."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Requests of all kinds, made from a seed, and what of an answer is the same however it came."""
+"""Seeded random requests of all kinds, and the parts of their answers that must be equal."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ LIMIT_S = 280
 
 
 class Made(NamedTuple):
-    """A request; one that `is_cut` loses its connection on the way, and is taken up again."""
+    """A request. If `is_cut`, its client drops the connection halfway and resumes the stream."""
 
     kind: str
     route: str
@@ -40,7 +40,7 @@ class Made(NamedTuple):
 
 
 def made_requests(seed: int, number: int, sees: bool) -> list[Made]:
-    """As many of each kind, but for chance in all that they ask for."""
+    """Return `number` requests, the same number of each kind, with random fields."""
     rng = Random(seed)
     makers = [_plain, _choices, _penalized, _in_grammar, _calling, _stopped, _cut]
     if sees:
@@ -113,14 +113,14 @@ def _seeing(rng: Random) -> Made:
 
 
 class Answered(NamedTuple):
-    choices: Any  # as JSON, without names that are made up for each answer
-    num_accepted: int = 0  # of the guessed tokens
+    choices: Any  # as JSON, without the ids of tool calls, which are random
+    num_accepted: int = 0  # accepted draft tokens
 
 
 async def answer(client: httpx.AsyncClient, made: Made, name: str) -> Answered:
-    """`name` is no other's on this server."""
+    """Send the request; `name` must be unique on this server."""
     if made.is_cut:
-        return Answered(_joined(await _taken_up(client, made, name)))
+        return Answered(_joined(await _resumed(client, made, name)))
     shown = (await client.post(made.route, json=made.body)).raise_for_status().json()
     for choice in shown["choices"]:
         for call in choice.get("message", {}).get("tool_calls") or ():
@@ -128,8 +128,8 @@ async def answer(client: httpx.AsyncClient, made: Made, name: str) -> Answered:
     return Answered(shown["choices"], shown["timings"].get("draft_n_accepted", 0))
 
 
-async def _taken_up(client: httpx.AsyncClient, made: Made, name: str) -> bytes:
-    """The first half kilobyte, and the rest by another connection."""
+async def _resumed(client: httpx.AsyncClient, made: Made, name: str) -> bytes:
+    """Read 512 bytes of the stream, then resume it over a second connection."""
     got = b""
     headers = {"X-Conversation-Id": name}
     async with client.stream("POST", made.route, json=made.body, headers=headers) as answer:
@@ -143,7 +143,7 @@ async def _taken_up(client: httpx.AsyncClient, made: Made, name: str) -> bytes:
 
 
 def _joined(body: bytes) -> list[dict[str, Any]]:
-    """The choices of a stream, however many tokens each of its frames has."""
+    """Join a stream's chunks into choices, so that the number of tokens per chunk is irrelevant."""
     choices: dict[int, dict[str, Any]] = {}
     for data in data_in(body.decode()):
         for part in data.get("choices", ()):
@@ -158,7 +158,7 @@ def _joined(body: bytes) -> list[dict[str, Any]]:
 async def answer_all(
     server_url: str, asked: list[Made], at_once: int, kill: Any = None, every: int = 0
 ) -> list[Answered]:
-    """All answers, in order; `kill` is called behind each `every`-th, while others are written."""
+    """Return all answers in order; call `kill` after every `every`-th answer."""
     places, done = asyncio.Semaphore(at_once), 0
     async with httpx.AsyncClient(base_url=server_url, timeout=LIMIT_S) as client:
 
@@ -175,7 +175,7 @@ async def answer_all(
 
 
 def first_difference(made: Made, found: Any, expected: Any) -> str:
-    """Where two answers part; an assertion's own message would be pages long."""
+    """Describe where two answers differ; pytest's own message would be pages long."""
     ours, theirs = (json.dumps(it, indent=1).splitlines() for it in (found, expected))
     pairs = zip(ours, theirs, strict=False)
     lines = next((f"{one} is not {other}" for one, other in pairs if one != other), "the length")

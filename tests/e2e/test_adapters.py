@@ -1,6 +1,6 @@
-"""Adapters over HTTP: asked for as models, beside their base, while they and engines come and go.
+"""Tests of LoRA adapters over HTTP, which load and unload while engines are killed.
 
-`KILLS=50` kills the engine as often, on several servers; the suite does it twice.
+`KILLS=50` kills the engine 50 times, on several servers; the default is twice.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tools.harness.tiny_adapters import ATTENTION, MLP, make_adapter
 pytestmark = needs_own_kernels  # torch's own products depend on the number of rows
 
 KILLS = int(os.environ.get("KILLS", "2"))
-A_SERVER = 5  # kills, before its pauses grow long
+KILLS_PER_SERVER = 5  # after more kills, the pauses before a restart grow long
 KINDS = {"sql": (4, ATTENTION), "law": (8, MLP), "wit": (16, ATTENTION + MLP), "bag": (2, MLP)}
 GIVEN, COMING = ("sql", "law"), ("wit", "bag")
 BASE = "headrace-mini"
@@ -76,7 +76,9 @@ def test_adapters_are_listed_with_their_parent(server: ServerProcess) -> None:
     assert {it["id"]: it["parent"] for it in entries} == {BASE: None, "sql": BASE, "law": BASE}
 
 
-def test_an_answer_is_the_same_alone_beside_others_and_over_a_kill(server: ServerProcess) -> None:
+def test_an_answer_is_the_same_alone_in_a_batch_and_after_an_engine_kill(
+    server: ServerProcess,
+) -> None:
     bodies = [body_of(name, seed) for seed in range(3) for name in (BASE, *GIVEN)]
     alone = [ask(server, body) for body in bodies]
     assert len({str(choices) for choices in alone}) == len(bodies)
@@ -94,7 +96,7 @@ def test_an_answer_is_the_same_alone_beside_others_and_over_a_kill(server: Serve
     assert asyncio.run(together(kill=True)) == alone
 
 
-def test_a_prefix_is_shared_within_one_adapter_alone(server: ServerProcess) -> None:
+def test_cached_prefixes_are_not_shared_between_adapters(server: ServerProcess) -> None:
     def cached(model: str) -> int:
         body = {"model": model, "prompt": "another " + PROMPT * 2, "max_tokens": 1}
         usage = post(server, "/v1/completions", **body).json()["usage"]
@@ -104,7 +106,7 @@ def test_a_prefix_is_shared_within_one_adapter_alone(server: ServerProcess) -> N
     assert all(cached(name) > 0 for name in (BASE, *GIVEN))
 
 
-def test_one_comes_while_the_server_runs_and_leaves_behind_its_streams(
+def test_unloading_an_adapter_waits_for_its_streams_to_finish(
     server: ServerProcess, folders: dict[str, Path]
 ) -> None:
     assert post(server, "/v1/completions", **body_of("wit")).status_code == 404
@@ -132,7 +134,7 @@ def test_one_comes_while_the_server_runs_and_leaves_behind_its_streams(
     assert unload(server, "wit").status_code == 404
 
 
-def test_an_alias_may_stand_for_an_adapter_and_yields_to_one_that_is_loaded(
+def test_an_alias_may_name_an_adapter_and_a_loaded_adapter_takes_precedence(
     server: ServerProcess, folders: dict[str, Path]
 ) -> None:
     def text(model: str) -> str:
@@ -144,7 +146,8 @@ def test_an_alias_may_stand_for_an_adapter_and_yields_to_one_that_is_loaded(
     assert text("sql-latest") == text("sql") == text("headrace-maxi") != text(BASE)
     refused = post(server, "/v1/embeddings", model="sql-x", input="one").json()["error"]
     assert "cannot compute vectors" in refused["message"]
-    loaded = load(server, "sql-new", folders["wit"])  # a pattern that fits takes no name
+    # A matching alias pattern does not reserve the name.
+    loaded = load(server, "sql-new", folders["wit"])
     assert loaded.is_success, loaded.text
     one = httpx.get(f"{server.url}/v1/models/sql-new").json()
     assert (one["parent"], "alias_of" in one) == (BASE, False)
@@ -165,7 +168,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_layer_and_rank(
     assert load(server, BASE, folders["wit"]).status_code == 400
 
 
-def test_other_files_at_an_adapters_path_are_told_behind_a_kill(
+def test_after_an_engine_kill_changed_adapter_files_are_reported(
     server: ServerProcess, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(folders["bag"], tmp_path / "bag"))
@@ -183,7 +186,7 @@ def test_other_files_at_an_adapters_path_are_told_behind_a_kill(
     assert unload(server, "moved").status_code == 200
 
 
-def test_a_hostile_folder_is_a_400_and_delays_nobody(
+def test_a_malicious_adapter_regex_is_a_400_and_does_not_block_the_server(
     server: ServerProcess, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(folders["bag"], tmp_path / "bag"))
@@ -228,14 +231,14 @@ def test_a_wrong_name_or_path_is_a_400(server: ServerProcess, name: Any, path: A
     assert refused.json()["error"]["param"] == ("lora_path" if name == "x" else "lora_name")
 
 
-def test_figures_tell_adapters_apart(server: ServerProcess) -> None:
+def test_metrics_count_requests_per_adapter(server: ServerProcess) -> None:
     ask(server, body_of("law"))
     text = httpx.get(f"{server.url}/metrics").text
     assert 'headrace_adapter_requests_total{adapter="law",outcome="finished"}' in text
 
 
 @pytest.mark.slow
-def test_no_answer_is_lost_or_changed_over_kills_while_adapters_come_and_go(
+def test_no_answer_changes_while_adapters_reload_and_engines_are_killed(
     server: ServerProcess, folders: dict[str, Path]
 ) -> None:
     for name in COMING:
@@ -243,20 +246,21 @@ def test_no_answer_is_lost_or_changed_over_kills_while_adapters_come_and_go(
     bodies = [body_of(name, seed, max_tokens=60) for seed in range(4) for name in (BASE, *KINDS)]
     expected = [ask(server, body) for body in bodies]
     churn = Churn(folders, bodies, expected)
-    asyncio.run(churn.run(server, min(KILLS, A_SERVER)))
-    while churn.num_kills < KILLS:  # engines that die often wait: another server has a fresh count
+    asyncio.run(churn.run(server, min(KILLS, KILLS_PER_SERVER)))
+    # Restarts are delayed longer after several kills, so each server gets only a few.
+    while churn.num_kills < KILLS:
         given = [f"--adapter={name}={folder}" for name, folder in folders.items()]
         with running_server("--dtype", "bfloat16", *given) as another:
-            asyncio.run(churn.run(another, min(KILLS - churn.num_kills, A_SERVER)))
+            asyncio.run(churn.run(another, min(KILLS - churn.num_kills, KILLS_PER_SERVER)))
     print(
-        f"{churn.num_kills} kills, {churn.num_answers} answers, {churn.num_moves} adapters came "
-        f"back: {len(churn.changed)} changed"
+        f"{churn.num_kills} kills, {churn.num_answers} answers, {churn.num_moves} adapters "
+        f"reloaded: {len(churn.changed)} answers changed"
     )
     assert not churn.changed, churn.changed[0]
 
 
 class Churn:
-    """Readers who ask for all models, while adapters leave and come back and engines are killed."""
+    """Clients that request all models while adapters reload and engines are killed."""
 
     def __init__(self, folders: dict[str, Path], bodies: list[Any], expected: list[Any]) -> None:
         self._folders, self._bodies, self._expected = folders, bodies, expected
@@ -304,7 +308,7 @@ class Churn:
             assert gone.status_code == 200, gone.text
             given = {"lora_name": name, "lora_path": str(self._folders[name])}
             come = await client.post("/v1/load_lora_adapter", json=given)
-            while come.status_code == 503:  # its engine was killed meanwhile
+            while come.status_code == 503:  # the engine was killed in the meantime
                 await asyncio.sleep(0.1)
                 come = await client.post("/v1/load_lora_adapter", json=given)
             assert come.status_code == 200, come.text

@@ -1,4 +1,4 @@
-"""Aliases over HTTP: every route takes them, and answers under the name that its client sent."""
+"""Tests of model aliases over HTTP: every route accepts them and echoes the name it was sent."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tools.harness.servers import ServerProcess, running_server
 from tools.harness.tiny_models import make_tiny_encoder, make_tiny_model
 
 NAMES = {"claude-sonnet-4-5": "talks", "gpt-4o": "talks", "ada": "vectors", "rank[1]-x": "ranks"}
-"""Names that clients send, and the model that each stands for."""
+"""Model names that clients send, and the model that serves each."""
 ALIASES = ("claude-*=talks", "gpt-4o=talks", "ada=vectors", "rank[1]*=ranks", "ranks=talks")
 EMBEDDING_ONE = {"/api/embeddings": {"prompt": "one"}}
 ROUTES = {
@@ -38,7 +38,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    make_tiny_encoder(root / "ranks", "BertForSequenceClassification")  # the first of them
+    make_tiny_encoder(root / "ranks", "BertForSequenceClassification")  # sorts first
     make_tiny_model(root / "talks")
     make_tiny_encoder(root / "vectors")
     return root
@@ -53,22 +53,22 @@ def server(root: Path) -> Iterator[ServerProcess]:
 
 
 def model_in(answer: httpx.Response) -> Any:
-    """The model that the answer names, if its kind names one."""
+    """Return the answer's `model` field, which not every route has."""
     return answer.json().get("model")
 
 
 @pytest.mark.parametrize(("path", "body", "alias", "model"), CASES)
-def test_a_route_answers_to_an_alias_as_to_the_name_of_its_model(
+def test_a_route_answers_the_same_to_an_alias_and_to_the_model_name(
     server: ServerProcess, path: str, body: dict[str, Any], alias: str, model: str
 ) -> None:
     own, other = ask(server, path, body, model), ask(server, path, body, alias)
     assert other.status_code == own.status_code, other.text
-    assert own.is_success or path == "/infill"  # the tiny model has no tokens for a gap
+    assert own.is_success or path == "/infill"  # the tiny model has no infill tokens
     assert model_in(other) == (alias if model_in(own) == model else None)
 
 
 @pytest.mark.parametrize("path", ["/props", "/slots", "/tokenizer_info"])
-def test_a_query_takes_an_alias(server: ServerProcess, path: str) -> None:
+def test_the_model_query_parameter_accepts_an_alias(server: ServerProcess, path: str) -> None:
     own, other = (
         httpx.get(f"{server.url}{path}", params={"model": name}) for name in ("talks", "gpt-4o")
     )
@@ -91,14 +91,14 @@ def test_a_stored_response_keeps_the_alias(server: ServerProcess) -> None:
     assert ask(server, "/v1/responses", more, "claude-x").json()["model"] == "claude-x"
 
 
-def test_a_socket_takes_an_alias(server: ServerProcess) -> None:
+def test_a_websocket_accepts_an_alias(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         socket.ask("1", {"model": "gpt-4o", "prompt": "one", "max_tokens": 2})
         assert socket.end("1")["kind"] == "finish"
         assert socket.event("1", "accepted")["model"] == "gpt-4o"
 
 
-def test_a_batch_takes_an_alias(server: ServerProcess) -> None:
+def test_a_batch_line_accepts_an_alias(server: ServerProcess) -> None:
     http = httpx.Client(base_url=server.url, timeout=LIMIT_S)
     lines = [line("1", {"model": "gpt-4o", "prompt": "one", "max_tokens": 2}, "/v1/completions")]
     files = {"file": ("lines.jsonl", in_lines(lines))}
@@ -112,7 +112,7 @@ def test_a_batch_takes_an_alias(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/models"])
-def test_aliases_are_listed_with_what_they_stand_for_and_patterns_are_not(
+def test_model_lists_include_aliases_with_their_model_but_no_patterns(
     server: ServerProcess, path: str
 ) -> None:
     listed = httpx.get(f"{server.url}{path}").json()
@@ -128,13 +128,15 @@ def test_aliases_are_listed_with_what_they_stand_for_and_patterns_are_not(
     assert "gpt-4o (talks)" in {entry["display_name"] for entry in entries}
 
 
-def test_a_name_that_no_alias_fits_is_refused_with_those_there_are(server: ServerProcess) -> None:
+def test_an_unknown_name_is_refused_with_a_list_of_models_and_aliases(
+    server: ServerProcess,
+) -> None:
     refused = ask(server, "/v1/completions", {"prompt": "one"}, "gpt-5").json()["error"]
     assert refused["code"] == "model_not_found"
     assert refused["message"].endswith("This server has: ranks, talks, vectors, gpt-4o, ada.")
 
 
-def test_a_model_that_comes_later_takes_precedence_over_an_alias_until_it_is_removed(
+def test_a_model_added_later_takes_precedence_over_an_alias_until_it_is_removed(
     server: ServerProcess, root: Path
 ) -> None:
     assert ask(server, "/tokenize", {"content": "one"}, "claude-new").is_success

@@ -1,4 +1,4 @@
-"""The server answers any bytes in its own shape, and goes on."""
+"""Tests of malformed requests: each gets a proper error, and the server keeps working."""
 
 import json
 import socket
@@ -15,8 +15,8 @@ USER = {"role": "user", "content": "hi"}
 
 
 @pytest.fixture(autouse=True)
-def goes_on(server: ServerProcess) -> Any:
-    """After each of these tests the server still generates."""
+def check_server_still_generates(server: ServerProcess) -> Any:
+    """Check after each of these tests that the server still generates."""
     yield
     body = {"prompt": "Once", "max_tokens": 2}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
@@ -24,7 +24,7 @@ def goes_on(server: ServerProcess) -> Any:
 
 
 def send(server: ServerProcess, raw: bytes) -> bytes:
-    """The server's answer to these bytes, until it closes or falls silent."""
+    """Send raw bytes; return the answer up to the end or to 2 s of silence."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
         connection.sendall(raw)
@@ -65,7 +65,7 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
     ],
     ids=range(10),
 )
-def test_what_is_no_json_is_a_400(server: ServerProcess, body: bytes) -> None:
+def test_invalid_json_is_a_400(server: ServerProcess, body: bytes) -> None:
     assert code_of(post(server, body)) == (400, "invalid_json")
 
 
@@ -82,13 +82,13 @@ def test_what_is_no_json_is_a_400(server: ServerProcess, body: bytes) -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     ],
 )
-def test_a_wrong_body_is_a_400_with_a_message(server: ServerProcess, body: Any) -> None:
+def test_an_invalid_body_is_a_400_with_a_message(server: ServerProcess, body: Any) -> None:
     response = post(server, body)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
 
 
-def test_extremes_of_a_valid_body_are_never_a_fault_of_the_server(server: ServerProcess) -> None:
+def test_extreme_values_in_a_valid_body_never_cause_a_500(server: ServerProcess) -> None:
     function = {"name": "f", "arguments": "[" * 200_000}
     called = {"role": "assistant", "tool_calls": [{"function": function}]}
     refused = post(server, {"messages": [USER, called], "max_tokens": 1})
@@ -104,14 +104,16 @@ def test_a_form_post_is_a_415(server: ServerProcess) -> None:
     assert code_of(response) == (415, "unsupported_media_type")
 
 
-def test_an_announced_body_over_the_limit_is_refused_unread(server: ServerProcess) -> None:
+def test_a_content_length_over_the_limit_is_refused_before_the_body_is_read(
+    server: ServerProcess,
+) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     answer = send(server, f"{head}Content-Length: 99999999999\r\n\r\n{{".encode())
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b'"code":"request_too_large"' in answer
 
 
-def test_a_body_that_breaks_off_is_nothing(server: ServerProcess) -> None:
+def test_a_truncated_body_starts_no_request_and_logs_no_traceback(server: ServerProcess) -> None:
     address = urlsplit(server.url)
     for _ in range(20):
         with socket.create_connection((address.hostname, address.port)) as connection:
@@ -131,18 +133,18 @@ def test_a_body_that_breaks_off_is_nothing(server: ServerProcess) -> None:
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
     ],
 )
-def test_what_is_no_http_does_no_harm(server: ServerProcess, raw: bytes) -> None:
+def test_malformed_http_never_causes_a_500(server: ServerProcess, raw: bytes) -> None:
     assert b" 500 " not in send(server, raw)
 
 
-def test_a_page_of_another_host_is_forbidden(server: ServerProcess) -> None:
+def test_a_foreign_origin_or_host_header_is_forbidden(server: ServerProcess) -> None:
     body, evil = {"messages": [USER]}, {"Origin": "https://evil.example"}
     response = httpx.post(f"{server.url}{CHAT}", json=body, headers=evil)
     assert code_of(response) == (403, "forbidden")
     assert code_of(httpx.get(f"{server.url}/props", headers={"Host": "evil.example"}))[0] == 403
 
 
-def test_a_route_or_method_that_is_none_has_our_error(server: ServerProcess) -> None:
+def test_an_unknown_route_or_method_has_a_json_error(server: ServerProcess) -> None:
     for path in ("/v1", "/v1/chat/completions/x", "/../etc/passwd", "/%2e%2e/x"):
         assert code_of(httpx.get(server.url + path)) == (404, "route_not_found")
     response = httpx.delete(f"{server.url}{CHAT}")

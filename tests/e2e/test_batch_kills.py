@@ -1,6 +1,6 @@
-"""A batch over kills of its engine and its server: every line once, every text as asked alone.
+"""Tests that a batch survives kills of its engine and server with one correct answer per line.
 
-`make test-batches` runs 10,000 lines over 20 kills; LINES and KILLS say how many.
+`make test-batches` runs 10,000 lines over 20 kills, which LINES and KILLS set.
 """
 
 import os
@@ -24,7 +24,7 @@ NUM_ASKING = 4
 
 
 class KilledServer:
-    """A server over one state directory, started again as often as it is killed."""
+    """A server that is restarted on the same state directory after each kill."""
 
     def __init__(self, state: Path) -> None:
         self._flags = ("--threads", "1", "--state-dir", str(state), "--drain-s", "1")
@@ -32,7 +32,7 @@ class KilledServer:
         self.client = openai.OpenAI(base_url=f"{self.running.url}/v1", api_key="-")
 
     def kill(self, number: int) -> None:
-        """The engine and the server in turn."""
+        """Kill the engine if `number` is odd, or else the server, and restart it."""
         if number % 2:
             self.running.kill_engine()
             return
@@ -42,7 +42,7 @@ class KilledServer:
 
 
 @pytest.mark.slow
-def test_each_line_is_answered_once_over_kills_and_as_if_it_were_asked_alone(
+def test_after_kills_each_batch_line_has_one_answer_equal_to_a_single_request(
     tmp_path: Path,
 ) -> None:
     lines = [chat_line(n, temperature=0.8, seed=n, max_tokens=24) for n in range(LINES)]
@@ -85,7 +85,7 @@ def ended(server: KilledServer, id: str) -> bool:
 
 
 def alone(server: KilledServer, lines: list[dict[str, Any]]) -> dict[str, str | None]:
-    """The texts of the same requests without a batch."""
+    """Return the answers to the same requests without a batch."""
     shares = [lines[start::NUM_ASKING] for start in range(NUM_ASKING)]
     with ThreadPoolExecutor(NUM_ASKING) as threads:
         found = threads.map(lambda share: answers_alone(server.client, share), shares)

@@ -1,4 +1,4 @@
-"""A batch on a server whose models take turns in memory: each line once, by the model it names."""
+"""Tests of a batch for two models on a server that holds only one in memory."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,7 @@ ROUTE = "/v1/completions"
 
 
 @pytest.mark.slow
-def test_a_batch_survives_that_its_models_leave_memory(tmp_path: Path) -> None:
+def test_a_batch_completes_while_its_models_are_swapped_in_and_out(tmp_path: Path) -> None:
     for name in ("one", "two"):
         make_tiny_model(tmp_path / "models" / name)
     flags = ("--models-dir", str(tmp_path / "models"), "--max-models", "1", "--threads", "1")
@@ -37,7 +37,7 @@ def test_a_batch_survives_that_its_models_leave_memory(tmp_path: Path) -> None:
         file = ask("POST", "/v1/files", data={"purpose": "batch"}, files=files)
         wish = {"input_file_id": file["id"], "endpoint": ROUTE, "completion_window": "24h"}
         id = ask("POST", "/v1/batches", json=wish)["id"]
-        for name in ("two", "one", "two"):  # somebody asks for either meanwhile
+        for name in ("two", "one", "two"):  # other requests force swaps in the meantime
             ask("POST", ROUTE, json={"model": name, "prompt": "a", "max_tokens": 3})
         eventually(lambda: ask("GET", f"/v1/batches/{id}")["status"] == "completed", 240)
         batch = ask("GET", f"/v1/batches/{id}")

@@ -1,4 +1,4 @@
-"""Several servers on one Redis: each batch is one server's, and another's once that has gone."""
+"""Tests of batches on several servers that share one Redis."""
 
 import signal
 import time
@@ -22,7 +22,7 @@ def client_of(server: ServerProcess) -> openai.OpenAI:
 
 @needs_redis
 @pytest.mark.slow
-def test_a_batch_goes_on_elsewhere_when_its_server_dies(tmp_path: Path) -> None:
+def test_another_server_completes_the_batch_of_a_killed_server(tmp_path: Path) -> None:
     redis = RedisServer(tmp_path / "redis", "--appendonly", "yes")
     flags = ("--threads", "1", "--state-dir", redis.url)
     servers = [ServerProcess(*flags).wait_until_ready() for _ in range(2)]

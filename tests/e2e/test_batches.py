@@ -1,4 +1,4 @@
-"""Batches through a real server, by the openai client's own calls."""
+"""Tests of batches on a real server with the openai client."""
 
 import io
 import json
@@ -67,7 +67,7 @@ def content(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     return results(client.files.content(file_id).content) if file_id else []
 
 
-def test_every_line_is_answered_as_if_it_were_asked_alone(ann: openai.OpenAI) -> None:
+def test_every_line_gets_the_answer_of_a_single_request(ann: openai.OpenAI) -> None:
     lines = [chat_line(number) for number in range(30)]
     batch = begun(ann, lines, metadata={"night": "first"})
     assert batch.status == "validating"
@@ -84,7 +84,7 @@ def test_every_line_is_answered_as_if_it_were_asked_alone(ann: openai.OpenAI) ->
     assert batch.id in [it.id for it in ann.batches.list(limit=2)]
 
 
-def test_lines_may_name_any_route_that_answers(ann: openai.OpenAI) -> None:
+def test_batch_lines_may_use_any_inference_route(ann: openai.OpenAI) -> None:
     bodies = {
         "/v1/completions": {"model": "headrace-mini", "prompt": "One", "max_tokens": 4},
         "/v1/responses": {"model": "headrace-mini", "input": "One", "max_output_tokens": 4},
@@ -108,7 +108,7 @@ def test_lines_may_name_any_route_that_answers(ann: openai.OpenAI) -> None:
     assert got[1]["embedding"] == pytest.approx(alone.data[1].embedding, abs=1e-5)
 
 
-def test_a_line_that_cannot_be_answered_fails_alone(ann: openai.OpenAI) -> None:
+def test_a_line_that_fails_does_not_fail_the_others(ann: openai.OpenAI) -> None:
     long = {"model": "headrace-mini", "prompt": "word " * 40_000, "max_tokens": 1}
     lines = [line("long", long, "/v1/completions")]
     lines += [line("short", {**long, "prompt": "word"}, "/v1/completions")]
@@ -120,7 +120,9 @@ def test_a_line_that_cannot_be_answered_fails_alone(ann: openai.OpenAI) -> None:
     assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
-def test_faults_are_told_by_line_before_anything_is_answered(ann: openai.OpenAI) -> None:
+def test_validation_reports_every_invalid_line_before_any_line_is_answered(
+    ann: openai.OpenAI,
+) -> None:
     good = chat_line(1)
     lines = [
         json.dumps(good),
@@ -139,8 +141,8 @@ def test_faults_are_told_by_line_before_anything_is_answered(ann: openai.OpenAI)
     )
     batch = ended(ann, batch)
     assert batch.status == "failed" and batch.output_file_id is None
-    told = {(it.line, it.code, it.param) for it in batch.errors.data}
-    assert told == {
+    reported = {(it.line, it.code, it.param) for it in batch.errors.data}
+    assert reported == {
         (2, "invalid_value", "url"),
         (3, "invalid_json", None),
         (4, "invalid_value", "custom_id"),
@@ -152,7 +154,7 @@ def test_faults_are_told_by_line_before_anything_is_answered(ann: openai.OpenAI)
     }
 
 
-def test_a_cancelled_batch_keeps_what_was_answered_and_says_so_of_the_rest(
+def test_a_cancelled_batch_keeps_its_answers_and_lists_the_other_lines_as_cancelled(
     ann: openai.OpenAI,
 ) -> None:
     lines = [chat_line(number, max_tokens=400, ignore_eos=True) for number in range(300)]
@@ -168,7 +170,7 @@ def test_a_cancelled_batch_keeps_what_was_answered_and_says_so_of_the_rest(
     assert {it["error"]["code"] for it in left} == {"batch_cancelled"}
 
 
-def test_another_keys_files_and_batches_do_not_exist(
+def test_files_and_batches_of_another_api_key_are_not_found(
     ann: openai.OpenAI, bob: openai.OpenAI
 ) -> None:
     batch = ended(ann, begun(ann, [chat_line(1)]))
@@ -216,15 +218,15 @@ def test_a_file_beyond_the_size_or_the_quota_is_refused(
     first = sent(bob, b"x" * 30_000_000)
     with pytest.raises(openai.BadRequestError, match="--key-file-bytes"):
         sent(bob, b"x" * 30_000_000)
-    sent(ann, b"x" * 1_000_000)  # a quota is a key's own
+    sent(ann, b"x" * 1_000_000)  # each key has its own quota
     bob.files.delete(first.id)
     bob.files.delete(sent(bob, b"x" * 30_000_000).id)
 
 
-def test_hostile_files_are_refused_and_hold_nobody_up(
+def test_hostile_batch_files_are_refused_and_do_not_block_other_requests(
     ann: openai.OpenAI, bob: openai.OpenAI, batch_server: ServerProcess
 ) -> None:
-    """A line of 25 MB, a million lines, and 20 MB of noise, while another key asks for health."""
+    """Send a 25 MB line, a million lines and binary noise while a thread polls /health."""
     good = in_lines([chat_line(1)])
     hostile = {
         "request_too_large": [good + b'{"custom_id": "' + b"x" * 25_000_000 + b'"}\n' + good[:-1]],
@@ -259,7 +261,7 @@ def test_hostile_files_are_refused_and_hold_nobody_up(
     assert longest[0] < 5
 
 
-def test_on_a_full_disk_files_are_refused_and_batches_wait(
+def test_a_full_disk_refuses_uploads_and_pauses_running_batches(
     ann: openai.OpenAI, batch_server: ServerProcess
 ) -> None:
     lines = [chat_line(number, max_tokens=100, ignore_eos=True) for number in range(100)]
@@ -281,7 +283,7 @@ def test_on_a_full_disk_files_are_refused_and_batches_wait(
     assert sorted(it["custom_id"] for it in found) == sorted(it["custom_id"] for it in lines)
 
 
-def test_a_form_that_breaks_off_leaves_no_file(batch_server: ServerProcess) -> None:
+def test_a_truncated_multipart_form_stores_no_file(batch_server: ServerProcess) -> None:
     before = httpx.get(f"{batch_server.url}/v1/files", headers={"X-Api-Key": "bobs"}).json()
     for body in (b"", b"--b\r\nContent-Disposition: form-data; name=file\r\n\r\nline\r\n"):
         answer = httpx.post(
@@ -294,7 +296,7 @@ def test_a_form_that_breaks_off_leaves_no_file(batch_server: ServerProcess) -> N
     assert after == before
 
 
-def test_the_command_answers_a_file_and_goes_on_with_one_that_was_sent(
+def test_the_batch_command_answers_a_file_and_resumes_an_earlier_batch(
     batch_server: ServerProcess, tmp_path: Path
 ) -> None:
     import os

@@ -1,4 +1,4 @@
-"""Conversations over real HTTP: items, responses, kills, retries, tenants, two gateways."""
+"""Tests of conversations over HTTP: items, responses, retries and two gateways."""
 
 import json
 import threading
@@ -80,7 +80,7 @@ def test_a_response_sees_the_conversation_and_is_added_to_it(client: Client) -> 
     assert alone.json()["usage"]["input_tokens"] == second.json()["usage"]["input_tokens"]
 
 
-def test_ids_of_items_stay_the_same_while_the_conversation_grows(client: Client) -> None:
+def test_item_ids_stay_stable_while_the_conversation_grows(client: Client) -> None:
     id = client.create("a", "b")
     seen: list[str] = []
     for text in ("c", "d", "e"):
@@ -123,7 +123,7 @@ def test_items_are_added_shown_and_removed(client: Client) -> None:
     assert client.texts(id)[:3] == ["a", "c", "d"]
 
 
-def test_an_item_with_an_id_that_the_conversation_has_gets_another_id(client: Client) -> None:
+def test_an_item_with_a_duplicate_id_gets_a_new_id(client: Client) -> None:
     id = client.create("a")
     twice = [said("b", id="msg_same"), said("c", id="msg_same")]
     client.http.post(f"/conversations/{id}/items", json={"items": twice})
@@ -131,7 +131,7 @@ def test_an_item_with_an_id_that_the_conversation_has_gets_another_id(client: Cl
     assert ids[1] == "msg_same" and len(set(ids)) == 3
 
 
-def test_an_item_is_found_by_any_id_that_its_client_chose(client: Client) -> None:
+def test_an_item_id_chosen_by_the_client_may_have_any_characters(client: Client) -> None:
     item = said("a", id="an id/with blanks?")
     id = client.create()
     assert client.http.post(f"/conversations/{id}/items", json={"items": [item]}).is_success
@@ -140,7 +140,7 @@ def test_an_item_is_found_by_any_id_that_its_client_chose(client: Client) -> Non
     assert client.http.delete(place).is_success and client.items(id) == []
 
 
-def test_tokens_are_counted_and_items_summarized_with_the_conversation(client: Client) -> None:
+def test_token_counts_and_compaction_include_the_conversation(client: Client) -> None:
     id = client.create("Count from 1 to 5.")
     count = {"input": "And from 6 to 9?", "conversation": id}
     counted = client.http.post("/responses/input_tokens", json=count).json()["input_tokens"]
@@ -162,7 +162,7 @@ def test_a_batch_adds_each_answer_once(client: Client) -> None:
     assert len(client.texts(id)) == 6 and client.respond(id, "b").is_success
 
 
-def test_a_conversation_can_be_deleted_and_its_responses_stay(client: Client) -> None:
+def test_deleting_a_conversation_keeps_its_responses(client: Client) -> None:
     id = client.create("a")
     response = client.respond(id, "b", store=True, **BRIEF).json()
     deleted = client.http.delete(f"/conversations/{id}").json()
@@ -216,7 +216,7 @@ def test_only_one_response_at_a_time_runs_in_a_conversation(client: Client) -> N
     assert client.texts(id) == [] and client.respond(id, "And?").status_code == 200
 
 
-def test_of_concurrent_changes_none_is_lost(client: Client) -> None:
+def test_no_concurrent_change_is_lost(client: Client) -> None:
     id = client.create()
     done: list[str] = []
 
@@ -235,7 +235,7 @@ def test_of_concurrent_changes_none_is_lost(client: Client) -> None:
     assert sorted(client.texts(id)) == sorted(done) and len(done) == 8
 
 
-def test_a_retry_with_the_same_key_adds_nothing(client: Client) -> None:
+def test_a_retry_with_the_same_idempotency_key_adds_no_items(client: Client) -> None:
     id = client.create()
     key = {"Idempotency-Key": f"once {id}"}
     answers = [client.respond(id, "b", **BRIEF, headers=key) for _ in range(3)]
@@ -243,7 +243,7 @@ def test_a_retry_with_the_same_key_adds_nothing(client: Client) -> None:
     assert client.texts(id) == ["b", output_of(answers[0])]
 
 
-def test_the_answer_is_added_although_its_client_left(client: Client) -> None:
+def test_the_answer_is_added_after_its_client_disconnects(client: Client) -> None:
     id = client.create()
     body = {"input": STORY, "conversation": id, "stream": True, **LONG, "max_output_tokens": 60}
     with client.http.stream("POST", "/responses", json=body) as answer:
@@ -263,7 +263,9 @@ def test_the_answer_is_added_although_its_client_left(client: Client) -> None:
         ({"conversation": "conv_" + "0" * 32}, "conversation_not_found"),
     ],
 )
-def test_a_wrong_conversation_is_refused(client: Client, body: dict[str, Any], code: str) -> None:
+def test_an_invalid_conversation_is_refused(
+    client: Client, body: dict[str, Any], code: str
+) -> None:
     refused = client.http.post("/responses", json={"input": "a", "conversation": "conv_1"} | body)
     assert refused.json()["error"]["code"] == code
     assert refused.status_code == (404 if "not_found" in code else 400)
@@ -281,7 +283,7 @@ def test_a_wrong_conversation_is_refused(client: Client, body: dict[str, Any], c
         {"metadata": ["x"]},
     ],
 )
-def test_a_wrong_body_is_refused(client: Client, body: dict[str, Any]) -> None:
+def test_an_invalid_body_is_refused(client: Client, body: dict[str, Any]) -> None:
     assert client.http.post("/conversations", json=body).status_code == 400
     id = client.create("a")
     below = "/items" if "items" in body else ""
@@ -289,13 +291,13 @@ def test_a_wrong_body_is_refused(client: Client, body: dict[str, Any]) -> None:
     assert client.texts(id) == ["a"]
 
 
-def test_hostile_paths_find_nothing(client: Client) -> None:
+def test_hostile_paths_are_not_found(client: Client) -> None:
     for id in ("conv_x", "%0Aconv", "conv_%00", "..%2Ffiles", "x" * 2000, "conv_" + "f" * 32):
         assert client.http.get(f"/conversations/{id}").status_code == 404
         assert client.http.get(f"/conversations/{id}/items/%00").status_code == 404
 
 
-def test_the_header_of_a_conversation_and_the_field_exclude_each_other(client: Client) -> None:
+def test_the_conversation_header_and_field_are_mutually_exclusive(client: Client) -> None:
     named = {"X-Conversation-Id": "mine"}
     refused = client.respond(client.create(), "a", **BRIEF, headers=named)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "conversation")

@@ -1,4 +1,4 @@
-"""By default, a server stores cached prefixes in the user's cache folder, where there is room.
+"""Tests that a server stores cached prefixes in the user's cache folder by default.
 
 tests/e2e/test_disk_prefixes.py kills servers and reads the prefixes again.
 """
@@ -33,7 +33,7 @@ def test_a_server_stores_long_prompts_by_default(tmp_path: Path) -> None:
     with running_server(str(model), *FLAGS, environment={"XDG_CACHE_HOME": str(cache)}) as server:
         assert num_cached(server, "short" * 40) == num_cached(server, PROMPT) == 0
         eventually(lambda: any(name.endswith(f"-{num_blocks}") for name in runs()))
-        assert not any(name.endswith("-0-6") for name in runs()), "not the short prompt"
+        assert not any(name.endswith("-0-6") for name in runs()), "the short prompt is not stored"
         assert any(f"are stored in {root}" in line for line in server.lines)
         for path in (root, *root.rglob("*")):
             assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600)

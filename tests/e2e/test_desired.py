@@ -1,4 +1,4 @@
-"""Models that come, change and go while a real server runs."""
+"""Tests of PUT /manage/desired, which adds, changes and removes models at runtime."""
 
 import contextlib
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def with_settings(model: dict[str, Any], name: str, **settings: Any) -> dict[str
         ({"models": [{"model": "x"}, {"model": "x"}]}, "models[0].served_model_name"),
     ],
 )
-def test_a_bad_document_is_refused_with_its_path_and_changes_nothing(
+def test_an_invalid_document_is_refused_with_the_fields_path_and_changes_nothing(
     shared: ServerProcess, document: Any, param: str | None
 ) -> None:
     before = desired(shared.url)
@@ -71,7 +71,7 @@ def test_a_bad_document_is_refused_with_its_path_and_changes_nothing(
     assert desired(shared.url) == before
 
 
-def test_a_model_that_was_dropped_ends_its_streams_first(shared: ServerProcess) -> None:
+def test_a_removed_model_finishes_its_streams_first(shared: ServerProcess) -> None:
     url = shared.url
     a, b = desired(url)["models"]
     ask(url, "b")
@@ -87,7 +87,7 @@ def test_a_model_that_was_dropped_ends_its_streams_first(shared: ServerProcess) 
     assert ask(url, "a").status_code == 200
 
 
-def test_a_model_that_is_changed_ends_its_streams_first_and_others_wait(
+def test_a_changed_model_finishes_its_streams_before_it_reloads(
     shared: ServerProcess,
 ) -> None:
     url = shared.url
@@ -101,10 +101,10 @@ def test_a_model_that_is_changed_ends_its_streams_first_and_others_wait(
         assert models(url)["a"]["max_model_len"] == 128 and "pending" not in models(url)["a"]
 
 
-def test_models_come_change_and_go_and_are_kept_over_a_restart(
+def test_models_are_changed_and_removed_and_persist_over_a_restart(
     shared: ServerProcess, flags: list[str]
 ) -> None:
-    """The last test of this server."""
+    """Run last, since this test stops the shared server."""
     url = shared.url
     a, b = desired(url)["models"]
     assert (a["served_model_name"], b["max_model_len"]) == (["a"], 512)

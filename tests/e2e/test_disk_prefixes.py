@@ -1,4 +1,4 @@
-"""Servers that are killed and started again: prompts are not read twice, and answers are equal."""
+"""Tests that killed servers restore prefixes from disk and give the same answers."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def serving(model: str, disk: Path, *flags: str) -> Iterator[ServerProcess]:
 
 
 def answer(server: ServerProcess, **fields: Any) -> tuple[str, int]:
-    """The text, and how many tokens of the prompt were cached."""
+    """Return the text and the number of cached prompt tokens."""
     body = httpx.post(f"{server.url}/v1/completions", json=BODY | fields, timeout=120).json()
     return body["choices"][0]["text"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -50,19 +50,19 @@ def kill(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_server_reads_no_prompt_twice(model: str, tmp_path: Path) -> None:
+def test_a_restarted_server_restores_the_prompt_from_disk(model: str, tmp_path: Path) -> None:
     with serving(model, tmp_path) as server:
         before = answer(server)
-        time.sleep(1)  # so much may be lost
+        time.sleep(1)  # a kill may lose the last second
         kill(server)
     with serving(model, tmp_path) as server:
         text, cached = answer(server)
         assert (text, 0) == before
         assert cached >= (TOKENS - 1) // 32 * 32 - 256
-        assert answer(server, cache_salt="another")[1] == 0, "not that of others"
+        assert answer(server, cache_salt="another")[1] == 0, "another salt shares no prefix"
 
 
-def test_a_prompt_that_was_cut_by_a_kill_goes_on_and_an_engine_that_dies_restores_its_streams(
+def test_an_interrupted_prefill_resumes_and_a_killed_engine_restores_its_streams(
     model: str, tmp_path: Path
 ) -> None:
     with serving(model, tmp_path) as server:
@@ -81,10 +81,10 @@ def test_a_prompt_that_was_cut_by_a_kill_goes_on_and_an_engine_that_dies_restore
     processed = max((done for when, done in seen if when < at - 1), default=0)
     with serving(model, tmp_path) as server:
         text, cached = answer(server)
-        assert cached >= processed - 32, "a second's blocks at most are lost"
+        assert cached >= processed - 32, "at most one second of blocks is lost"
         assert answer(server, cache_prompt=False)[0] == text
         whole = answer(server, max_tokens=600)[0]
-        time.sleep(1)  # so much may be lost
+        time.sleep(1)  # a kill may lose the last second
         before = disk_figure(server, "tokens_total")
         fields = BODY | {"stream": True, "max_tokens": 600}
         got, url, pid = "", f"{server.url}/v1/completions", server.engine_pid
@@ -103,7 +103,7 @@ def test_serving_goes_on_while_the_disk_is_full(model: str, tmp_path: Path) -> N
     with serving(model, tmp_path) as server, full_disk_of_engine(server):
         text, cached = answer(server)
         assert (text, cached) == answer(server, cache_prompt=False)
-        assert answer(server)[1] > 0, "memory has it"
+        assert answer(server)[1] > 0, "the prefix is cached in memory"
         eventually(lambda: any("cannot be written to" in line for line in server.lines))
         assert sum("cannot be written to" in line for line in server.lines) == 1
     assert not list(tmp_path.glob("*/*-*-*"))
@@ -119,8 +119,8 @@ def full_disk_of_engine(server: ServerProcess) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_two_servers_share_a_folder_while_one_of_them_evicts(model: str, tmp_path: Path) -> None:
-    """Both write and read the same prompts; the one with little room removes what both wrote."""
-    few = ("--prefix-cache-disk-bytes", str(6 << 20))  # four prompts of twelve
+    """Let both servers use the same prompts; the one with a small limit evicts files of both."""
+    few = ("--prefix-cache-disk-bytes", str(6 << 20))  # room for 4 of 12 prompts
     prompts = [PROMPT[n:2000] + PROMPT[:n] for n in range(6)]
 
     def ask(server: ServerProcess, seed: int) -> list[tuple[int, str, int]]:
@@ -131,7 +131,7 @@ def test_two_servers_share_a_folder_while_one_of_them_evicts(model: str, tmp_pat
             said.append((number, *answer(server, prompt=prompts[number], cache_salt=salt)))
         return said
 
-    # memory keeps one prompt, and the disk the others
+    # Memory holds only one prompt, so the other prompts must come from disk.
     small = ("--dtype", "bfloat16", "--max-model-len", "2560", "--kv-cache-memory-bytes", "2200000")
     with serving(model, tmp_path / "none", *small) as server:
         expected = [answer(server, prompt=prompt, cache_prompt=False)[0] for prompt in prompts]
@@ -158,8 +158,8 @@ def disk_figure(server: ServerProcess, name: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_of_20_000_tokens_a_kill_at_any_moment_loses_a_second_at_most(tmp_path: Path) -> None:
-    """The tokens on disk after SIGKILL, against those that the server had said were computed."""
+def test_a_kill_during_a_20_000_token_prefill_loses_at_most_one_second(tmp_path: Path) -> None:
+    """Compare the tokens on disk after SIGKILL with the progress that the server reported."""
     folder = tmp_path / "tiny"
     model = str(make_tiny_model(folder, max_position_embeddings=24576, num_hidden_layers=2))
     prompt, dice, known = PROMPT * 4, random.Random(0), 0
@@ -173,7 +173,7 @@ def test_of_20_000_tokens_a_kill_at_any_moment_loses_a_second_at_most(tmp_path: 
         computed = max((done for when, done in seen if when < at - 1), default=0)
         known = on_disk(tmp_path / "disk")
         print(f"computed {seen[-1][1]}, a second before {computed}, on disk {known}")
-        assert known >= computed - 32, "all but the last second's blocks"
+        assert known >= computed - 32, "more than the last second of blocks is lost"
     with serving(model, tmp_path / "disk", *WIDE) as server:
         assert answer(server, prompt=prompt) == (expected, 19_968)
 
@@ -184,7 +184,7 @@ WIDE = ("--max-step-tokens", "256")
 def read_until_killed(
     server: ServerProcess, prompt: str, seconds: float
 ) -> list[tuple[float, int]]:
-    """Sends the prompt, and kills the server that long after it began to compute."""
+    """Send the prompt and kill the server `seconds` after its first progress event."""
     fields = BODY | {"prompt": prompt, "stream": True, "return_progress": True}
     seen: list[tuple[float, int]] = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json=fields, timeout=300) as body:
@@ -199,7 +199,7 @@ def read_until_killed(
 
 
 def on_disk(root: Path) -> int:
-    """Tokens of the one prompt, from the first on, that lie there without a gap."""
+    """Return how many tokens of the prompt are stored without a gap from its start."""
     ends = {}
     for path in root.glob("*/*-*-*"):
         first, end = map(int, path.name.split("-")[1:])

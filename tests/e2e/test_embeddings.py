@@ -1,4 +1,4 @@
-"""Embeddings from a model that generates, over HTTP: the openai package, alone and in batches."""
+"""Tests of embeddings from a generative model, with the openai package and over plain HTTP."""
 
 import asyncio
 import base64
@@ -34,7 +34,7 @@ def distance(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def test_the_openai_package_gets_vectors_of_length_one(client: openai.OpenAI) -> None:
+def test_embeddings_have_unit_length(client: openai.OpenAI) -> None:
     answer = client.embeddings.create(model="headrace-mini", input=TEXTS)
     assert [entry.index for entry in answer.data] == [0, 1, 2]
     for entry in answer.data:
@@ -49,7 +49,7 @@ def test_base64_equals_float(server: ServerProcess) -> None:
         assert array("f", base64.b64decode(one["embedding"])).tolist() == other["embedding"]
 
 
-def test_ids_give_what_their_text_gives(server: ServerProcess) -> None:
+def test_token_ids_get_the_same_vectors_as_their_text(server: ServerProcess) -> None:
     ids = [post(server, "/tokenize", prompt=text).json()["tokens"] for text in TEXTS]
     of_ids, of_texts = post(server, input=ids).json(), post(server, input=TEXTS).json()
     assert of_ids["usage"] == of_texts["usage"]
@@ -75,7 +75,7 @@ def test_ids_give_what_their_text_gives(server: ServerProcess) -> None:
         ({"input": "a", "truncate_prompt_tokens": 5}, "unsupported_parameter", None),
     ],
 )
-def test_what_cannot_be_embedded_is_named(
+def test_an_invalid_embedding_request_names_the_parameter(
     server: ServerProcess, body: dict[str, Any], code: str, param: str | None
 ) -> None:
     answer = post(server, **body)
@@ -84,7 +84,9 @@ def test_what_cannot_be_embedded_is_named(
     assert param is None or error["param"] == param
 
 
-def test_a_model_that_cannot_rank_says_so(server: ServerProcess) -> None:
+def test_a_rerank_request_to_a_generative_model_suggests_a_cross_encoder(
+    server: ServerProcess,
+) -> None:
     error = post(server, "/v1/rerank", query="a", documents=["b"]).json()["error"]
     assert error["code"] == "unsupported_operation" and "cross-encoder" in error["message"]
 
@@ -100,10 +102,10 @@ def test_embedding_during_generation_is_served(
         next(iter(stream))
         answer = post(server, input=[f"number {i}" for i in range(200)])
         assert len(answer.json()["data"]) == 200
-        next(iter(stream))  # it has not ended
+        next(iter(stream))  # the stream is still running
 
 
-def test_concurrent_batches_stay_apart(server: ServerProcess) -> None:
+def test_concurrent_embedding_requests_get_their_own_vectors(server: ServerProcess) -> None:
     alone = [post(server, input=text).json()["data"][0]["embedding"] for text in TEXTS]
     got: dict[int, list[dict[str, Any]]] = {}
 
@@ -120,7 +122,7 @@ def test_concurrent_batches_stay_apart(server: ServerProcess) -> None:
         assert all(distance(e["embedding"], alone[number]) < 1e-2 for e in entries)
 
 
-def test_a_client_that_leaves_frees_what_its_batch_held(server: ServerProcess) -> None:
+def test_a_disconnected_client_frees_its_embedding_requests(server: ServerProcess) -> None:
     def engine() -> dict[str, Any]:
         state: dict[str, Any] = httpx.get(f"{server.url}/manage/state").json()
         return state
@@ -133,7 +135,7 @@ def test_a_client_that_leaves_frees_what_its_batch_held(server: ServerProcess) -
     eventually(lambda: not engine()["running"] and not engine()["waiting"]["requests"], 60)
 
 
-def test_the_clients_give_what_the_route_gives(server: ServerProcess) -> None:
+def test_the_python_clients_return_the_same_vectors_as_the_route(server: ServerProcess) -> None:
     expected = [entry["embedding"] for entry in post(server, input=TEXTS).json()["data"]]
 
     async def ask() -> Any:

@@ -1,4 +1,4 @@
-"""Each route that names a model, on models of each kind: loaded, unloaded, not to be loaded."""
+"""Tests of every model route with loaded, unloaded and broken models of each kind."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ DRAWING: dict[str, dict[str, Any]] = {
     "/api/generate": {"prompt": "one", "options": {"num_predict": 2}, "stream": False},
     "/infill": {"input_prefix": "one", "input_suffix": "two", "n_predict": 2},
 }
-"""Routes that draw tokens, with a body for each."""
+"""Routes that generate tokens, with a body for each."""
 EMBEDDING = {path: {"input": "one"} for path in ("/v1/embeddings", "/api/embed")}
 RANKING: dict[str, dict[str, Any]] = {
     **{path: {"query": "one", "documents": ["two"]} for path in rerank.ROUTES},
@@ -40,15 +40,15 @@ READING: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": TALK,
     "/v1/responses/input_tokens": {"input": "one"},
 }
-"""Routes that need no engine, since they have to do with text alone."""
+"""Routes that only tokenize or render text, so they need no engine."""
 OWN = {"chat": DRAWING, "vectors": EMBEDDING, "ranks": RANKING}
 OTHERS = {
     "chat": ((RANKING, "cross-encoder"),),
     "vectors": ((DRAWING, "/v1/embeddings"), (RANKING, "cross-encoder")),
     "ranks": ((DRAWING, "/v1/rerank"), (EMBEDDING, "/v1/rerank")),
 }
-"""For each model, the routes of other kinds, and a part of the advice that they answer."""
-WITHOUT_MARKS = "/infill"  # the tiny model has no tokens for a gap
+"""For each model, routes that it cannot serve and a part of their error message."""
+UNSUPPORTED = "/infill"  # the tiny model has no infill tokens
 LIMIT_S = 120
 
 
@@ -75,14 +75,14 @@ def ask(server: ServerProcess, path: str, body: dict[str, Any], model: str) -> h
 def ask_all(
     server: ServerProcess, routes: dict[str, dict[str, Any]], model: str
 ) -> dict[str, httpx.Response]:
-    """Sends each route its body at once, so that all of them wait for one load of the model."""
+    """Send all requests at once, so that all of them wait for one load of the model."""
     with ThreadPoolExecutor(len(routes)) as pool:
         answers = pool.map(lambda route: ask(server, *route, model), routes.items())
         return dict(zip(routes, answers, strict=True))
 
 
 def code_of(answer: httpx.Response) -> str:
-    """The code of a refusal: beside its words, as Ollama's clients have it, or within the error."""
+    """Return the error code, which Ollama's routes have at the top level and others in `error`."""
     shown: dict[str, Any] = answer.json()
     code: str = (shown if "code" in shown else shown["error"])["code"]
     return code
@@ -99,7 +99,7 @@ def unload(server: ServerProcess, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", OWN)
-def test_a_route_answers_alike_whether_its_model_is_loaded_or_not(
+def test_a_route_answers_the_same_whether_its_model_is_loaded_or_not(
     server: ServerProcess, model: str
 ) -> None:
     routes = OWN[model]
@@ -109,27 +109,25 @@ def test_a_route_answers_alike_whether_its_model_is_loaded_or_not(
             unload(server, model)
             check_other_kinds(server, model)
         for path, answer in ask_all(server, routes, model).items():
-            status = 400 if path == WITHOUT_MARKS else 200
+            status = 400 if path == UNSUPPORTED else 200
             assert answer.status_code == status, (path, state, answer.text)
 
 
 def check_other_kinds(server: ServerProcess, model: str) -> None:
-    """A route for another kind of model names a route or a kind of model that would work."""
+    """Check that routes for other kinds of models name a route or model that would work."""
     for routes, remedy in OTHERS[model]:
         for path, answer in ask_all(server, routes, model).items():
             assert answer.status_code == 400, (path, answer.text)
-            assert path == WITHOUT_MARKS or remedy in answer.text, (path, answer.text)
+            assert path == UNSUPPORTED or remedy in answer.text, (path, answer.text)
 
 
 @pytest.mark.parametrize("model", ["damaged", "unread"])
-def test_a_model_that_cannot_be_loaded_is_told_on_every_route(
-    server: ServerProcess, model: str
-) -> None:
-    is_read = model == "damaged"  # its text side is sound, and only its weights are not
+def test_every_route_reports_a_model_that_fails_to_load(server: ServerProcess, model: str) -> None:
+    is_read = model == "damaged"  # its tokenizer is valid, but its weights are truncated
     for path, answer in ask_all(server, DRAWING | EMBEDDING | RANKING, model).items():
-        code = "unsupported_parameter" if is_read and path == WITHOUT_MARKS else "load_failed"
+        code = "unsupported_parameter" if is_read and path == UNSUPPORTED else "load_failed"
         assert code_of(answer) == code, (path, answer.text)
-        assert f"/{model}" not in answer.text, path  # no path is shown
+        assert f"/{model}" not in answer.text, path  # the error shows no file path
     for path, answer in ask_all(server, READING, model).items():
         assert answer.status_code == (200 if is_read else 500), path
     words = {"damaged": "model.safetensors of damaged is truncated", "unread": "valid vocab_size"}

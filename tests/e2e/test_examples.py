@@ -1,4 +1,4 @@
-"""The Python examples, as a reader would run them; those in JavaScript run in make test-clients."""
+"""Tests of the Python examples; `make test-clients` runs those in JavaScript."""
 
 import asyncio
 import shutil
@@ -23,7 +23,7 @@ async def run(name: str, url: str, *prompts: str) -> str:
     return out.decode()
 
 
-def test_a_stream_is_resumed_however_often_it_is_cut(server: ServerProcess) -> None:
+def test_the_resume_example_survives_repeated_connection_loss(server: ServerProcess) -> None:
     async def through_cuts() -> tuple[str, int]:
         proxy = Proxy(int(server.url.rpartition(":")[2]), Fates("example", 0.8))
         await proxy.open()
@@ -35,7 +35,9 @@ def test_a_stream_is_resumed_however_often_it_is_cut(server: ServerProcess) -> N
     assert said.count("97, 98, 99, 100") == said.count(" 50,") == 1 and num_cuts > 0
 
 
-def test_several_questions_share_a_socket(server: ServerProcess) -> None:
+def test_the_realtime_example_sends_several_prompts_over_one_websocket(
+    server: ServerProcess,
+) -> None:
     prompts = ("Count from 1 to 12.", "Spell the word banana.")
     said = asyncio.run(run("realtime.py", server.url, *prompts))
     assert "10, 11, 12" in said and "b-a-n-a-n-a" in said
@@ -43,7 +45,7 @@ def test_several_questions_share_a_socket(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("words", [(), ("--help",)])
 @pytest.mark.parametrize("name", ["resume.py", "realtime.py", "resume.mjs", "realtime.mjs"])
-def test_without_arguments_or_with_help_an_example_prints_its_usage(
+def test_an_example_prints_its_usage_without_arguments_or_with_help(
     name: str, words: tuple[str, ...]
 ) -> None:
     program = sys.executable if name.endswith(".py") else shutil.which("node")

@@ -1,7 +1,7 @@
-"""Every field at its extremes, against the real engine: an answer or a 400, never our own fault.
+"""Tests of extreme field values with a real engine: each gets an answer or a 400, never a 500.
 
-The extremes come from the tables of fields, so that a new field is tried without a word here.
-`EXTREMES=5000 pytest tests/e2e/test_extremes.py` tries more than the suite has time for.
+The values come from the tables of fields, so new fields are covered automatically.
+`EXTREMES=5000 pytest tests/e2e/test_extremes.py` tries more examples than the suite.
 """
 
 import json
@@ -51,7 +51,7 @@ messages = st.fixed_dictionaries(
 token_ids = st.sampled_from([0, 1, END, VOCAB_SIZE - 1, 7.0])
 variables = st.sampled_from(["x", "bos_token", "range", "namespace", "self", "loop"])
 biases = st.sampled_from([-100, 100, 5e-324, -0.0])
-OF_THEIR_OWN: Mapping[str, st.SearchStrategy[Any]] = {
+CUSTOM_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
     "messages": st.lists(messages, min_size=1, max_size=2),
     "prompt": texts | st.lists(texts, min_size=1, max_size=3) | st.lists(token_ids, min_size=1),
     "max_tokens": st.sampled_from([1, 2, 3.0, 2**63 - 1]),
@@ -64,7 +64,7 @@ OF_THEIR_OWN: Mapping[str, st.SearchStrategy[Any]] = {
 
 
 def extremes(kind: Kind) -> st.SearchStrategy[Any]:
-    """Values that a field of this kind takes, the ends of its range among them."""
+    """Generate valid values of a field, including the limits of its range."""
     if isinstance(kind, Flag):
         return st.booleans()
     if isinstance(kind, Object):
@@ -83,10 +83,10 @@ def is_taken(kind: Kind, value: Any) -> bool:
 
 
 def bodies(table: Mapping[str, Kind], *required: str) -> st.SearchStrategy[dict[str, Any]]:
-    """A few of a route's fields at a time: more of them would mostly refuse each other."""
+    """Generate bodies with at most six optional fields; more would mostly conflict."""
     skipped = {"model", "best_of", "stream", "attach", "suffix"}
-    values = {name: extremes(kind) for name, kind in table.items() if name not in OF_THEIR_OWN}
-    values |= {name: of_its_own for name, of_its_own in OF_THEIR_OWN.items() if name in table}
+    values = {name: extremes(kind) for name, kind in table.items() if name not in CUSTOM_VALUES}
+    values |= {name: custom for name, custom in CUSTOM_VALUES.items() if name in table}
     some = st.lists(st.sampled_from(sorted(values.keys() - skipped)), max_size=6, unique=True)
     return some.flatmap(
         lambda names: st.fixed_dictionaries({name: values[name] for name in {*required, *names}})
@@ -102,7 +102,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def ask(llm: LLM, body: dict[str, Any]) -> None:
-    """Answered, or refused for a reason that the client can mend."""
+    """Send the body; an error must be a 400 that can be encoded as JSON."""
     call = llm.chat if "messages" in body else llm.generate
     try:
         call(**decode(json.dumps(body).encode()))
@@ -124,13 +124,13 @@ DEEP = [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 20
 @given(bodies(openai_chat.TABLE, "messages", "max_tokens"))
 @example({"messages": HI, "max_tokens": 2, "repetition_penalty": 1e-38})
 @example({"messages": DEEP, "max_tokens": 2})
-def test_a_chat_at_its_extremes_is_answered_or_refused(llm: LLM, body: dict[str, Any]) -> None:
+def test_a_chat_with_extreme_values_is_answered_or_refused(llm: LLM, body: dict[str, Any]) -> None:
     ask(llm, body)
 
 
 @SOME
 @given(bodies(openai_completions.TABLE, "prompt", "max_tokens"))
-def test_a_completion_at_its_extremes_is_answered_or_refused(
+def test_a_completion_with_extreme_values_is_answered_or_refused(
     llm: LLM, body: dict[str, Any]
 ) -> None:
     ask(llm, body)

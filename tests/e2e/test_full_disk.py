@@ -1,4 +1,4 @@
-"""A disk that is full while streams run: what clients hear, and that all of it comes later."""
+"""Tests of streams while the disk is full, and of their resumption afterwards."""
 
 import contextlib
 import resource
@@ -37,20 +37,20 @@ def started(folder: Path) -> Iterator[ServerProcess]:
 
 @contextlib.contextmanager
 def full_disk(server: ServerProcess) -> Iterator[None]:
-    """No file of the server's may grow."""
+    """Set a file size limit so that the server cannot write to any file."""
     pid = server.process.pid
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, before[1]))
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the server has exited
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager
 def asked(server: ServerProcess, name: str) -> Iterator[httpx.Response]:
-    """A stream of a conversation, whose first bytes have come."""
+    """Open a stream of the conversation `name`."""
     url, headers = f"{server.url}/v1/completions", {"X-Conversation-Id": name}
     with httpx.stream("POST", url, json=BODY, headers=headers, timeout=120) as answer:
         assert answer.status_code == 200
@@ -62,7 +62,7 @@ def texts(body: bytes) -> str:
     return "".join(choice["text"] for choice in choices)
 
 
-def shown(server: ServerProcess, answer: httpx.Response) -> Any:
+def state_of(server: ServerProcess, answer: httpx.Response) -> Any:
     stream_id = answer.headers["x-stream-id"]
     return httpx.get(f"{server.url}/v1/streams/{stream_id}").json()["state"]
 
@@ -72,7 +72,7 @@ def rest(server: ServerProcess, name: str, start: int) -> bytes:
     return httpx.get(f"{server.url}/v1/stream", params=params, timeout=120).content
 
 
-def test_what_is_read_by_byte_just_ends_and_all_the_rest_comes_once_there_is_space(
+def test_a_stalled_stream_ends_early_and_resumes_once_the_disk_has_space(
     server: ServerProcess,
 ) -> None:
     with asked(server, "alone") as answer:
@@ -83,27 +83,29 @@ def test_what_is_read_by_byte_just_ends_and_all_the_rest_comes_once_there_is_spa
         with full_disk(server):
             got += b"".join(pieces)
             assert b"[DONE]" not in got and b"error" not in got
-            assert not texts(rest(server, "full", len(got)))  # still so, and at once
-    eventually(lambda: shown(server, answer) == "finished")
+            assert not texts(rest(server, "full", len(got)))  # a resume still adds no text
+    eventually(lambda: state_of(server, answer) == "finished")
     whole = got + rest(server, "full", len(got))
     assert texts(whole) == texts(alone) and whole.endswith(b"data: [DONE]\n\n")
     assert whole == rest(server, "full", 0)
     assert any("can write again" in line for line in server.lines)
 
 
-def test_readers_by_event_are_told_why_and_the_store_takes_new_streams_after(
+def test_event_readers_get_storage_stalled_and_later_streams_work(
     server: ServerProcess,
 ) -> None:
     with asked(server, "events") as answer:
         url = f"{server.url}/v1/streams/{answer.headers['x-stream-id']}/events"
         with full_disk(server), httpx.stream("GET", url, timeout=60) as events:
             assert "storage_stalled" in events.read().decode()
-    eventually(lambda: shown(server, answer) == "finished")
+    eventually(lambda: state_of(server, answer) == "finished")
     with asked(server, "new") as answer:
         assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
-def test_a_socket_forgets_its_responses_without_the_disk(server: ServerProcess) -> None:
+def test_a_websocket_evicts_unstored_responses_while_the_disk_is_full(
+    server: ServerProcess,
+) -> None:
     kept = {"input": "hi", "max_output_tokens": 1, "store": False}
     with asked(server, "socket") as answer, full_disk(server), open_socket(server) as socket:
         answer.read()  # ends once the store has stalled
@@ -115,7 +117,7 @@ def test_a_socket_forgets_its_responses_without_the_disk(server: ServerProcess) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_stalled", [False, True])
-def test_a_server_told_to_stop_on_a_full_disk_ends_in_time(
+def test_a_server_stops_in_time_although_the_disk_is_full(
     tmp_path: Path, has_stalled: bool
 ) -> None:
     with started(tmp_path) as server, asked(server, "stop") as answer:
@@ -129,5 +131,5 @@ def test_a_server_told_to_stop_on_a_full_disk_ends_in_time(
             assert time.monotonic() - began < DRAIN_S + BEYOND_S
         got += b"".join(pieces)
     with started(tmp_path) as server:
-        eventually(lambda: shown(server, answer) == "finished")
+        eventually(lambda: state_of(server, answer) == "finished")
         assert (got + rest(server, "stop", len(got))).endswith(b"data: [DONE]\n\n")

@@ -1,4 +1,4 @@
-"""Tools for a chat template that knows none, in every dialect: told in words, held by a grammar."""
+"""Tests of tools with a chat template that does not support them, in every dialect."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def post(server: ServerProcess, body: dict[str, Any], path: str = "chat/completi
     return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
 
 
-def test_a_forced_call_is_one_that_the_tool_takes_and_its_result_is_read(
+def test_a_forced_call_fits_the_tools_schema_and_its_result_is_accepted(
     server: ServerProcess,
 ) -> None:
     answer = post(server, BODY | {"tool_choice": "required"})
@@ -50,13 +50,13 @@ def test_a_forced_call_is_one_that_the_tool_takes_and_its_result_is_read(
     assert call["function"]["name"] == "get_weather"
     assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
     said = {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}
-    told = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
-    after = BODY | {"messages": [{"role": "system", "content": "Be brief."}, ASKED, said, told]}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    after = BODY | {"messages": [{"role": "system", "content": "Be brief."}, ASKED, said, result]}
     answered = post(server, after | {"tool_choice": "none"})
     assert answered.status_code == 200 and "x-headrace-tools" not in answered.headers
 
 
-def test_the_deltas_of_a_forced_call_are_those_of_every_format(server: ServerProcess) -> None:
+def test_a_forced_call_streams_the_usual_tool_call_deltas(server: ServerProcess) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     streamed = post(server, BODY | {"tool_choice": named, "stream": True})
     assert streamed.headers["x-headrace-tools"] == "generic"
@@ -67,14 +67,14 @@ def test_the_deltas_of_a_forced_call_are_those_of_every_format(server: ServerPro
     assert chunks[-1]["finish_reason"] == "tool_calls"
 
 
-def test_a_model_that_may_choose_answers_in_text(server: ServerProcess) -> None:
+def test_a_call_that_is_not_forced_may_be_answered_in_text(server: ServerProcess) -> None:
     for function in (WEATHER, WEATHER | {"strict": True}):
         tool = {"type": "function", "function": function}
         answer = post(server, BODY | {"tools": [tool], "max_tokens": 8})
         assert answer.status_code == 200 and answer.headers["x-headrace-tools"] == "generic"
 
 
-def test_responses_and_messages_go_the_same_way(server: ServerProcess) -> None:
+def test_responses_and_messages_routes_use_generic_tools(server: ServerProcess) -> None:
     shared = {"model": "headrace-mini", "temperature": 0}
     asked: dict[str, Any] = {
         "input": "Weather in Paris?",
@@ -95,7 +95,7 @@ def test_responses_and_messages_go_the_same_way(server: ServerProcess) -> None:
         assert answer.headers["x-headrace-tools"] == "generic"
 
 
-def test_the_log_says_it_once_for_a_model(server: ServerProcess) -> None:
+def test_generic_tools_are_logged_once_per_model(server: ServerProcess) -> None:
     assert post(server, BODY | {"max_tokens": 1}).status_code == 200
     said = [line for line in server.lines if "chat template that does not support tools" in line]
     assert len(said) == 1 and "WARNING" in said[0] and "headrace-mini" in said[0]

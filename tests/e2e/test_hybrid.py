@@ -1,4 +1,4 @@
-"""A hybrid over real HTTP: batched, with saved states, through an engine kill."""
+"""Tests of a hybrid model over HTTP: batching, saved states and an engine kill."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ BODY = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """In bfloat16 where our own products compute it: no cut and no neighbour changes a bit."""
+    """Serve bfloat16 if our own kernels compute it, since those do not depend on the batch."""
     folder: Path = tmp_path_factory.mktemp("hybrid") / "tiny"
     dtype = torch.bfloat16 if HAS_OWN else torch.float32
     make_tiny_model(folder, "Qwen3_5ForConditionalGeneration", dtype=dtype, head_dim=32)
@@ -34,7 +34,7 @@ def post(server: ServerProcess, **body: Any) -> dict[str, Any]:
     return result
 
 
-def test_a_prompt_that_was_seen_goes_on_from_a_saved_state_with_the_same_text(
+def test_a_repeated_prompt_resumes_from_a_saved_state_with_the_same_text(
     server: ServerProcess,
 ) -> None:
     first, second = post(server, prompt=PROMPT * 2), post(server, prompt=PROMPT * 2)
@@ -43,7 +43,7 @@ def test_a_prompt_that_was_seen_goes_on_from_a_saved_state_with_the_same_text(
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
 
 
-def test_many_at_once_get_the_texts_that_they_get_alone(server: ServerProcess) -> None:
+def test_concurrent_requests_get_the_same_texts_as_single_ones(server: ServerProcess) -> None:
     prompts = [PROMPT[number:] for number in range(6)]
     alone = [post(server, prompt=prompt)["choices"][0]["text"] for prompt in prompts]
     with ThreadPoolExecutor(6) as pool:
@@ -51,7 +51,7 @@ def test_many_at_once_get_the_texts_that_they_get_alone(server: ServerProcess) -
     assert [each["choices"][0]["text"] for each in together] == alone
 
 
-def test_a_chat_streams_its_progress_and_its_choices(server: ServerProcess) -> None:
+def test_a_chat_streams_progress_and_two_choices(server: ServerProcess) -> None:
     messages = [{"role": "user", "content": PROMPT * 8}]
     body = {"messages": messages, "max_tokens": 5, "n": 2, "stream": True, "return_progress": True}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
@@ -62,6 +62,6 @@ def test_a_chat_streams_its_progress_and_its_choices(server: ServerProcess) -> N
     assert ends == {0, 1}
 
 
-def test_a_killed_engine_costs_no_token(server: ServerProcess) -> None:
+def test_a_stream_loses_no_token_when_its_engine_is_killed(server: ServerProcess) -> None:
     body = BODY | {"max_tokens": 120}
     assert stream_text(server, body, kill_after=20) == stream_text(server, body)

@@ -1,4 +1,4 @@
-"""Chats with images over HTTP: what is seen, what is refused, and what survives a kill."""
+"""Tests of chats with images over HTTP: answers, errors and recovery from kills."""
 
 import base64
 import io
@@ -23,7 +23,7 @@ from tools.harness.servers import ServerProcess, running_server
 from tools.harness.sse import data_of
 from tools.harness.tiny_models import IMAGE, make_tiny_image_model
 
-LIMIT_S = 280  # the worker for images has the lowest priority, and waits on a busy machine
+LIMIT_S = 280  # the image worker has the lowest priority, so it is slow on a busy machine
 
 
 def picture(seed: int, form: str = "PNG", size: tuple[int, int] = (40, 30)) -> bytes:
@@ -71,27 +71,27 @@ def said(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
-def test_an_answer_depends_on_the_image_and_on_nothing_else(server):
+def test_the_answer_depends_only_on_the_images_and_their_order(server):
     one, other = url(picture(1)), url(picture(2))
     answers = [said(post(server, chat(image))) for image in (one, other, one)]
     assert answers[0] == answers[2] != answers[1]
     assert said(post(server, chat(one, other))) != said(post(server, chat(other, one)))
 
 
-def test_clients_can_learn_that_it_sees_images(server):
+def test_models_and_props_report_image_input(server):
     (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert model["architecture"]["input_modalities"] == ["text", "image"]
     assert httpx.get(f"{server.url}/props").json()["modalities"]["vision"] is True
 
 
-def test_usage_counts_the_placeholders(server):
+def test_usage_counts_image_tokens(server):
     plain = post(server, chat()).json()["usage"]["prompt_tokens"]
     seen = post(server, chat(url(picture(1)))).json()["usage"]["prompt_tokens"]
     assert seen == plain + 16  # patches of 8 pixels in an image of 32
 
 
 @pytest.mark.parametrize("form", ["JPEG", "WEBP", "GIF", "BMP"])
-def test_other_formats_are_taken(server, form):
+def test_other_image_formats_are_accepted(server, form):
     said(post(server, chat(url(picture(3, form), f"image/{form.lower()}"), max_tokens=1)))
 
 
@@ -102,14 +102,14 @@ def test_images_are_prepared_at_the_lowest_priority(server):
     assert os.getpriority(os.PRIO_PROCESS, worker) == 19
 
 
-def test_choices_share_the_image(server):
+def test_several_choices_use_the_same_image(server):
     body = chat(url(picture(4)), temperature=1, seed=5, n=3)
     several = [c["message"]["content"] for c in post(server, body).json()["choices"]]
     assert len(set(several)) == 3
     assert several[0] == said(post(server, body | {"n": 1}))
 
 
-def test_all_routes_see_the_same_image(server):
+def test_all_dialects_give_the_same_answer_about_an_image(server):
     image, more = url(picture(5)), {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     expected = said(post(server, chat(image)))
     text = {"type": "text", "text": "What is this?"}
@@ -133,7 +133,7 @@ def test_all_routes_see_the_same_image(server):
     assert second["usage"]["input_tokens"] > answer["usage"]["input_tokens"] + 12
 
 
-def test_python_callers_send_images_as_clients_do(server, folder):
+def test_the_python_client_and_llm_accept_images(server, folder):
     messages = chat(url(picture(5)))["messages"]
     more = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     expected = said(post(server, chat(url(picture(5)))))
@@ -169,13 +169,15 @@ def test_truncation_drops_the_oldest_items_until_the_images_fit(server):
 
 
 class OnePicture(BaseHTTPRequestHandler):
+    """A web server that answers every request with the same picture."""
+
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
         self.wfile.write(picture(5))
 
 
-def test_an_address_is_followed_where_the_server_may(server, folder):
+def test_an_image_url_is_fetched_only_if_it_is_allowed(server, folder):
     expected = said(post(server, chat(url(picture(5)))))
     more = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     with (
@@ -185,7 +187,7 @@ def test_an_address_is_followed_where_the_server_may(server, folder):
         threading.Thread(target=site.serve_forever).start()
         messages = chat(f"http://127.0.0.1:{site.server_port}/a.png")["messages"]
         with pytest.raises(RequestFailed) as refused:
-            model.chat(messages, **more)  # this machine is not the public internet
+            model.chat(messages, **more)  # localhost is refused
         assert refused.value.code == "image_url_refused"
         fetcher = ImageFetcher(lambda address: True, 1 << 20, InputMemory())
         model._host.generation.image_fetcher = fetcher
@@ -198,7 +200,7 @@ _NO_PIXELS += (40).to_bytes(4, "little") + bytes(8) + b"\1\0\x18\0" + bytes(24)
 
 
 def huge() -> bytes:
-    """A header of 10,000 × 10,000 pixels, and few bytes behind it."""
+    """Return a small PNG file with 10,000 × 10,000 pixels."""
     file = io.BytesIO()
     Image.new("1", (10_000, 10_000)).save(file, "PNG")
     return file.getvalue()
@@ -219,7 +221,7 @@ def huge() -> bytes:
         (lambda: "file:///etc/passwd", "image_url_refused"),
     ],
 )
-def test_a_bad_image_is_refused_by_its_place_and_the_server_goes_on(server, image, code):
+def test_an_invalid_image_is_refused_with_its_position_in_the_message(server, image, code):
     good = url(picture(1))
     refused = post(server, chat(good, image()))
     error = refused.json()["error"]
@@ -240,14 +242,14 @@ def test_too_many_images_and_placeholders_in_the_text_are_refused(server):
     assert codes == ["image_too_large", "invalid_value", "invalid_value"]
 
 
-def test_other_kinds_of_parts_are_refused(server):
+def test_a_part_of_an_unknown_kind_is_ignored_and_named_in_a_header(server):
     body = chat()
     body["messages"][0]["content"].append({"type": "input_audio", "input_audio": {}})
     assert "messages[0].content" in post(server, body).headers["X-Headrace-Ignored"]
 
 
 def text_despite_a_kill(server: ServerProcess, body: dict[str, Any]) -> str:
-    """The text of a chat whose engine is killed at its first token."""
+    """Return the text of a chat whose engine is killed at its first token."""
     path, text, killed = f"{server.url}/v1/chat/completions", "", False
     with httpx.stream("POST", path, json=body | {"stream": True}, timeout=LIMIT_S) as answer:
         for line in answer.iter_lines():
@@ -259,19 +261,19 @@ def text_despite_a_kill(server: ServerProcess, body: dict[str, Any]) -> str:
 
 
 def text_in(line: str) -> str:
-    """The text that a line of a streamed answer adds."""
+    """Return the text that one line of a streamed answer adds."""
     choices = [choice for frame in data_of([line]) for choice in frame["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-def test_a_killed_engine_costs_nothing_of_an_image_chat(server):
+def test_an_image_chat_loses_no_text_when_its_engine_is_killed(server):
     body = chat(url(picture(6)), url(picture(7)), max_tokens=80)
     expected = said(post(server, body))
     assert expected and text_despite_a_kill(server, body) == expected
 
 
 @pytest.mark.slow
-def test_a_durable_image_chat_survives_a_kill_of_the_server(folder, state, server):
+def test_an_image_chat_survives_a_server_kill(folder, state, server):
     body = chat(url(picture(8)), max_tokens=150, stream=True)
     expected = said(post(server, body | {"stream": False}))
     names = {"X-Conversation-Id": "seen"}

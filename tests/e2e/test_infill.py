@@ -1,4 +1,4 @@
-"""Filling in the middle over real HTTP, with a model whose tokenizer has Qwen's marks."""
+"""Tests of fill-in-the-middle with a model whose tokenizer has Qwen's infill tokens."""
 
 import json
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ def filler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def post(server: ServerProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    answered: dict[str, Any] = answer.json()
+    return answered
 
 
 def ids_of(server: ServerProcess, text: str) -> list[int]:
@@ -40,7 +40,7 @@ def ids_of(server: ServerProcess, text: str) -> list[int]:
     return ids
 
 
-def test_a_suffix_stands_between_its_marks(filler: ServerProcess) -> None:
+def test_a_suffix_is_placed_between_infill_tokens(filler: ServerProcess) -> None:
     before, behind = ids_of(filler, "a = ("), ids_of(filler, ")\n")
     prompt = [PREFIX, *before, SUFFIX, *behind, MIDDLE]
     asked = {"prompt": "a = (", "suffix": ")\n", **GREEDY}
@@ -52,7 +52,7 @@ def test_a_suffix_stands_between_its_marks(filler: ServerProcess) -> None:
     assert several[0]["text"] == filled["text"] and len(several) == 2
 
 
-def test_a_new_file_ends_what_is_filled_in(filler: ServerProcess) -> None:
+def test_a_file_separator_token_ends_the_infill(filler: ServerProcess) -> None:
     bias = {"logit_bias": {str(FILE): 100}}
     asked = {"prompt": "a", "suffix": "b", **GREEDY, **bias}
     (choice,) = post(filler, "/v1/completions", asked)["choices"]
@@ -61,7 +61,9 @@ def test_a_new_file_ends_what_is_filled_in(filler: ServerProcess) -> None:
     assert (ended["content"], ended["stop_type"], ended["stop"]) == ("", "eos", True)
 
 
-def test_llama_cpps_route_fills_the_same_gap_and_streams_it(filler: ServerProcess) -> None:
+def test_the_infill_route_matches_completions_and_streams_the_same_text(
+    filler: ServerProcess,
+) -> None:
     asked = {"prompt": "a = (", "suffix": ")\n", "max_tokens": 12, **GREEDY}
     (filled,) = post(filler, "/v1/completions", asked)["choices"]
     whole = post(filler, "/infill", SIDES)
@@ -78,7 +80,7 @@ def test_llama_cpps_route_fills_the_same_gap_and_streams_it(filler: ServerProces
     assert chunks[-1]["timings"]["predicted_n"] == 12
 
 
-def test_other_files_come_first(filler: ServerProcess) -> None:
+def test_extra_files_precede_the_prefix(filler: ServerProcess) -> None:
     extra = [{"filename": "b.py", "text": "b = 1"}]
     told = post(filler, "/infill", SIDES | {"input_extra": extra})
     texts = ("project\n", "b.py\nb = 1\n", "current\n")
@@ -91,7 +93,7 @@ def test_other_files_come_first(filler: ServerProcess) -> None:
     assert told["tokens"] == plain["token_ids"]
 
 
-def test_what_llama_cpps_editors_send_is_taken_and_what_is_dropped_is_named(
+def test_the_requests_of_llama_cpps_editors_work_and_ignored_fields_are_named(
     filler: ServerProcess,
 ) -> None:
     body = SIDES | {"input_extra": [], "prompt": "", "top_k": 40, "top_p": 0.9, "stream": False}
@@ -102,7 +104,7 @@ def test_what_llama_cpps_editors_send_is_taken_and_what_is_dropped_is_named(
     assert set(ignored) == {"samplers.infill", "t_max_predict_ms"}
 
 
-def test_a_model_without_marks_says_what_to_do(server: ServerProcess) -> None:
+def test_a_model_without_infill_tokens_is_refused_with_a_suggestion(server: ServerProcess) -> None:
     for path, body, param in (
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("/infill", SIDES, "input_suffix"),
@@ -113,6 +115,6 @@ def test_a_model_without_marks_says_what_to_do(server: ServerProcess) -> None:
         assert "Qwen2.5-Coder" in error["message"]
 
 
-def test_a_missing_side_is_named(filler: ServerProcess) -> None:
+def test_a_missing_suffix_is_named_in_the_error(filler: ServerProcess) -> None:
     refused = httpx.post(f"{filler.url}/infill", json={"input_prefix": "a"}, timeout=60)
     assert refused.json()["error"]["param"] == "input_suffix"

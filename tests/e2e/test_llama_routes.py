@@ -1,4 +1,4 @@
-"""llama.cpp's own routes over real HTTP, below a path as llama-server has it."""
+"""Tests of llama.cpp's own routes over HTTP, below an API prefix."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def streamed(server: ServerProcess, body: dict[str, Any]) -> list[dict[str, Any]
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def test_a_completion_has_llama_cpps_shape_and_the_text_of_openais_route(
+def test_a_completion_has_llama_cpps_fields_and_the_text_of_openais_route(
     server: ServerProcess,
 ) -> None:
     whole = post(server, "/completion", {"prompt": "a b c", "seed": 7, **GREEDY})
@@ -55,7 +55,9 @@ def test_a_completion_has_llama_cpps_shape_and_the_text_of_openais_route(
     assert post(server, "/completions", {"prompt": "a b c", **GREEDY})["tokens"] == whole["tokens"]
 
 
-def test_chunks_join_to_the_whole_and_the_last_one_has_the_figures(server: ServerProcess) -> None:
+def test_chunks_join_to_the_whole_answer_and_the_last_one_has_the_timings(
+    server: ServerProcess,
+) -> None:
     asked = {"prompt": "a b c", "return_progress": True, "cache_prompt": False, **GREEDY}
     *chunks, last = streamed(server, asked)
     whole = post(server, "/completion", {"prompt": "a b c", **GREEDY})
@@ -68,7 +70,7 @@ def test_chunks_join_to_the_whole_and_the_last_one_has_the_figures(server: Serve
     assert last["timings"]["predicted_n"] == 6
 
 
-def test_several_prompts_are_answered_by_an_array_each_as_alone(server: ServerProcess) -> None:
+def test_an_array_of_prompts_gets_the_answers_of_single_requests(server: ServerProcess) -> None:
     prompts = ["a b c", "a longer prompt"]
     several = post(server, "/completion", {"prompt": prompts, **GREEDY})
     alone = [post(server, "/completion", {"prompt": one, **GREEDY}) for one in prompts]
@@ -83,13 +85,13 @@ def test_several_prompts_are_answered_by_an_array_each_as_alone(server: ServerPr
     assert post(server, "/completion", {"prompt": ids, **GREEDY})["tokens"] == alone[0]["tokens"]
 
 
-def test_probabilities_stand_beside_each_token(server: ServerProcess) -> None:
+def test_n_probs_returns_the_top_logprobs_of_each_token(server: ServerProcess) -> None:
     asked = {"prompt": "a b c", "n_probs": 3, **GREEDY}
     whole = post(server, "/completion", asked)
     entries = whole["completion_probabilities"]
     told = [entry["id"] for entry in entries]
     drawn = iter(whole["tokens"])
-    assert told and all(id in drawn for id in told)  # in order; what has no text has no entry
+    assert told and all(id in drawn for id in told)  # in order; tokens without text have no entry
     for entry in entries:
         assert len(entry["top_logprobs"]) == 3
         assert entry["top_logprobs"][0]["logprob"] >= entry["logprob"]
@@ -99,7 +101,7 @@ def test_probabilities_stand_beside_each_token(server: ServerProcess) -> None:
     assert [entry["id"] for entry in found] == told
 
 
-def test_a_stop_word_is_named_and_a_wrong_field_too(server: ServerProcess) -> None:
+def test_the_stop_word_and_an_invalid_field_are_named(server: ServerProcess) -> None:
     whole = post(server, "/completion", {"prompt": "a b c", **GREEDY})["content"]
     word = whole[2]
     cut = post(server, "/completion", {"prompt": "a b c", "stop": [word], **GREEDY})
@@ -123,7 +125,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def answered(server: ServerProcess, path: str, fields: dict[str, Any]) -> tuple[str, str]:
-    """The answer's text with its JSON around it but for figures, and the names it ignored."""
+    """Return the answer's text field as JSON without ids, and the ignored field names."""
     body, is_ollamas = BODIES[path], path.startswith("/api/")
     body = body | ({"options": body["options"] | fields, "stream": False} if is_ollamas else fields)
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=LIMIT_S)
@@ -137,7 +139,7 @@ def answered(server: ServerProcess, path: str, fields: dict[str, Any]) -> tuple[
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_route_takes_llama_cpps_samplers(server: ServerProcess, path: str) -> None:
+def test_every_route_accepts_llama_cpps_samplers(server: ServerProcess, path: str) -> None:
     likeliest = answered(server, path, {"temperature": 0})
     assert likeliest[1] == ""
     for one in ({"top_n_sigma": 1e-6}, {"min_p": 1, "samplers": ["min_p"]}):
@@ -146,7 +148,7 @@ def test_every_route_takes_llama_cpps_samplers(server: ServerProcess, path: str)
     assert answered(server, path, {"temperature": 0, "repeat_penalty": 5}) != likeliest
     off = {"temperature": 0, "repeat_penalty": 5, "repeat_last_n": 0}
     assert answered(server, path, off) == likeliest
-    # with a target of 0 bits, mirostat draws the likeliest token at any temperature
+    # With a target of 0 bits, mirostat picks the likeliest token at any temperature.
     certain = {"temperature": 5, "seed": 3, "mirostat": 2, "mirostat_tau": 0}
     assert answered(server, path, certain) == likeliest
     dry = {"temperature": 0, "dry_multiplier": 100, "dry_allowed_length": 0}
@@ -160,7 +162,7 @@ def test_every_route_takes_llama_cpps_samplers(server: ServerProcess, path: str)
     }
 
 
-def test_the_settings_of_an_answer_are_those_that_took_effect(server: ServerProcess) -> None:
+def test_generation_settings_report_the_values_that_took_effect(server: ServerProcess) -> None:
     asked = {"prompt": "a", "n_predict": 1, "samplers": ["top_k"], "top_k": 3, "min_p": 0.5}
     settings = post(server, "/completion", asked)["generation_settings"]
     assert (settings["samplers"], settings["top_k"], settings["min_p"]) == (["top_k"], 3, 0)
@@ -175,7 +177,7 @@ def test_the_settings_of_an_answer_are_those_that_took_effect(server: ServerProc
     assert settings["samplers"][:2] == ["penalties", "dry"]
 
 
-def test_settings_and_places_are_as_llama_cpps_page_reads_them(server: ServerProcess) -> None:
+def test_props_and_slots_have_the_fields_of_llama_cpp(server: ServerProcess) -> None:
     shown = httpx.get(f"{server.url}/props", timeout=LIMIT_S).json()
     params = shown["default_generation_settings"]["params"]
     assert (shown["role"], shown["total_slots"]) == ("model", 64)
@@ -185,7 +187,7 @@ def test_settings_and_places_are_as_llama_cpps_page_reads_them(server: ServerPro
     assert httpx.get(f"{server.url}/slots?model=none", timeout=LIMIT_S).status_code == 404
 
 
-def test_every_route_lies_below_the_prefix_and_nothing_beside_it(server: ServerProcess) -> None:
+def test_every_route_requires_the_api_prefix(server: ServerProcess) -> None:
     root = server.url.removesuffix("/llm")
     assert root != server.url
     for path in ("/", "/dashboard", "/web/api.js", "/health", "/v1/models", "/metrics"):

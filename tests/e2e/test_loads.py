@@ -1,4 +1,4 @@
-"""News of a start while it loads: on stderr and in health, in text and in JSON."""
+"""Tests of load progress on stderr and in /health, in text and in JSON."""
 
 import contextlib
 import json
@@ -17,11 +17,11 @@ STAGE = re.compile(r"headrace: (.+)\.\.\.")
 
 
 def stages_of(lines: list[str]) -> list[str]:
-    """The stages of a load that these lines of the log report."""
+    """Return the load stages that the log lines report."""
     return [found[1] for line in lines if (found := STAGE.fullmatch(line))]
 
 
-def test_health_tells_the_stages_of_a_start_and_a_stream_waits_for_the_model(
+def test_health_reports_load_stages_and_a_stream_waits_for_the_model(
     tmp_path: Path,
 ) -> None:
     folder, port = make_tiny_model(tmp_path / "tiny"), free_port()
@@ -50,11 +50,11 @@ def test_health_tells_the_stages_of_a_start_and_a_stream_waits_for_the_model(
     assert '"loading":{"stage":"' in lines[0] + lines[1], lines[:4]
     assert lines[-1] == "data: [DONE]"
     assert STAGE.fullmatch(server.lines[0])
-    told = stages_of(server.lines)
-    assert told[0] == "starting" and "starting the engine" in told
+    stages = stages_of(server.lines)
+    assert stages[0] == "starting" and "starting the engine" in stages
 
 
-def test_a_load_that_fails_ends_the_streams_that_wait_with_its_error(tmp_path: Path) -> None:
+def test_a_failed_load_ends_waiting_streams_with_its_error(tmp_path: Path) -> None:
     folder, port = make_tiny_model(tmp_path / "tiny"), free_port()
     url = f"http://127.0.0.1:{port}"
     server = ServerProcess(
@@ -78,7 +78,7 @@ def test_a_load_that_fails_ends_the_streams_that_wait_with_its_error(tmp_path: P
     assert "load_failed" in answers[-1].text and "MiB are free" in "\n".join(server.lines)
 
 
-def test_a_start_is_told_in_json_and_its_engine_yields_to_other_programs_as_asked(
+def test_load_stages_are_logged_in_json_and_nice_applies_to_the_engine(
     tmp_path: Path,
 ) -> None:
     folder = make_tiny_model(tmp_path / "tiny")
@@ -94,10 +94,12 @@ def test_a_start_is_told_in_json_and_its_engine_yields_to_other_programs_as_aske
         assert os.getpriority(os.PRIO_PROCESS, server.process.pid) == own
         assert os.getpriority(os.PRIO_PROCESS, server.engine_pid) == min(own + 7, 19)
         assert os.getsid(server.engine_pid) == os.getsid(server.process.pid)
-        assert os.getpgid(server.engine_pid) != os.getpgid(server.process.pid)  # no Ctrl-C
+        assert os.getpgid(server.engine_pid) != os.getpgid(
+            server.process.pid
+        )  # so Ctrl-C does not reach the engine
     finally:
         server.stop()
-    told = stages_of(messages())
-    assert told[0] == "starting" and "starting the engine" in told
+    stages = stages_of(messages())
+    assert stages[0] == "starting" and "starting the engine" in stages
     report = re.compile(r"tiny: lane .* at most \d+ streams, \d+ tokens fit, ")
     assert any(report.search(message) for message in messages())

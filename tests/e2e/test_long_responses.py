@@ -1,4 +1,4 @@
-"""Conversations of /v1/responses that are empty, too long or compacted, over real HTTP."""
+"""Tests of /v1/responses with empty, too long and compacted conversations."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def url(server: ServerProcess) -> str:
 
 @pytest.fixture(scope="module")
 def short_url() -> Iterator[str]:
-    """The route of a server whose context has hardly any room for a summary."""
+    """Yield the route of a server whose context has hardly any room for a summary."""
     with running_server("--max-model-len", "200") as server:
         yield f"{server.url}/v1/responses"
 
@@ -49,7 +49,7 @@ def long_talk() -> list[dict[str, Any]]:
     return [system, *rounds, said("user", "Count from 1 to 5.")]
 
 
-def test_an_empty_input_is_answered_and_continues(url: str) -> None:
+def test_an_empty_input_is_answered_and_continues_the_conversation(url: str) -> None:
     for body in ({"input": []}, {"input": [], "instructions": "Be brief."}):
         assert post(url, **body).json()["status"] in ("completed", "incomplete")
     first = post(url, input="Count from 1 to 5.", max_output_tokens=40).json()
@@ -61,7 +61,7 @@ def test_an_empty_input_is_answered_and_continues(url: str) -> None:
     assert post(url).json()["error"]["code"] == "missing_required_parameter"
 
 
-def test_a_phase_is_written_and_read_again(url: str) -> None:
+def test_the_phase_of_a_message_is_returned_and_accepted(url: str) -> None:
     first = post(url, input="Count from 1 to 5.", max_output_tokens=40).json()
     (message,) = first["output"]
     assert message["phase"] == "final_answer"
@@ -83,7 +83,7 @@ def test_old_items_are_dropped_until_the_conversation_fits(url: str) -> None:
     response = post(url, input=talk, truncation="auto").json()
     assert response["status"] in ("completed", "incomplete") and response["truncation"] == "auto"
     ((first, last),) = response["truncated_items"]
-    # The instructions stay; the first item that is kept is no output without its call.
+    # The instructions stay, and no tool output is kept without its call.
     assert first == 1 and talk[last + 1]["type"] != "function_call_output"
     kept = [talk[0], *talk[last + 1 :]]
     same = post(url, input=kept).json()
@@ -94,7 +94,7 @@ def test_old_items_are_dropped_until_the_conversation_fits(url: str) -> None:
     assert longer["usage"]["input_tokens"] == response["usage"]["input_tokens"]
 
 
-def test_what_was_dropped_is_kept_for_the_next_response(url: str) -> None:
+def test_dropped_items_stay_stored_for_the_next_response(url: str) -> None:
     talk = long_talk()
     first = post(url, input=talk, truncation="auto").json()
     listed = httpx.get(f"{url}/{first['id']}/input_items?order=asc&limit=100").json()["data"]
@@ -106,7 +106,7 @@ def test_what_was_dropped_is_kept_for_the_next_response(url: str) -> None:
     )
 
 
-def test_one_message_that_never_fits_is_refused(url: str) -> None:
+def test_a_single_message_over_the_context_length_is_refused(url: str) -> None:
     talk = [said("user", "a"), said("assistant", "b"), said("user", "1, 2, " * 4000)]
     error = post(url, input=talk, truncation="auto").json()["error"]
     assert error["code"] == "context_length_exceeded"
@@ -127,7 +127,7 @@ def input_tokens(url: str, items: list[dict[str, Any]]) -> int:
     return int(httpx.post(f"{url}/input_tokens", json={"input": items}).json()["input_tokens"])
 
 
-def test_a_compacted_conversation_is_shown_as_its_summary(url: str) -> None:
+def test_the_model_sees_a_compacted_conversation_as_its_summary(url: str) -> None:
     compacted = httpx.post(f"{url}/compact", json={"input": TALK}, timeout=60).json()
     assert compacted["object"] == "response.compaction"
     *users, message, summary = compacted["output"]
@@ -190,7 +190,7 @@ def test_a_short_conversation_is_not_compacted(url: str) -> None:
         assert [item["type"] for item in post(url, **body).json()["output"]] == ["message"]
 
 
-def test_a_summary_that_does_not_fit_leaves_the_conversation_as_it_is(url: str) -> None:
+def test_a_conversation_too_long_to_summarize_is_refused_or_truncated(url: str) -> None:
     talk = long_talk()
     error = httpx.post(f"{url}/compact", json={"input": talk}, timeout=60).json()["error"]
     assert error["code"] == "context_length_exceeded" and "truncation: auto" in error["message"]
@@ -205,7 +205,7 @@ def test_a_summary_that_does_not_fit_leaves_the_conversation_as_it_is(url: str) 
     assert post(url, input=talk, **COMPACT).json()["error"]["code"] == error["code"]
 
 
-def test_a_summary_that_is_cut_off_leaves_the_conversation_as_it_is(short_url: str) -> None:
+def test_a_truncated_summary_leaves_the_conversation_unchanged(short_url: str) -> None:
     asked = {"input": [*TALK, QUESTION], "max_output_tokens": 30}
     answer, plain = post(short_url, **asked, **COMPACT), post(short_url, **asked)
     assert answer.headers["x-headrace-ignored"] == "context_management"
@@ -220,7 +220,7 @@ def test_a_summary_that_is_cut_off_leaves_the_conversation_as_it_is(short_url: s
     assert "continue without compaction" in message
 
 
-def test_a_trigger_asks_for_a_summary_only(url: str) -> None:
+def test_a_compaction_trigger_returns_only_a_summary(url: str) -> None:
     trigger = {"type": "compaction_trigger"}
     body = {"input": [*TALK, trigger], "temperature": 0, "tools": [], "store": False}
     streamed = httpx.post(url, json=body | {"stream": True}, timeout=60).text
@@ -237,7 +237,7 @@ def test_a_trigger_asks_for_a_summary_only(url: str) -> None:
     chained = {"previous_response_id": first["id"], "input": [QUESTION]}
     counted = httpx.post(f"{url}/input_tokens", json=chained).json()["input_tokens"]
     assert counted == input_tokens(url, [*TALK, *first["output"], QUESTION])
-    # A trigger elsewhere asks for nothing.
+    # A trigger that is not the last item is ignored.
     assert post(url, input=[trigger, QUESTION]).json()["output"][0]["type"] == "message"
     error = post(url, input=[*long_talk(), trigger]).json()["error"]
     assert error["code"] == "context_length_exceeded" and "not compacted" in error["message"]
@@ -246,6 +246,6 @@ def test_a_trigger_asks_for_a_summary_only(url: str) -> None:
 @pytest.mark.parametrize(
     "wrong", [{}, [{}], [{"type": "clear"}], [{"type": "compaction", "compact_threshold": "1"}]]
 )
-def test_a_wrong_threshold_is_refused(url: str, wrong: Any) -> None:
+def test_invalid_context_management_is_refused(url: str, wrong: Any) -> None:
     error = post(url, input="Hi", context_management=wrong).json()["error"]
     assert error["param"].startswith("context_management")

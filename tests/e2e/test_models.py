@@ -1,6 +1,6 @@
-"""Several models on one real server: loaded when asked for, one at a time or side by side.
+"""Tests of several models on one server, which are loaded on demand.
 
-`make test-models` runs all of it; the suite leaves out what loads many models.
+`make test-models` runs all tests; the suite skips those that load many models.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def ask(url: str, model: str, **fields: Any) -> httpx.Response:
 
 
 def pids(url: str, *names: str) -> list[int]:
-    """The engines' processes."""
+    """Return the process ids of the models' engines."""
     state = httpx.get(f"{url}/manage/state", timeout=LIMIT_S).json()
     found = {model["model"]: model["engine"]["pid"] for model in state["models"]}
     return [found[name] for name in names]
@@ -70,7 +70,7 @@ def starts(url: str) -> dict[str, int]:
     return {model["model"]: model["engine"]["starts"] for model in state["models"]}
 
 
-def test_sixteen_at_once_share_one_load_and_another_model_takes_its_place(
+def test_16_concurrent_requests_share_one_load_and_another_model_evicts_it(
     server: ServerProcess,
 ) -> None:
     url = server.url
@@ -94,26 +94,26 @@ def test_sixteen_at_once_share_one_load_and_another_model_takes_its_place(
     assert status_of(url, "b")["value"] == "loaded"
 
 
-def test_an_embedding_loads_its_model(server: ServerProcess) -> None:
+def test_an_embedding_request_loads_its_model(server: ServerProcess) -> None:
     body = {"input": "one two", "model": "a"}
     answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=LIMIT_S)
     assert (answer.status_code, answer.json()["model"]) == (200, "a")
 
 
-def test_a_model_that_nobody_has_is_404_and_names_those_there_are(server: ServerProcess) -> None:
+def test_an_unknown_model_is_a_404_that_lists_the_served_models(server: ServerProcess) -> None:
     answer = ask(server.url, "c")
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
     assert "a, b, bad" in answer.json()["error"]["message"]
 
 
-def test_a_failed_load_is_told_at_once_and_disturbs_no_other(server: ServerProcess) -> None:
+def test_a_failed_load_is_reported_and_does_not_affect_other_models(server: ServerProcess) -> None:
     answer = ask(server.url, "bad")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "load_failed")
     assert status_of(server.url, "bad")["failed"] is True
     body = {"content": "hello", "model": "bad"}
-    told = httpx.post(f"{server.url}/tokenize", json=body, timeout=LIMIT_S)
-    assert (told.status_code, told.json()["error"]["code"]) == (500, "load_failed")
+    refused = httpx.post(f"{server.url}/tokenize", json=body, timeout=LIMIT_S)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (500, "load_failed")
     reason = "bad is not served now (model_corrupt). config.json of bad has no valid vocab_size"
     assert f"ERROR headrace.fleet.fleet: {reason}" in "".join(server.lines)
     assert ask(server.url, "a").status_code == 200
@@ -129,7 +129,7 @@ def test_models_are_loaded_and_unloaded_on_demand(server: ServerProcess) -> None
     assert httpx.post(f"{url}/models/load", json={"model": "c"}).status_code == 404
 
 
-def test_routes_of_text_pick_the_model_of_the_body(server: ServerProcess) -> None:
+def test_text_routes_use_the_model_named_in_the_request(server: ServerProcess) -> None:
     body = {"content": "hello", "model": "b"}
     answer = httpx.post(f"{server.url}/tokenize", json=body, timeout=LIMIT_S)
     assert answer.status_code == 200 and answer.json()["count"] > 0
@@ -139,7 +139,7 @@ def test_routes_of_text_pick_the_model_of_the_body(server: ServerProcess) -> Non
 
 @contextlib.contextmanager
 def at_work(url: str, client: httpx.Client) -> Iterator[None]:
-    """While a stream of `a` lives and cannot end, because its engine is stopped."""
+    """Keep a stream of `a` running by stopping its engine with SIGSTOP."""
     ask(url, "a")
     (pid,) = pids(url, "a")
     body = {**ASKED, "stream": True, "model": "a"}
@@ -148,7 +148,7 @@ def at_work(url: str, client: httpx.Client) -> Iterator[None]:
         with client.stream("POST", f"{url}/v1/completions", json=body) as busy:
             assert busy.status_code == 200
             yield
-            with contextlib.suppress(ProcessLookupError):  # it was killed, since it hung for long
+            with contextlib.suppress(ProcessLookupError):  # killed as unresponsive
                 os.kill(pid, signal.SIGCONT)
             assert "[DONE]" in "".join(busy.iter_lines())
     finally:
@@ -157,7 +157,7 @@ def at_work(url: str, client: httpx.Client) -> Iterator[None]:
 
 
 @many_loads
-def test_a_stream_begins_at_once_and_hears_heartbeats_while_its_model_waits_for_another_to_end(
+def test_a_stream_gets_heartbeats_while_its_model_waits_for_another_to_unload(
     server: ServerProcess,
 ) -> None:
     url, body = f"{server.url}/v1/completions", {**ASKED, "stream": True}
@@ -168,13 +168,13 @@ def test_a_stream_begins_at_once_and_hears_heartbeats_while_its_model_waits_for_
             lines = waiting.iter_lines()
             first = [next(line for line in lines if line) for _ in range(3)]
             assert status_of(server.url, "b")["value"] == "unloaded"
-            # a third one, for a model that is there, waits behind it
+            # A third stream, for the loaded model, waits behind it.
             late = undo.enter_context(client.stream("POST", url, json={**body, "model": "a"}))
             late_id = late.headers["x-stream-id"]
             eventually(lambda: state_of(server.url, late_id) == "loading", LIMIT_S)
         data = list(data_of((*first, *lines)))
         assert {chunk["id"] for chunk in data} == {waiting.headers["x-stream-id"]}
-        # it began before anybody knew how the model would be served
+        # The stream started before the model's fingerprint was known.
         named = [chunk["system_fingerprint"] for chunk in data]
         assert named[0] is None and named[-1].startswith("fp_")
 
@@ -188,7 +188,7 @@ CHAT = {"conv_id": "chat 1"}
 
 @contextlib.contextmanager
 def waiting_chat(url: str, client: httpx.Client) -> Iterator[Iterator[bytes]]:
-    """The bytes of a conversation that waits for `b`, whose place is taken."""
+    """Stream a conversation that waits until `b` can be loaded."""
     headers = {"X-Conversation-Id": CHAT["conv_id"]}
     body = {**ASKED, "model": "b", "stream": True, "return_progress": True}
     with client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as post:
@@ -196,7 +196,7 @@ def waiting_chat(url: str, client: httpx.Client) -> Iterator[Iterator[bytes]]:
         yield post.iter_raw()
 
 
-def test_who_waits_for_a_model_hears_of_its_load_and_may_find_and_stop_the_stream(
+def test_a_stream_waiting_for_its_model_reports_the_load_and_can_be_resumed_and_stopped(
     server: ServerProcess,
 ) -> None:
     url, updates = f"{server.url}/v1/stream", list[str]()
@@ -211,18 +211,18 @@ def test_who_waits_for_a_model_hears_of_its_load_and_may_find_and_stop_the_strea
         with at_work(server.url, client):
             following = pool.submit(follow)
             with waiting_chat(server.url, client) as parts:
-                heard = b""
-                while heard.count(b"data: {") < 4:  # the first frame, and then heartbeats
-                    heard += next(parts)
+                received = b""
+                while received.count(b"data: {") < 4:  # the first chunk, then heartbeats
+                    received += next(parts)
                 with client.stream("GET", url, params=CHAT) as again:
                     replayed = again.iter_raw()
                     read = b""
-                    while len(read) < len(heard):
+                    while len(read) < len(received):
                         read += next(replayed)
-                    assert read[: len(heard)] == heard
+                    assert read[: len(received)] == received
                 assert client.delete(url, params=CHAT).status_code == 204
-                heard += b"".join(parts)
-            assert b'"code":"cancelled"' in heard and b"[DONE]" not in heard
+                received += b"".join(parts)
+            assert b'"code":"cancelled"' in received and b"[DONE]" not in received
             assert client.get(url, params=CHAT).status_code == 404
             eventually(lambda: "loading" in updates, LIMIT_S)
         assert following.result().startswith("cmpl-")
@@ -230,13 +230,13 @@ def test_who_waits_for_a_model_hears_of_its_load_and_may_find_and_stop_the_strea
 
 
 @pytest.mark.slow
-def test_a_conversation_that_waits_for_its_model_survives_the_server(
+def test_a_conversation_waiting_for_its_model_survives_a_server_kill(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     given = [f"--model={name}={folders[name]}" for name in "ab"]
     flags = [*given, "--state-dir", str(tmp_path / "state"), "--max-models", "1", *FLAGS]
     server = ServerProcess(*flags).wait_until_ready()
-    heard = b""
+    received = b""
     with contextlib.ExitStack() as undo:
         client = undo.enter_context(httpx.Client(timeout=LIMIT_S))
         ask(server.url, "a")
@@ -246,8 +246,8 @@ def test_a_conversation_that_waits_for_its_model_survives_the_server(
         try:
             undo.enter_context(client.stream("POST", f"{server.url}/v1/completions", json=busy))
             parts = undo.enter_context(waiting_chat(server.url, client))
-            while heard.count(b"data: {") < 3:
-                heard += next(parts)
+            while received.count(b"data: {") < 3:
+                received += next(parts)
         finally:
             server.stop(signal.SIGKILL)
             for pid in (*engines, server.process.pid):
@@ -255,12 +255,12 @@ def test_a_conversation_that_waits_for_its_model_survives_the_server(
                     os.kill(pid, signal.SIGKILL)
     with running_server(*flags) as again:
         url = f"{again.url}/v1/stream"
-        told = httpx.get(url, params={**CHAT, "from": len(heard)}, timeout=LIMIT_S)
-        assert told.content.endswith(b"data: [DONE]\n\n")
+        rest = httpx.get(url, params={**CHAT, "from": len(received)}, timeout=LIMIT_S)
+        assert rest.content.endswith(b"data: [DONE]\n\n")
         whole = httpx.get(url, params=CHAT, timeout=LIMIT_S).content
-        assert whole == heard + told.content
+        assert whole == received + rest.content
         chunks = data_in(whole)
-        # it began before anybody knew how the model would be served
+        # The stream started before the model's fingerprint was known.
         assert chunks[0]["system_fingerprint"] is None
         assert chunks[-1]["system_fingerprint"].startswith("fp_")
         text = "".join(c["choices"][0].get("text", "") for c in chunks if c["choices"])
@@ -268,7 +268,7 @@ def test_a_conversation_that_waits_for_its_model_survives_the_server(
 
 
 def opened(url: str, model: str) -> str:
-    """A durable stream that has begun, and that nobody reads any more."""
+    """Start a durable stream, disconnect, and return its id."""
     headers = {"Idempotency-Key": f"key {model}"}
     asked = {**ASKED, "stream": True, "max_tokens": 300, "model": model}
     with httpx.stream(
@@ -279,7 +279,7 @@ def opened(url: str, model: str) -> str:
 
 
 @many_loads
-def test_durable_streams_of_two_models_finish_after_the_server_was_killed(
+def test_durable_streams_of_two_models_finish_after_a_server_kill(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     given = [f"--model={name}={folders[name]}" for name in "ab"]
@@ -296,7 +296,7 @@ def test_durable_streams_of_two_models_finish_after_the_server_was_killed(
         for pid in (*engines, server.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    # one place for both: the second is taken up once the first has ended
+    # Only one model fits, so the second stream resumes once the first has finished.
     with running_server(*flags, "--max-models", "1") as again:
 
         def has_finished(id: str) -> bool:
@@ -307,7 +307,7 @@ def test_durable_streams_of_two_models_finish_after_the_server_was_killed(
             eventually(lambda id=id: has_finished(id), LIMIT_S)
 
 
-def test_a_signal_during_a_load_ends_the_server_cleanly(folders: dict[str, Path]) -> None:
+def test_sigterm_during_a_load_stops_the_server_cleanly(folders: dict[str, Path]) -> None:
     given = [f"--model={name}={folders[name]}" for name in "ab"]
     server = ServerProcess(*given, *FLAGS).wait_until_ready()
     httpx.post(f"{server.url}/models/load", json={"model": "a"})
@@ -317,11 +317,11 @@ def test_a_signal_during_a_load_ends_the_server_cleanly(folders: dict[str, Path]
 
 
 @many_loads
-def test_an_idle_model_leaves_and_a_budget_of_memory_lets_the_next_one_in(
+def test_the_memory_limit_and_the_idle_timeout_unload_models(
     folders: dict[str, Path],
 ) -> None:
     given = [f"--model={name}={folders[name]}" for name in "ab"]
-    budget = str(20 << 20)  # one cache of 16 MiB, and a tiny model's weights
+    budget = str(20 << 20)  # one cache of 16 MiB and the weights of a tiny model
     with running_server(*given, *FLAGS, "--models-memory-bytes", budget) as server:
         assert ask(server.url, "a").status_code == 200
         assert ask(server.url, "b").status_code == 200
@@ -336,7 +336,7 @@ def test_an_idle_model_leaves_and_a_budget_of_memory_lets_the_next_one_in(
 
 
 @many_loads
-def test_an_engine_that_is_killed_takes_no_stream_of_either_model(
+def test_streams_of_two_models_survive_an_engine_kill(
     folders: dict[str, Path],
 ) -> None:
     given = [f"--model={name}={folders[name]}" for name in "ab"]

@@ -1,4 +1,4 @@
-"""A model whose vision side runs beside our own text side, over real HTTP."""
+"""Tests of a model with an external vision encoder and our own text model, over HTTP."""
 
 import shutil
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def test_an_answer_depends_on_the_images_and_their_order(server):
     assert said(post(server, bodies[0])) == answers[0]
 
 
-def test_the_same_image_is_credited_and_the_record_says_who_computed_it(server):
+def test_a_repeated_image_is_cached_and_the_ingestion_record_names_its_encoder(server):
     body = chat(url(picture(3)), text="What is this? " * 4, return_ingestion=True)
     first, second = (post(server, body).json() for _ in range(2))
     cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, second)]
@@ -46,14 +46,14 @@ def test_the_same_image_is_credited_and_the_record_says_who_computed_it(server):
 
 
 @pytest.mark.slow
-def test_a_killed_engine_costs_nothing_of_an_image_chat(server):
+def test_an_image_chat_loses_no_text_when_its_engine_is_killed(server):
     body = chat(url(picture(6)), url(picture(7)), max_tokens=80)
     expected = said(post(server, body))
     assert expected and text_despite_a_kill(server, body) == expected
 
 
 @pytest.mark.slow
-def test_its_text_side_alone_takes_no_images(folder):
+def test_the_native_text_lane_refuses_images(folder):
     with running_server(str(folder), "--threads", "1", "--lane", "native-text") as running:
         said(post(running, chat(text="Hello")))
         refused = post(running, chat(url(picture(1)))).json()["error"]
@@ -77,7 +77,7 @@ def test_a_pair_of_gguf_files_answers_like_the_folder(folder, tmp_path):
         assert post(running, body).json()["error"]["code"] == "unsupported_content"
 
 
-def test_a_case_of_open_responses_has_an_image(server):
+def test_open_responses_accepts_an_image(server):
     image = {"type": "input_image", "image_url": url(picture(8))}
     parts = [{"type": "input_text", "text": "What do you see in this image?"}, image]
     # The weights are random, so the answer only ends at one of these texts.

@@ -1,7 +1,7 @@
-"""Ollama's command line, as its published source asks and reads; nothing of it is installed here.
+"""Tests with the requests of Ollama's command line, taken from its source code.
 
-The bodies have all the fields that its Go types always write. Where a field is read by index or
-without a check there, its absence would end the command with a crash.
+The bodies have all the fields that its Go types always write. Some response fields are read
+without a check, so the command would crash if they were missing.
 """
 
 import json
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    """A client whose every command first sees whether the server answers."""
+    """Yield a client; every command first checks that the server responds."""
     with httpx.Client(base_url=server.url, headers=AGENT, timeout=LIMIT_S) as client:
         assert client.head("/").status_code == 200
         assert client.get("/api/version").json()["version"]
@@ -121,12 +121,12 @@ def test_run_of_an_embedding_model_prints_a_vector(client: httpx.Client) -> None
 
 
 @pytest.mark.parametrize("is_older", [False, True])
-def test_an_unknown_model_is_not_found_and_pulled_by_its_name(
+def test_an_unknown_model_is_not_found_and_its_pull_is_refused(
     client: httpx.Client, is_older: bool
 ) -> None:
-    assert show(client, "nope", is_older).status_code == 404  # upon which `run` pulls
+    assert show(client, "nope", is_older).status_code == 404  # `run` then pulls
     pull = by_name("nope", is_older) | {"username": "", "password": ""}
-    refused = client.post("/api/pull", json=pull)  # the hub's ids have an owner
+    refused = client.post("/api/pull", json=pull)  # ids on the hub have an owner
     assert refused.status_code == 400 and "hub" in refused.json()["error"]
     answers = [client.request("DELETE", "/api/delete", json=by_name("nope", is_older))]
     answers += [client.post("/api/generate", json=GENERATE | {"model": "nope", "keep_alive": "0s"})]

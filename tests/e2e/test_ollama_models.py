@@ -1,4 +1,4 @@
-"""Ollama's clients ask a server of several models what there is, before any of them has loaded."""
+"""Tests of clients of Ollama's API that list several models before any is loaded."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -96,7 +96,7 @@ def test_raycast_finds_sizes_and_capabilities_without_loading_a_model(
         assert shown["details"]["parameter_size"] and shown["details"]["quantization_level"]
         assert listed["size"] > 0 and len(listed["digest"]) == 64
     assert "tools" in capabilities["mini"] and capabilities["bert"] == ["embedding"]
-    # what has been read is listed from then on
+    # The list includes capabilities once /api/show has read them.
     listed = {it["name"]: it for it in client.get("/api/tags").json()["models"]}
     assert {name: it["capabilities"] for name, it in listed.items()} == capabilities
     assert listed["mini"]["details"]["parameter_size"] == "1.60M"
@@ -105,7 +105,7 @@ def test_raycast_finds_sizes_and_capabilities_without_loading_a_model(
     assert loaded(client) == []
 
 
-def test_a_model_is_loaded_and_unloaded_by_requests_that_ask_nothing(
+def test_an_empty_request_loads_or_unloads_a_model(
     client: httpx.Client,
 ) -> None:
     for path, nothing in (("/api/generate", {}), ("/api/chat", {"messages": []})):
@@ -119,7 +119,7 @@ def test_a_model_is_loaded_and_unloaded_by_requests_that_ask_nothing(
         eventually(lambda: loaded(client) == [])
 
 
-def test_unloading_needs_the_admin_key_and_a_model_that_is_served(client: httpx.Client) -> None:
+def test_unloading_needs_the_admin_key_and_a_known_model(client: httpx.Client) -> None:
     key = {"X-Api-Key": "a-client"}
     refused = client.post("/api/generate", json={"model": "mini", "keep_alive": 0}, headers=key)
     assert refused.status_code == 403 and "admin key" in refused.json()["error"]

@@ -1,4 +1,4 @@
-"""The cases of Open Responses (openresponses.org) over real HTTP.
+"""Tests with the cases of Open Responses (openresponses.org) over HTTP.
 
 Each case checks the fields and types of the response and of each event, and the events' order.
 """
@@ -135,7 +135,7 @@ def ask(server: ServerProcess, **body: Any) -> Json:
 
 
 def streamed(server: ServerProcess, **body: Any) -> list[Json]:
-    """The events of a stream, each with the right fields and at an allowed place."""
+    """Return the events of a stream after checking their fields and order."""
     body = {"temperature": 0, "stream": True} | body
     answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
     events = []
@@ -233,7 +233,7 @@ def test_a_conversation_is_continued(server: ServerProcess) -> None:
     assert text_of(second) == text_of(sent_whole)
 
 
-def test_a_file_is_taken(server: ServerProcess) -> None:
+def test_a_file_is_accepted(server: ServerProcess) -> None:
     file = {"filename": "a.txt", "file_data": "data:text/plain;base64,VGl0bGU6IEZpeHR1cmU="}
     parts = [{"type": "input_text", "text": "What is the title?"}, {"type": "input_file"} | file]
     ask(server, input=[message("user", parts)])

@@ -1,4 +1,4 @@
-"""The openai package against a real server: what it reads must be what was generated."""
+"""Tests of the openai package with a real server."""
 
 import asyncio
 from typing import Any
@@ -89,7 +89,7 @@ def test_a_stop_string_is_cut_out_and_ends_the_answer(client: openai.OpenAI) -> 
     assert "".join(c.choices[0].text for c in streamed) == choice.text
 
 
-def test_chat_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
+def test_chat_logprobs_match_the_text(client: openai.OpenAI) -> None:
     (choice,) = chat(client, logprobs=True, top_logprobs=3).choices
     entries = choice.logprobs.content
     raw = b"".join(bytes(entry.bytes) for entry in entries)
@@ -116,7 +116,7 @@ def test_joined_logprobs_equal_the_whole(client: openai.OpenAI) -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-def test_completion_logprobs_point_into_the_text(client: openai.OpenAI) -> None:
+def test_completion_logprobs_have_text_offsets(client: openai.OpenAI) -> None:
     (choice,) = complete(client, logprobs=2, echo=True).choices
     shown = choice.logprobs
     assert choice.text.startswith("Once")
@@ -127,8 +127,8 @@ def test_completion_logprobs_point_into_the_text(client: openai.OpenAI) -> None:
         assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
 
 
-def test_each_of_several_choices_is_that_of_its_own_dice(client: openai.OpenAI) -> None:
-    # Twelve tokens each, whatever they are: answers that end at once may well be equal.
+def test_several_choices_differ_and_the_first_equals_a_single_one(client: openai.OpenAI) -> None:
+    # Answers that end at once may be equal, so each gets 12 tokens.
     wild = {"temperature": 1.5, "extra_body": {"ignore_eos": True}}
     answer = complete(client, n=3, **wild)
     texts = [choice.text for choice in answer.choices]
@@ -137,7 +137,7 @@ def test_each_of_several_choices_is_that_of_its_own_dice(client: openai.OpenAI) 
     assert texts[0] == complete(client, **wild).choices[0].text
 
 
-def test_streamed_choices_interleave_and_join_to_their_own(client: openai.OpenAI) -> None:
+def test_streamed_choices_equal_the_choices_of_a_whole_answer(client: openai.OpenAI) -> None:
     texts = ["", "", ""]
     for chunk in chat(client, n=3, temperature=1.5, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -145,7 +145,7 @@ def test_streamed_choices_interleave_and_join_to_their_own(client: openai.OpenAI
     assert texts == [choice.message.content for choice in whole.choices]
 
 
-def test_a_list_equals_its_prompts_alone(client: openai.OpenAI) -> None:
+def test_a_list_of_prompts_gets_the_answers_of_single_prompts(client: openai.OpenAI) -> None:
     prompts = ["Once", "A river", "The"]
     texts = [c.text for c in complete(client, prompt=prompts, temperature=0).choices]
     alone = [complete(client, prompt=p, temperature=0).choices[0].text for p in prompts]
@@ -175,7 +175,7 @@ def test_progress_reaches_the_total_before_the_first_text(client: openai.OpenAI)
     assert joined(chunks) == chat(client).choices[0].message.content
 
 
-def test_token_ids_are_the_counted_tokens(client: openai.OpenAI) -> None:
+def test_token_ids_match_the_usage(client: openai.OpenAI) -> None:
     answer = chat(client, extra_body={"return_token_ids": True})
     assert len(answer.choices[0].token_ids) == answer.usage.completion_tokens
     assert len(answer.prompt_token_ids) == answer.usage.prompt_tokens
@@ -198,7 +198,7 @@ def test_token_ids_are_the_counted_tokens(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "jsonl"}}, "invalid_value", "response_format.type"),
     ],
 )
-def test_a_refusal_names_code_and_field(
+def test_an_error_has_a_code_and_names_the_field(
     client: openai.OpenAI, fields: dict[str, Any], code: str, param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -207,12 +207,12 @@ def test_a_refusal_names_code_and_field(
     assert caught.value.request_id
 
 
-def test_an_unknown_model_lists_those_there_are(client: openai.OpenAI) -> None:
+def test_an_unknown_model_is_refused_with_a_list_of_models(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match=MODEL):
         chat(client, model="gpt-99")
 
 
-def test_many_clients_at_once_get_what_each_gets_alone(server: ServerProcess) -> None:
+def test_concurrent_clients_get_the_answers_of_single_ones(server: ServerProcess) -> None:
     async def all_of_them() -> list[str]:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused")
 

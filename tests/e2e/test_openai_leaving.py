@@ -1,4 +1,4 @@
-"""Clients that leave: their work ends, and the next one gets the place."""
+"""Tests of clients that disconnect: the server aborts their requests."""
 
 import itertools
 import json
@@ -14,15 +14,15 @@ import pytest
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess, running_server
 
-# one after another, minutes in all: nobody waits for these to end by themselves
+# These prompts run one after another for minutes, so only a cancellation ends them in time.
 ENDLESS = {"prompt": ["Once"] * 64, "max_tokens": -1, "ignore_eos": True, "attach": False}
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[ServerProcess]:
-    """One place and no queue, so that a request that is not over refuses the next one.
+    """Yield a server with one slot and no queue, so a running request blocks the next one.
 
-    Streams that an equal request could find would go on for ten minutes.
+    An abandoned stream to which an equal request could attach would run for ten minutes.
     """
     flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "0", "--linger-s", "600")
     with running_server(*flags) as server:
@@ -56,7 +56,7 @@ def connect(server: ServerProcess) -> socket.socket:
     return socket.create_connection((address.hostname, address.port), timeout=30)
 
 
-def test_work_that_no_request_could_find_ends_with_its_client(narrow: ServerProcess) -> None:
+def test_a_request_without_attach_ends_when_its_client_disconnects(narrow: ServerProcess) -> None:
     eventually(lambda: is_free(narrow), within_s=30)
     with connect(narrow) as connection:
         connection.sendall(request_of(**ENDLESS))
@@ -64,7 +64,7 @@ def test_work_that_no_request_could_find_ends_with_its_client(narrow: ServerProc
     eventually(lambda: is_free(narrow), within_s=30)
 
 
-def test_a_full_server_says_when_to_come_back(narrow: ServerProcess) -> None:
+def test_a_full_server_sends_retry_after(narrow: ServerProcess) -> None:
     eventually(lambda: is_free(narrow), within_s=30)
     with complete(client_of(narrow), **ENDLESS, stream=True) as stream:
         assert len(list(itertools.islice(stream, 3))) == 3
@@ -74,7 +74,7 @@ def test_a_full_server_says_when_to_come_back(narrow: ServerProcess) -> None:
     eventually(lambda: is_free(narrow), within_s=30)
 
 
-def test_a_client_that_gives_up_a_whole_answer_frees_its_place(narrow: ServerProcess) -> None:
+def test_a_client_timeout_frees_the_slot_of_its_request(narrow: ServerProcess) -> None:
     eventually(lambda: is_free(narrow), within_s=30)
     hasty = client_of(narrow).with_options(timeout=1)
     with pytest.raises(openai.APITimeoutError):
@@ -82,7 +82,7 @@ def test_a_client_that_gives_up_a_whole_answer_frees_its_place(narrow: ServerPro
     eventually(lambda: is_free(narrow), within_s=30)
 
 
-def test_a_half_closed_stream_is_a_client_that_left(narrow: ServerProcess) -> None:
+def test_a_half_closed_connection_counts_as_disconnected(narrow: ServerProcess) -> None:
     eventually(lambda: is_free(narrow), within_s=30)
     with connect(narrow) as connection:
         connection.sendall(request_of(**ENDLESS, stream=True))
@@ -91,7 +91,7 @@ def test_a_half_closed_stream_is_a_client_that_left(narrow: ServerProcess) -> No
         eventually(lambda: is_free(narrow), within_s=30)
 
 
-def test_a_reset_connection_is_a_client_that_left(narrow: ServerProcess) -> None:
+def test_a_reset_connection_counts_as_disconnected(narrow: ServerProcess) -> None:
     eventually(lambda: is_free(narrow), within_s=30)
     connection = connect(narrow)
     connection.sendall(request_of(**ENDLESS, stream=True))

@@ -1,4 +1,4 @@
-"""The routes beside the openai ones, on a real server."""
+"""Tests of tokenizer, health and metrics routes, and of ingestion records."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +18,7 @@ def post(server: ServerProcess, path: str, **body: Any) -> Any:
     return response.json()
 
 
-def test_apply_template_is_what_chat_tokenizes(server: ServerProcess) -> None:
+def test_apply_template_returns_the_text_that_chat_tokenizes(server: ServerProcess) -> None:
     text = post(server, "/apply-template", messages=[USER])["prompt"]
     from_text = post(server, "/tokenize", content=text)["tokens"]
     from_messages = post(server, "/tokenize", messages=[USER])["tokens"]
@@ -59,25 +59,25 @@ def test_props_and_models_agree(server: ServerProcess) -> None:
     assert model["meta"]["n_params"] > 0
 
 
-def test_the_document_is_served(server: ServerProcess) -> None:
+def test_the_openapi_document_is_served(server: ServerProcess) -> None:
     document = httpx.get(f"{server.url}/openapi.json").json()
     assert "/v1/chat/completions" in document["paths"]
 
 
-def test_metrics_count_the_usage_that_clients_were_told(server: ServerProcess) -> None:
+def test_metrics_count_the_usage_that_clients_get(server: ServerProcess) -> None:
     def counted() -> dict[str, float]:
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
 
-    before, told = counted(), 0
+    before, num_tokens = counted(), 0
     for _ in range(3):
         body = {"prompt": "one two", "max_tokens": 7, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-        told += answer.json()["usage"]["completion_tokens"]
+        num_tokens += answer.json()["usage"]["completion_tokens"]
     after = counted()
     name = "headrace_generated_tokens_total"
-    assert after[name] - before[name] >= told == 21
+    assert after[name] - before[name] >= num_tokens == 21
     name = 'headrace_requests_total{outcome="finished",route="/v1/completions"}'
     assert after[name] - before.get(name, 0) >= 3
     assert after["headrace_engine_up"] == 1
@@ -92,29 +92,33 @@ ASKED = {
 
 
 def last_frame(server: ServerProcess, path: str, **body: Any) -> Any:
-    """The last JSON of a stream."""
+    """Return the last JSON object of a stream."""
     response = httpx.post(f"{server.url}{path}", json=body | {"stream": True}, timeout=60)
     assert response.status_code == 200, response.text
     return data_in(response.text)[-1]
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_how_a_prompt_was_computed_is_told_where_it_is_asked_for(
+def test_return_ingestion_adds_a_record_of_how_the_prompt_was_computed(
     server: ServerProcess, path: str
 ) -> None:
     body = ASKED[path] | {"return_ingestion": True, "cache_prompt": False}
     whole = post(server, path, **body)
     last = last_frame(server, path, **body)
-    told = whole["headrace"]["ingestion"]
+    record = whole["headrace"]["ingestion"]
     assert last.get("response", last)["headrace"] == whole["headrace"]
-    assert (told["strategy"], told["boundary"], told["encoder"]) == ("native-text", "step", None)
-    assert told["chunks"] >= 1 and told["cached_tokens"] == 0
+    assert (record["strategy"], record["boundary"], record["encoder"]) == (
+        "native-text",
+        "step",
+        None,
+    )
+    assert record["chunks"] >= 1 and record["cached_tokens"] == 0
     usage = whole["usage"]
-    assert told["prompt_tokens"] == usage.get("prompt_tokens", usage.get("input_tokens"))
+    assert record["prompt_tokens"] == usage.get("prompt_tokens", usage.get("input_tokens"))
     assert "headrace" not in post(server, path, **ASKED[path], return_ingestion=False)
 
 
-def test_usage_and_the_record_share_the_last_frame(server: ServerProcess) -> None:
+def test_the_last_chunk_has_both_usage_and_the_ingestion_record(server: ServerProcess) -> None:
     asked = {"return_ingestion": True, "stream_options": {"include_usage": True}}
     last = last_frame(server, "/v1/completions", **ASKED["/v1/completions"], **asked)
     assert last["choices"] == [] and last["usage"] and last["headrace"]["ingestion"]

@@ -1,4 +1,4 @@
-"""One server as an operator runs it: HTTPS, keys with names, an admin key, a JSON log, a drain."""
+"""Tests of a server with HTTPS, named API keys, an admin key, a JSON log and drains."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ ADMIN = {"x-api-key": "the-admin"}
 
 
 class Operated(ServerProcess):
-    """With the files that it was started with, and its log as objects."""
+    """A server process with its folder of key files and its log as JSON objects."""
 
     folder: Path
     tls: ssl.SSLContext
@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     running.folder = folder
     running.tls = ssl.create_default_context(cafile=certificate)
     try:
-        # in JSON the line that says ready is one of the log
+        # With --log-format json, the ready message is a line of the JSON log.
         eventually(lambda: "Headrace is ready at https://" in "".join(running.lines), within_s=120)
         messages = [line["message"] for line in running.log]
         ready = next(message for message in messages if message.startswith("Headrace is ready"))
@@ -71,7 +71,7 @@ def make_certificate(certificate: Path, key: Path) -> None:
     )
 
 
-def test_a_request_is_one_line_of_the_log_with_its_id_and_the_name_of_its_key(
+def test_a_request_is_logged_in_one_line_with_its_id_and_key_name(
     server: Operated,
 ) -> None:
     with server.client("first") as client:
@@ -94,17 +94,17 @@ def test_a_request_is_one_line_of_the_log_with_its_id_and_the_name_of_its_key(
 
 
 def refused_line(server: Operated, body: dict[str, Any], path: str = "/v1/completions") -> Any:
-    """The log's line for a request that gets no answer."""
+    """Send a request that is refused, and return its log line."""
     id = f"refused-{len(server.lines)}"
     with server.client("first") as client:
         assert client.post(path, json=body, headers={"x-request-id": id}).status_code >= 400
     found: list[dict[str, Any]] = []
 
-    def is_told() -> bool:
+    def is_logged() -> bool:
         found[:] = [line for line in server.log if line.get("request_id") == id]
         return bool(found)
 
-    eventually(is_told, within_s=60)
+    eventually(is_logged, within_s=60)
     return found[-1]
 
 
@@ -116,14 +116,14 @@ def test_a_refused_request_is_logged_with_its_model_tokens_and_limit(server: Ope
     assert (wrong["outcome"], wrong["model"]) == ("invalid_type", "headrace-mini")
 
 
-def test_a_name_that_is_not_served_is_logged_with_those_there_are(server: Operated) -> None:
+def test_an_unknown_model_is_logged_with_the_served_models(server: Operated) -> None:
     for path in ("/v1/chat/completions", "/apply-template"):
         line = refused_line(server, CHAT | {"model": "gpt-7"}, path)
         assert (line["outcome"], line["asked"]) == ("model_not_found", "gpt-7")
         assert line["served"] == "headrace-mini" and "model" not in line
 
 
-def test_what_is_the_operators_takes_the_operators_key(server: Operated) -> None:
+def test_metrics_and_state_need_the_admin_key(server: Operated) -> None:
     with server.client() as client:
         for path in ("/metrics", "/manage/state"):
             assert client.get(path).status_code == 401
@@ -133,7 +133,7 @@ def test_what_is_the_operators_takes_the_operators_key(server: Operated) -> None
         assert 'headrace_rejections_total{reason="forbidden"} 2.0' in shown
 
 
-def test_probes_need_no_key_and_lists_of_models_need_one(server: Operated) -> None:
+def test_probes_need_no_key_but_model_routes_do(server: Operated) -> None:
     with server.client() as client:
         for answer in (client.get("/ping"), client.post("/ping"), client.post("/ping", json={})):
             assert (answer.status_code, answer.json()["status"]) == (200, "ok")
@@ -143,23 +143,23 @@ def test_probes_need_no_key_and_lists_of_models_need_one(server: Operated) -> No
             assert client.request(method, path).status_code == 401
 
 
-def test_keys_are_read_again_on_a_hangup_and_a_bad_file_changes_nothing(server: Operated) -> None:
+def test_sighup_reloads_the_keys_and_an_invalid_file_changes_nothing(server: Operated) -> None:
     def status(key: str) -> int:
         with server.client(key) as client:
             return client.get("/v1/models").status_code
 
-    def hang_up(keys: str, said: str) -> None:
+    def reload(keys: str, message: str) -> None:
         (server.folder / "keys").write_text(keys)
         server.process.send_signal(signal.SIGHUP)
-        eventually(lambda: any(said in line for line in server.lines), within_s=60)
+        eventually(lambda: any(message in line for line in server.lines), within_s=60)
 
-    hang_up("# none\n", "read before stay in force.")
+    reload("# none\n", "read before stay in force.")
     assert (status("first"), status("second")) == (200, 401)
-    hang_up("ann:first\nbob:second\n", "keys and certificate were reloaded")
+    reload("ann:first\nbob:second\n", "keys and certificate were reloaded")
     assert (status("first"), status("second")) == (200, 200)
 
 
-def test_the_certificate_is_read_again_on_a_hangup(server: Operated) -> None:
+def test_sighup_reloads_the_certificate(server: Operated) -> None:
     host, port = server.url.removeprefix("https://").split(":")
     before = ssl.get_server_certificate((host, int(port)))
     certificate, key = server.folder / "cert.pem", server.folder / "key.pem"
@@ -173,13 +173,13 @@ def test_the_certificate_is_read_again_on_a_hangup(server: Operated) -> None:
             return ssl.get_server_certificate((host, int(port))).strip()
 
         eventually(lambda: shown() == certificate.read_text().strip(), within_s=60)
-        assert kept.get("/v1/models").status_code == 200  # its connection is the old one
+        assert kept.get("/v1/models").status_code == 200  # on the old connection
     server.tls = ssl.create_default_context(cafile=certificate)
     with server.client("first") as client:
         assert client.get("/v1/models").status_code == 200
 
 
-def test_a_drain_can_be_taken_back(server: Operated) -> None:
+def test_a_drain_can_be_cancelled(server: Operated) -> None:
     with server.client("the-admin") as client:
         assert client.post("/manage/drain").json()["status"] == "draining"
         refused = client.post("/v1/chat/completions", json=CHAT)
@@ -189,7 +189,7 @@ def test_a_drain_can_be_taken_back(server: Operated) -> None:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
-def test_requests_that_run_are_rows_without_their_text_and_names(server: Operated) -> None:
+def test_the_state_lists_running_requests_without_their_text_or_ids(server: Operated) -> None:
     with server.client("the-admin") as client:
         asked = {**CHAT, "max_tokens": 400, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
@@ -205,7 +205,7 @@ def test_requests_that_run_are_rows_without_their_text_and_names(server: Operate
         assert answer.headers["x-stream-id"] not in json.dumps(shown)
 
 
-def test_a_stalled_subscriber_of_the_state_harms_no_other(server: Operated) -> None:
+def test_a_stalled_subscriber_of_the_state_does_not_block_others(server: Operated) -> None:
     host, port = server.url.removeprefix("https://").split(":")
     request = f"GET /manage/stream HTTP/1.1\r\nHost: {host}\r\nX-Api-Key: the-admin\r\n\r\n"
     stalled = []
@@ -213,14 +213,14 @@ def test_a_stalled_subscriber_of_the_state_harms_no_other(server: Operated) -> N
         connection = socket.create_connection((host, int(port)))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         stalled.append(server.tls.wrap_socket(connection, server_hostname=host))
-        stalled[-1].sendall(request.encode())  # and nothing is ever read
+        stalled[-1].sendall(request.encode())  # never reads the answer
     with server.client("the-admin") as client:
         for _ in range(2):
             with client.stream("GET", "/manage/stream") as events:
                 lines = events.iter_lines()
                 assert next(lines) == "event: state"
                 assert json.loads(next(lines).removeprefix("data: "))["state"] == "ok"
-                # a change is shown while others take nothing
+                # Updates arrive although the other subscribers read nothing.
                 answer = client.post("/v1/chat/completions", json=CHAT)
                 assert answer.status_code == 200
                 assert next(line for line in lines if line == "event: state")
@@ -228,15 +228,15 @@ def test_a_stalled_subscriber_of_the_state_harms_no_other(server: Operated) -> N
         connection.close()
 
 
-def test_a_drained_server_lets_what_runs_end_and_takes_nothing_more(server: Operated) -> None:
-    """The last test of this server."""
+def test_a_draining_server_finishes_streams_and_refuses_new_requests(server: Operated) -> None:
+    """Run last, since this test stops the shared server."""
     with server.client("second") as client, server.client("the-admin") as admin:
         body = CHAT | {"max_tokens": 300, "ignore_eos": True, "stream": True}
 
         def num_busy() -> int:
             return sum(slot["is_processing"] for slot in admin.get("/slots").json())
 
-        eventually(lambda: num_busy() == 0, within_s=60)  # what other tests have left
+        eventually(lambda: num_busy() == 0, within_s=60)  # streams of earlier tests
         with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             frames = answer.iter_lines()
             next(frames)

@@ -1,4 +1,4 @@
-"""Answers over HTTP from weights in a few bits: a GGUF file's own, and int4."""
+"""Tests of answers over HTTP from quantized weights: a GGUF file and int4."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +24,7 @@ def answer(server: ServerProcess, prompt: str) -> tuple[str, str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gguf", "int4"])
-def test_answers_are_the_same_alone_and_beside_others(tmp_path: Path, kind: str) -> None:
+def test_answers_are_the_same_alone_and_in_a_batch(tmp_path: Path, kind: str) -> None:
     flags = ["--threads", "1", "--max-model-len", "512"]
     if kind == "gguf":
         model = str(FILE)

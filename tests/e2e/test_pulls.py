@@ -1,4 +1,4 @@
-"""Models that a running server downloads, over a small hub of our own, and then serves."""
+"""Tests of models that a running server downloads from a fake hub and then serves."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ ADMIN = {"Authorization": "Bearer admin"}
 
 @pytest.fixture(scope="module")
 def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The hub's repositories: one model under three names, and as a file of the catalog."""
+    """Return the hub's repositories: one model under three names, and a GGUF of the catalog."""
     root = tmp_path_factory.mktemp("hub")
     folder = make_tiny_model(root / "small")
     file = root / "gguf" / "Qwen3-0.6B-Q8_0.gguf"
@@ -36,7 +36,7 @@ def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def flowing(repos: dict[str, Path]) -> Iterator[SmallHub]:
-    """A hub that sends everything at the end, so that no download holds the server up."""
+    """Run a hub that resumes all downloads at the end, so that the server can stop."""
     with small_hub(repos) as running:
         try:
             yield running
@@ -51,7 +51,7 @@ def hub(repos: dict[str, Path]) -> Iterator[SmallHub]:
 
 
 class Shared(NamedTuple):
-    """A server that began with one model, its hub and the folder of its caches."""
+    """A server that started with one model, its hub, and the folder of its caches."""
 
     url: str
     hub: SmallHub
@@ -67,7 +67,7 @@ def shared(repos: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @contextlib.contextmanager
 def serving(hub: SmallHub, home: Path, *flags: str) -> Iterator[ServerProcess]:
-    """A server that began with one model, with its state and its hub's cache in `home`."""
+    """Run a server with one model whose state and hub cache are in `home`."""
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hub")}
     given = ("--state-dir", str(home / "state"), *FLAGS, *flags)
     with running_server(*given, environment=environment) as server:
@@ -99,49 +99,49 @@ def value(url: str, model: str = ID) -> str:
     return str(statuses(url).get(model, {}).get("value"))
 
 
-def is_half_here(url: str) -> bool:
-    """Whether the weights have come as far as they do while the hub does not flow."""
+def is_half_downloaded(url: str) -> bool:
+    """Return whether the download has reached the point at which the hub pauses."""
     status = statuses(url)[ID]
     done, total = status.get("bytes_done", 0), status.get("bytes_total", 1)
     return 0.3 < done / total < 1
 
 
 def fetchers() -> list[str]:
-    """Processes that download."""
+    """Return the ids of the processes that download."""
     found = subprocess.run(
         ["pgrep", "-f", f"checkpoints.fetch {ID}"], capture_output=True, text=True
     )
     return found.stdout.split()
 
 
-def test_a_model_is_downloaded_and_served_beside_the_one_that_was_there(shared: Shared) -> None:
-    """The first test of this server, which serves only one model before it."""
+def test_a_downloaded_model_is_served_next_to_the_first_one(shared: Shared) -> None:
+    """Run first, while the shared server still serves a single model."""
     url, hub = shared.url, shared.hub
     assert httpx.get(f"{url}/props").json()["role"] == "model"
     hub.flows.clear()
     assert pull(url).json() == {"success": True}
-    eventually(lambda: is_half_here(url), LIMIT_S)
+    eventually(lambda: is_half_downloaded(url), LIMIT_S)
     status = statuses(url)[ID]
     assert status["value"] == "downloading"
     done, total = status["bytes_done"], status["bytes_total"]
     assert status["progress"] == {ID: {"done": done, "total": total}}
     assert ask(url, "headrace-mini").status_code == 200
     assert ask(url, ID).status_code == 404
-    assert pull(url).json() == {"success": True}  # it goes on
+    assert pull(url).json() == {"success": True}  # the download continues
     hub.flows.set()
     eventually(lambda: value(url) == "unloaded", LIMIT_S)
     assert ask(url, ID).json()["model"] == ID
     assert ask(url, "headrace-mini").json()["model"] == "headrace-mini"
     assert statuses(url)[ID]["value"] == statuses(url)["headrace-mini"]["value"] == "loaded"
     assert httpx.get(f"{url}/props").json()["role"] == "router"
-    figures = httpx.get(f"{url}/metrics", headers=ADMIN).text
-    assert f'headrace_requests_total{{model="{ID}",outcome="finished"' in figures
+    metrics = httpx.get(f"{url}/metrics", headers=ADMIN).text
+    assert f'headrace_requests_total{{model="{ID}",outcome="finished"' in metrics
     folder = shared.home / "hub/hub" / f"models--{ID.replace('/', '--')}"
     assert (folder / "snapshots" / COMMIT / "model.safetensors").is_symlink()
     assert not list((folder / "blobs").glob("*.part"))
 
 
-def test_a_model_of_the_catalog_is_pulled_by_its_short_name(shared: Shared) -> None:
+def test_a_catalog_model_is_pulled_by_its_short_name(shared: Shared) -> None:
     listed = httpx.get(f"{shared.url}/models/available", timeout=LIMIT_S).json()
     (entry,) = (it for it in listed["data"] if it["id"] == "qwen3-0.6b")
     assert entry["fits"] == (entry["memory_bytes"] <= listed["usable_bytes"])
@@ -151,7 +151,7 @@ def test_a_model_of_the_catalog_is_pulled_by_its_short_name(shared: Shared) -> N
     assert ask(shared.url, "qwen3-0.6b").status_code == 200
 
 
-def test_the_list_is_told_as_events_of_llama_cpps_router(shared: Shared) -> None:
+def test_model_changes_are_sent_as_the_events_of_llama_cpps_router(shared: Shared) -> None:
     shared.hub.flows.clear()
     with contextlib.ExitStack() as undo:
         client = undo.enter_context(httpx.Client(timeout=LIMIT_S))
@@ -176,7 +176,7 @@ def test_the_list_is_told_as_events_of_llama_cpps_router(shared: Shared) -> None
         next_of("model_remove")
 
 
-def test_what_cannot_be_had_is_told_at_once_with_its_remedy(shared: Shared) -> None:
+def test_a_failed_pull_is_refused_at_once_with_advice(shared: Shared) -> None:
     url, hub = shared.url, shared.hub
 
     def refused(model: str) -> tuple[int, str, str]:
@@ -204,11 +204,11 @@ def test_what_cannot_be_had_is_told_at_once_with_its_remedy(shared: Shared) -> N
     assert delete(url, "nobody").status_code == 404
     assert statuses(url)[OTHER]["failed"] is True
     document = {"models": [{"model": "x"}]}
-    told = httpx.put(f"{url}/manage/desired", json=document, headers=ADMIN)
-    assert told.json()["error"]["code"] == "unsupported_operation"
+    refused_document = httpx.put(f"{url}/manage/desired", json=document, headers=ADMIN)
+    assert refused_document.json()["error"]["code"] == "unsupported_operation"
 
 
-def test_the_admin_key_alone_downloads_and_deletes(shared: Shared) -> None:
+def test_downloads_and_deletions_need_the_admin_key(shared: Shared) -> None:
     for headers in ({}, {"Authorization": "Bearer another"}):
         for method in ("POST", "DELETE"):
             answer = httpx.request(
@@ -217,9 +217,7 @@ def test_the_admin_key_alone_downloads_and_deletes(shared: Shared) -> None:
             assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_a_download_that_was_cut_by_kills_goes_on_where_it_stopped(
-    hub: SmallHub, tmp_path: Path
-) -> None:
+def test_an_interrupted_download_resumes_after_kills(hub: SmallHub, tmp_path: Path) -> None:
     weights = (hub.repos[ID] / "model.safetensors").stat().st_size
     with serving(hub, tmp_path) as server:
         pull(server.url, OTHER)
@@ -227,14 +225,15 @@ def test_a_download_that_was_cut_by_kills_goes_on_where_it_stopped(
         hub.flows.clear()
         hub.starts.clear()
         pull(server.url)
-        eventually(lambda: is_half_here(server.url), LIMIT_S)
+        eventually(lambda: is_half_downloaded(server.url), LIMIT_S)
         server.stop(signal.SIGKILL)
-        eventually(lambda: not fetchers(), LIMIT_S)  # it ends with its server
-    with serving(hub, tmp_path, f"--alias=gpt-*={OTHER}") as again:  # without being asked
-        eventually(lambda: is_half_here(again.url), LIMIT_S)
+        eventually(lambda: not fetchers(), LIMIT_S)  # the fetcher exits with its server
+    with serving(hub, tmp_path, f"--alias=gpt-*={OTHER}") as again:
+        # The restarted server resumes the download by itself.
+        eventually(lambda: is_half_downloaded(again.url), LIMIT_S)
         assert value(again.url) == "downloading"
         assert httpx.get(f"{again.url}/health").json()["status"] == "ok"
-        assert ask(again.url, "gpt-5").json()["model"] == "gpt-5"  # what was whole is still there
+        assert ask(again.url, "gpt-5").json()["model"] == "gpt-5"  # still served
         (pid,) = fetchers()
         os.kill(int(pid), signal.SIGKILL)
         eventually(lambda: value(again.url) == "unloaded", LIMIT_S)
@@ -243,17 +242,17 @@ def test_a_download_that_was_cut_by_kills_goes_on_where_it_stopped(
         assert pull(again.url).status_code == 200
         eventually(lambda: ask(again.url, ID).status_code == 200, LIMIT_S)
     assert hub.starts[0] == 0 and len(hub.starts) >= 3
-    assert min(hub.starts[1:]) > 0.4 * weights, "what had come is not sent again"
+    assert min(hub.starts[1:]) > 0.4 * weights, "the download must resume where it stopped"
 
 
 @pytest.mark.slow
-def test_a_stopped_download_stays_stopped_until_it_is_asked_for(
+def test_a_stopped_download_stays_stopped_until_it_is_pulled_again(
     hub: SmallHub, tmp_path: Path
 ) -> None:
     hub.flows.clear()
     with serving(hub, tmp_path) as server:
         pull(server.url)
-        eventually(lambda: is_half_here(server.url), LIMIT_S)
+        eventually(lambda: is_half_downloaded(server.url), LIMIT_S)
         assert stop(server.url).json() == {"success": True}
         assert value(server.url) == "stopped" and not fetchers()
     with serving(hub, tmp_path) as again:

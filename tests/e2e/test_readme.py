@@ -1,4 +1,4 @@
-"""Every command and program that the README shows, as a reader would run it."""
+"""Tests that run every command and program of the README."""
 
 import os
 import re
@@ -11,11 +11,11 @@ import pytest
 from tools.harness.servers import ServerProcess
 
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# what every checkout of these tests has been through
+# The set-up commands have already run in every checkout that runs these tests.
 _SET_UP = re.compile(r"make serve ARGS=smollm2\n")
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = [(kind, text) for kind, text in _BLOCK.findall(README) if not _SET_UP.fullmatch(text)]
-# By a word of the block, what it has to show.
+# A word that identifies each block, and a text that it has to print.
 EXPECTED = {
     "sentences about the sea": "data: [DONE]",
     "from openai": "headrace-mini",
@@ -26,7 +26,7 @@ EXPECTED = {
 
 
 def adapted(text: str, server: ServerProcess) -> str:
-    """For this server instead of the one at port 8000."""
+    """Replace the README's server address, prompts and pauses by those of the test."""
     text = text.replace("http://127.0.0.1:8000", server.url)
     # headrace-mini writes no stories, and it is quicker than the model of the README.
     for story in ("Write a long story.", "Tell me a story."):
@@ -35,18 +35,18 @@ def adapted(text: str, server: ServerProcess) -> str:
     return text.replace(".venv/bin/headrace", f"{sys.executable} -m headrace")
 
 
-def test_every_block_has_its_expectation() -> None:
+def test_every_block_has_an_expected_output() -> None:
     for _, text in BLOCKS:
         assert sum(word in text for word in EXPECTED) == 1, text
 
 
-def test_no_curl_that_writes_elsewhere_shows_its_meter() -> None:
+def test_every_redirected_curl_command_is_silent() -> None:
     kept = [one for _, text in BLOCKS for one in re.findall(r"\bcurl[^;|]*?[>|] ?\w+", text)]
     assert len(kept) == 4 and all(re.search(r" (-s|--silent) ", one) for one in kept)
 
 
 @pytest.mark.parametrize("word", EXPECTED)
-def test_a_block_does_what_the_readme_says(
+def test_a_block_prints_its_expected_output(
     word: str, server: ServerProcess, tmp_path: Path
 ) -> None:
     ((kind, text),) = [block for block in BLOCKS if word in block[1]]

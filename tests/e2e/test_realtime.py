@@ -1,4 +1,4 @@
-"""The WebSocket: many requests on one, with a client of its own kind and a real server."""
+"""Tests of the realtime WebSocket, which carries many requests, on a real server."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 class Socket:
-    """A client; `frames` are all that came."""
+    """A WebSocket client that collects all received messages in `frames`."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self.connection = connection
@@ -40,7 +40,7 @@ class Socket:
         self.send(type="request", id=id, route="/v1/completions", body=body, **more)
 
     def until(self, is_it: Any) -> dict[str, Any]:
-        """The first frame of this kind, among those that came or come."""
+        """Return the first matching frame, among those received or still to come."""
         for frame in self.frames:
             if is_it(frame):
                 return frame
@@ -90,7 +90,7 @@ def text_of(events: list[dict[str, Any]]) -> str:
     return "".join(p["text"] for e in events for p in e.get("pieces", ()))
 
 
-def test_many_requests_share_a_socket_and_each_hears_its_log(server: ServerProcess) -> None:
+def test_many_requests_share_a_websocket_and_get_their_own_events(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         for number in range(20):
             socket.ask(f"r{number}", SHORT | {"prompt": f"{number} two"})
@@ -103,7 +103,7 @@ def test_many_requests_share_a_socket_and_each_hears_its_log(server: ServerProce
     assert text_of(socket.events("r7")) == answer["choices"][0]["text"]
 
 
-def test_a_stream_is_read_from_a_cursor_on_any_socket(server: ServerProcess) -> None:
+def test_any_websocket_can_attach_to_a_stream_at_a_cursor(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         socket.ask("a", SHORT, conversation_id="shared")
         socket.end("a")
@@ -123,11 +123,11 @@ def test_a_stream_is_read_from_a_cursor_on_any_socket(server: ServerProcess) -> 
         assert socket.error("unknown")["status"] == 404
 
 
-def test_a_stream_is_whole_over_a_cut_and_a_killed_engine(server: ServerProcess) -> None:
+def test_a_stream_resumes_after_a_lost_connection_and_an_engine_kill(server: ServerProcess) -> None:
     body = LONG | {"max_tokens": 300, "temperature": 0}
     alone = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     with open_socket(server) as socket:
-        socket.ask("a", body, idempotency_key="over a cut")
+        socket.ask("a", body, idempotency_key="lost connection")
         socket.event("a", "tokens")
         stream = next(f["stream"] for f in socket.frames)
         read = logged(socket.events("a"))
@@ -142,7 +142,7 @@ def test_a_stream_is_whole_over_a_cut_and_a_killed_engine(server: ServerProcess)
     assert text_of(read) == alone["choices"][0]["text"]
 
 
-def test_a_stop_ends_one_of_two_and_a_detach_leaves(server: ServerProcess) -> None:
+def test_stop_cancels_one_stream_and_detach_keeps_a_durable_one(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         socket.ask("one", LONG)
         socket.ask("two", LONG)
@@ -164,7 +164,7 @@ def test_a_stop_ends_one_of_two_and_a_detach_leaves(server: ServerProcess) -> No
     eventually(lambda: running(server) == 0, within_s=60)
 
 
-def test_a_burst_of_fifty_is_stopped_and_the_next_one_served(server: ServerProcess) -> None:
+def test_fifty_requests_are_stopped_and_the_next_one_is_served(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         for number in range(50):
             socket.ask(str(number), LONG | {"prompt": f"{number} and"})
@@ -178,7 +178,7 @@ def test_a_burst_of_fifty_is_stopped_and_the_next_one_served(server: ServerProce
     eventually(lambda: running(server) == 0, within_s=60)
 
 
-def test_the_socket_is_usable_after_every_error(server: ServerProcess) -> None:
+def test_the_websocket_stays_usable_after_every_error(server: ServerProcess) -> None:
     bad: list[tuple[str | bytes, str | None, str]] = [
         ("{", None, "invalid_json"),
         ("[1]", None, "invalid_json"),
@@ -221,7 +221,7 @@ def test_the_socket_is_usable_after_every_error(server: ServerProcess) -> None:
     assert 'headrace_rejections_total{reason="duplicate_id"}' in figures
 
 
-def test_a_frame_that_is_too_large_closes_the_socket(server: ServerProcess) -> None:
+def test_a_too_large_frame_closes_the_websocket(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         socket.connection.send("x" * 100_000)
         with pytest.raises(ConnectionClosed) as closed:
@@ -229,7 +229,9 @@ def test_a_frame_that_is_too_large_closes_the_socket(server: ServerProcess) -> N
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
 
 
-def test_closing_the_socket_is_leaving_each_stream(server: ServerProcess) -> None:
+def test_closing_the_websocket_cancels_streams_without_a_conversation(
+    server: ServerProcess,
+) -> None:
     with open_socket(server) as socket:
         socket.ask("a", LONG)
         socket.ask("b", LONG, conversation_id="left")
@@ -241,7 +243,7 @@ def test_closing_the_socket_is_leaving_each_stream(server: ServerProcess) -> Non
 
 
 @pytest.mark.slow
-def test_keys_are_asked_for_and_a_draining_server_says_so() -> None:
+def test_the_websocket_needs_an_api_key_and_announces_a_drain() -> None:
     with running_server("--api-key", "sesame", "--max-num-seqs", "1") as server:
         with open_socket(server, Authorization="Bearer sesame") as socket:
             socket.ask("a", SHORT, idempotency_key="k")

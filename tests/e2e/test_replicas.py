@@ -1,4 +1,4 @@
-"""Two engines of one model behind a real server: deaths and replacements cost a stream a gap."""
+"""Tests of two engine replicas of one model: kills, replacement and scaling during streams."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-def test_a_killed_engines_streams_go_on_at_the_other_to_the_same_text(
+def test_streams_of_a_killed_engine_continue_on_the_other_with_the_same_text(
     server: ServerProcess,
 ) -> None:
     url = server.url
@@ -44,7 +44,7 @@ def test_a_killed_engines_streams_go_on_at_the_other_to_the_same_text(
     assert [it["starts"] for it in up(url)] == [2, 1]
 
 
-def test_a_replaced_engine_ends_what_it_runs(server: ServerProcess) -> None:
+def test_a_replaced_engine_finishes_its_streams(server: ServerProcess) -> None:
     url = server.url
     eventually(lambda: len(up(url)) == 2, LIMIT_S)
     first, second = (it["number"] for it in up(url))
@@ -61,7 +61,7 @@ def test_a_replaced_engine_ends_what_it_runs(server: ServerProcess) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "replica")
 
 
-def test_the_desired_state_adds_and_takes_engines_while_streams_run(tmp_path: Path) -> None:
+def test_the_desired_state_adds_and_removes_engines_while_streams_run(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny")
     flags = ("--threads", "1", "--max-model-len", "4096", "--max-num-seqs", "4")
     several = ("--replicas", "2", "--min-replicas", "0", "--state-dir", str(tmp_path / "state"))

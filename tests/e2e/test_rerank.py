@@ -1,4 +1,4 @@
-"""Rankings by a tiny cross-encoder, and vectors of a tiny encoder whose engine is killed."""
+"""Tests of rankings by a tiny cross-encoder, and of embeddings during an engine kill."""
 
 import asyncio
 import threading
@@ -36,7 +36,7 @@ def post(server: ServerProcess, path: str, **body: Any) -> Any:
 
 
 def relevance(folder: Path) -> tuple[list[float], int]:
-    """By transformers, one pair at a time."""
+    """Return the scores and the number of tokens that transformers computes pair by pair."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     load = transformers.AutoModelForSequenceClassification.from_pretrained
     model = load(folder, dtype=torch.float32).eval()
@@ -51,7 +51,7 @@ def relevance(folder: Path) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
-def test_scores_are_those_of_transformers(ranker: ServerProcess, folder: Path, path: str) -> None:
+def test_scores_equal_those_of_transformers(ranker: ServerProcess, folder: Path, path: str) -> None:
     expected, num_tokens = relevance(folder)
     answer = post(ranker, path, query=QUERY, documents=DOCUMENTS)
     results = answer["results"]
@@ -61,7 +61,7 @@ def test_scores_are_those_of_transformers(ranker: ServerProcess, folder: Path, p
     assert answer["usage"]["total_tokens"] == num_tokens
 
 
-def test_only_the_best_are_told_if_asked(ranker: ServerProcess) -> None:
+def test_top_n_returns_only_the_best_documents(ranker: ServerProcess) -> None:
     whole = post(ranker, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]
     documents = [{"text": text} for text in DOCUMENTS]
     body = {"query": QUERY, "documents": documents, "top_n": 2, "return_documents": False}
@@ -78,7 +78,9 @@ def test_coheres_route_ranks_without_documents(ranker: ServerProcess) -> None:
     assert answer["meta"]["tokens"]["input_tokens"] == whole["usage"]["total_tokens"]
 
 
-def test_pairs_are_scored_alone_against_a_list_and_in_lists(ranker: ServerProcess) -> None:
+def test_scores_accept_one_pair_one_text_against_a_list_and_two_lists(
+    ranker: ServerProcess,
+) -> None:
     def scores(path: str, text_1: Any, text_2: Any) -> list[float]:
         answer = post(ranker, path, text_1=text_1, text_2=text_2)
         assert [entry["index"] for entry in answer["data"]] == list(range(len(answer["data"])))
@@ -89,7 +91,7 @@ def test_pairs_are_scored_alone_against_a_list_and_in_lists(ranker: ServerProces
     expected = [ranked[number] for number in range(len(DOCUMENTS))]
     assert scores("/v1/score", QUERY, DOCUMENTS) == expected
     assert scores("/score", [QUERY], DOCUMENTS[1]) == expected[1:2]
-    # The first texts have different lengths, and so different places where the second text begins.
+    # The first texts have different lengths, so the second texts start at different positions.
     firsts = ["a", QUERY, "the mill", QUERY]
     alone = [scores("/score", *pair)[0] for pair in zip(firsts, DOCUMENTS, strict=True)]
     assert scores("/v1/score", firsts, DOCUMENTS) == pytest.approx(alone, abs=1e-6)
@@ -110,7 +112,7 @@ def test_pairs_are_scored_alone_against_a_list_and_in_lists(ranker: ServerProces
     ],
     ids=range(8),
 )
-def test_pairs_that_cannot_be_scored_are_named(
+def test_an_invalid_score_request_names_the_parameter(
     ranker: ServerProcess, body: dict[str, Any], param: str
 ) -> None:
     assert post(ranker, "/v1/score", **body)["error"]["param"] == param
@@ -136,7 +138,7 @@ def test_python_callers_get_the_same_ranking(ranker: ServerProcess, folder: Path
             assert refused.value.param == "documents[1]"
 
 
-def test_what_a_ranker_cannot_do_is_named(ranker: ServerProcess) -> None:
+def test_unsupported_requests_to_a_ranker_name_the_reason(ranker: ServerProcess) -> None:
     long = post(ranker, "/rerank", query=QUERY, documents=["a", "a " * 200])["error"]
     assert (long["code"], long["param"]) == ("context_length_exceeded", "documents[1]")
     wrong = post(ranker, "/rerank", query=QUERY, documents=["a", {"title": "a"}])["error"]
@@ -148,8 +150,8 @@ def test_what_a_ranker_cannot_do_is_named(ranker: ServerProcess) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_engine_costs_nobody_a_vector(tmp_path: Path) -> None:
-    """More inputs than places; the engine dies while it is at work."""
+def test_embeddings_are_complete_after_an_engine_kill(tmp_path: Path) -> None:
+    """Send more inputs than slots, and kill the engine while it computes."""
     make_tiny_model(tmp_path, "Qwen3Model")
     inputs = [[number % 250 + 1] * (300 + number % 40) for number in range(600)]
     with running_server(str(tmp_path), "--max-num-seqs", "4", "--threads", "1") as server:
@@ -160,13 +162,13 @@ def test_a_killed_engine_costs_nobody_a_vector(tmp_path: Path) -> None:
         )
         asking.start()
 
-        def killed_at_work() -> bool:
+        def killed_while_running() -> bool:
             state = httpx.get(f"{server.url}/manage/state").json()
             if state["running"] > 0:
                 server.kill_engine()
             return bool(state["running"] > 0)
 
-        eventually(killed_at_work, within_s=60)
+        eventually(killed_while_running, within_s=60)
         asking.join(timeout=120)
         (answer,) = got
     assert [entry["index"] for entry in answer["data"]] == list(range(600))

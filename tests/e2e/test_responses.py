@@ -1,4 +1,4 @@
-"""Responses over real HTTP: found again, read on from every number, kept over a kill."""
+"""Tests of /v1/responses over HTTP: retrieval, resumption, references and a kill."""
 
 import json
 import signal
@@ -38,7 +38,9 @@ def number(frame: str) -> int:
 
 
 @pytest.mark.parametrize("body", [COUNT, COUNT | {"store": True}, THOUGHT | {"background": True}])
-def test_every_number_is_a_place_to_read_on_from(url: str, body: dict[str, Any]) -> None:
+def test_a_stream_can_be_resumed_after_every_sequence_number(
+    url: str, body: dict[str, Any]
+) -> None:
     streamed = post(url, **body, stream=True)
     id = streamed.headers["x-stream-id"]
     frames = [f"{frame}\n\n" for frame in streamed.text.split("\n\n")[:-1]]
@@ -48,13 +50,13 @@ def test_every_number_is_a_place_to_read_on_from(url: str, body: dict[str, Any])
         assert follow(url, id, after) == "".join(frames[after + 1 :])
 
 
-def test_a_response_made_without_stream_can_be_streamed_later(url: str) -> None:
+def test_a_response_that_was_not_streamed_can_be_streamed_later(url: str) -> None:
     response = post(url, **COUNT).json()
     last = follow(url, response["id"]).split("data: ")[-1]
     assert json.loads(last)["response"] == response == httpx.get(f"{url}/{response['id']}").json()
 
 
-def test_references_to_items_of_earlier_responses_stand_for_these_items(url: str) -> None:
+def test_item_references_are_replaced_by_items_of_earlier_responses(url: str) -> None:
     first = post(url, **COUNT).json()
     (asked,) = httpx.get(f"{url}/{first['id']}/input_items").json()["data"]
     more = {"role": "user", "content": "And from 6 to 9?"}
@@ -85,7 +87,7 @@ def shown_items(url: str, response: httpx.Response) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("more", [{}, {"store": True}])
-def test_a_reference_finds_an_item_that_the_client_named_itself(
+def test_a_reference_finds_an_item_by_an_id_chosen_by_the_client(
     url: str, more: dict[str, Any]
 ) -> None:
     id = f"msg_of_another_server{len(more)}"
@@ -101,7 +103,7 @@ def test_a_reference_finds_an_item_that_the_client_named_itself(
     assert post(url, input=refer, **brief).headers["x-headrace-ignored"] == "input[0]"
 
 
-def test_a_reference_finds_the_input_of_a_response_that_still_runs(url: str) -> None:
+def test_a_reference_finds_the_input_of_a_running_response(url: str) -> None:
     sent = {"input": [message("msg_at_work", "Tell a story.")], "background": True}
     running = post(url, **LONG | sent).json()["id"]
     refer = [{"type": "item_reference", "id": "msg_at_work"}]
@@ -110,7 +112,7 @@ def test_a_reference_finds_the_input_of_a_response_that_still_runs(url: str) -> 
     assert "x-headrace-ignored" not in answer.headers
 
 
-def test_a_reference_finds_an_item_of_the_conversation_that_it_continues(url: str) -> None:
+def test_a_reference_finds_an_item_of_the_previous_response(url: str) -> None:
     brief = {"max_output_tokens": 4, "temperature": 0}
     first = post(url, input=[message("an id with blanks", "I am Ann.")], **brief)
     id = first.json()["id"]
@@ -121,7 +123,7 @@ def test_a_reference_finds_an_item_of_the_conversation_that_it_continues(url: st
     assert shown_items(url, second)[-1]["content"][0]["text"] == "I am Ann."
 
 
-def test_a_response_goes_on_from_an_earlier_one_as_from_the_whole(url: str) -> None:
+def test_previous_response_id_equals_sending_the_whole_conversation(url: str) -> None:
     first = post(url, **COUNT, instructions="Be brief.").json()
     asked = [{"role": "user", "content": "And from 6 to 9?"}]
     more = {"temperature": 0, "stream": True, "max_output_tokens": 30}
@@ -137,7 +139,7 @@ def test_a_response_goes_on_from_an_earlier_one_as_from_the_whole(url: str) -> N
     assert [item["role"] for item in items] == ["user", "assistant"] * 2 + ["user"]
 
 
-def test_what_is_not_there_is_not_found(url: str) -> None:
+def test_unknown_and_unstored_responses_are_not_found(url: str) -> None:
     gone = post(url, **COUNT, store=False).json()["id"]
     chat = f"{url.removesuffix('responses')}chat/completions"
     hello = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -149,7 +151,7 @@ def test_what_is_not_there_is_not_found(url: str) -> None:
         assert post(url, **COUNT, previous_response_id=id).status_code == 404
 
 
-def test_a_background_response_is_stopped_once_and_for_all(url: str) -> None:
+def test_a_cancelled_background_response_stays_cancelled(url: str) -> None:
     response = post(url, **LONG, background=True)
     assert response.elapsed.total_seconds() < 5 and response.json()["status"] == "queued"
     place = f"{url}/{response.json()['id']}"
@@ -162,7 +164,7 @@ def test_a_background_response_is_stopped_once_and_for_all(url: str) -> None:
 
 
 @pytest.mark.parametrize("query", ["stream=true&starting_after=-1", "stream=true&starting_after=x"])
-def test_a_number_that_is_none_is_refused(url: str, query: str) -> None:
+def test_an_invalid_starting_after_is_refused(url: str, query: str) -> None:
     id = post(url, **COUNT).json()["id"]
     refused = httpx.get(f"{url}/{id}?{query}")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "starting_after")
@@ -173,7 +175,7 @@ def test_tools_of_other_types_are_named_as_ignored(url: str) -> None:
     assert answer.headers["x-headrace-ignored"] == "tools[0]"
 
 
-def test_a_websocket_handshake_elsewhere_is_a_plain_405(server: ServerProcess) -> None:
+def test_a_websocket_handshake_on_another_route_is_a_405(server: ServerProcess) -> None:
     head = "GET /v1/messages HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
     head += "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     head += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
@@ -183,7 +185,7 @@ def test_a_websocket_handshake_elsewhere_is_a_plain_405(server: ServerProcess) -
 
 
 @pytest.mark.slow
-def test_a_background_response_survives_a_kill_and_belongs_to_its_key(tmp_path: Path) -> None:
+def test_a_background_response_survives_a_kill_and_is_private_to_its_key(tmp_path: Path) -> None:
     keys = ("--api-key", "mine", "--api-key", "other")
     flags = ("--threads", "1", "--state-dir", str(tmp_path / "state"), *keys)
     mine, others = (httpx.Client(headers={"X-Api-Key": key}, timeout=60) for key in keys[1::2])

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over a WebSocket, with its own client and a real server."""
+"""Tests of OpenAI's Responses API over a WebSocket on a real server."""
 
 import contextlib
 import json
@@ -41,14 +41,14 @@ class Socket:
         return event
 
     def events(self) -> list[Event]:
-        """The events up to the end of a response."""
+        """Return the events up to the end of a response."""
         found = [self.next()]
         while found[-1]["type"] not in ENDS:
             found.append(self.next())
         return found
 
     def ask(self, **body: Any) -> Event:
-        """The response of a message, or the error."""
+        """Send a message and return its response, or the error."""
         self.send(**body)
         return result(self.events())
 
@@ -78,7 +78,7 @@ def running(server: ServerProcess) -> int:
     return int(httpx.get(f"{server.url}/manage/state").json()["running"])
 
 
-def test_a_message_is_answered_with_the_events_of_a_post(server: ServerProcess) -> None:
+def test_a_message_gets_the_same_events_as_a_post(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         for body in (COUNT, COUNT | {"store": True}, COUNT | {"stream": False}):
             socket.send(**body)
@@ -91,7 +91,7 @@ def test_a_message_is_answered_with_the_events_of_a_post(server: ServerProcess) 
             assert [json.loads(frame.split("data: ")[1]) for frame in frames] == events
 
 
-def test_a_response_is_continued_on_its_connection_even_if_it_is_not_stored(
+def test_an_unstored_response_can_be_continued_on_its_own_connection(
     server: ServerProcess,
 ) -> None:
     more = {"input": "And then?", "temperature": 0}
@@ -112,7 +112,7 @@ def test_a_response_is_continued_on_its_connection_even_if_it_is_not_stored(
         assert socket.ask(**COUNT)["status"] == "completed"
 
 
-def test_a_warm_up_computes_the_prompt_and_is_continued(server: ServerProcess) -> None:
+def test_a_warm_up_computes_the_prompt_and_can_be_continued(server: ServerProcess) -> None:
     words = {"instructions": "Be very brief, and answer in English only.", "temperature": 0}
     with open_socket(server) as socket:
         socket.send(input="Hello.", **words, generate=False, store=False)
@@ -122,11 +122,11 @@ def test_a_warm_up_computes_the_prompt_and_is_continued(server: ServerProcess) -
         warm = result(events)
         assert (warm["output"], warm["status"]) == ([], "completed")
         assert warm["usage"]["output_tokens"] == 0 < warm["usage"]["input_tokens"]
-        goes_on = socket.ask(input="What is 2 + 3?", **words, previous_response_id=warm["id"])
-        assert goes_on["status"] == "completed" and text_of(goes_on)
+        continued = socket.ask(input="What is 2 + 3?", **words, previous_response_id=warm["id"])
+        assert continued["status"] == "completed" and text_of(continued)
 
 
-def test_messages_wait_for_their_turn_and_only_some_may_wait(server: ServerProcess) -> None:
+def test_messages_are_answered_in_order_and_the_queue_is_limited(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         socket.send(**LONG)
         socket.until("response.output_text.delta")
@@ -137,12 +137,12 @@ def test_messages_wait_for_their_turn_and_only_some_may_wait(server: ServerProce
             event = socket.next()
             errors += event["type"] == "error"
             ends += [event["response"]["usage"]] if event["type"] == "response.incomplete" else []
-        # Messages may have begun to be answered before the last one was sent.
+        # The server may start to answer before the last message is sent.
         assert 0 < errors <= 4 and ends[0]["output_tokens"] == 400
         assert all(usage["output_tokens"] == 2 for usage in ends[1:])
 
 
-def test_the_socket_is_usable_after_every_error(server: ServerProcess) -> None:
+def test_the_websocket_stays_usable_after_every_error(server: ServerProcess) -> None:
     bad: list[tuple[str | bytes, int, str]] = [
         ("{", 400, "invalid_json"),
         ("[1]", 400, "invalid_json"),
@@ -166,7 +166,7 @@ def test_the_socket_is_usable_after_every_error(server: ServerProcess) -> None:
     assert 'reason="invalid_json"' in httpx.get(f"{server.url}/metrics").text
 
 
-def test_a_killed_engine_loses_nothing_and_the_socket_is_never_silent(
+def test_an_engine_kill_loses_no_text_and_the_websocket_sends_keepalives(
     server: ServerProcess,
 ) -> None:
     with open_socket(server) as socket:
@@ -179,12 +179,14 @@ def test_a_killed_engine_loses_nothing_and_the_socket_is_never_silent(
     assert result(events)["status"] == "incomplete" and text_of(result(events)) == whole
 
 
-def test_streams_with_ids_share_a_socket_over_a_kill_and_a_cut(server: ServerProcess) -> None:
+def test_streams_with_ids_survive_an_engine_kill_and_a_lost_websocket(
+    server: ServerProcess,
+) -> None:
     alone = httpx.post(f"{server.url}/v1/responses", json=LONG, timeout=60).json()
     events: dict[str | None, list[Event]] = {None: [], "a": [], "b": []}
 
-    def read_until(are_there: Callable[[set[str]], bool], *ids: str | None) -> None:
-        while not all(are_there({it["type"] for it in events[id]}) for id in ids):
+    def read_until(is_complete: Callable[[set[str]], bool], *ids: str | None) -> None:
+        while not all(is_complete({it["type"] for it in events[id]}) for id in ids):
             event = socket.next()
             events[event.get("stream_id")].append(event)
 
@@ -204,7 +206,7 @@ def test_streams_with_ids_share_a_socket_over_a_kill_and_a_cut(server: ServerPro
     # The second message with this id waited for the end of the first response.
     assert ended < kinds.index("response.created", 1)
     assert text_of(result(events["a"])) == "1, 2, 3, 4, 5"
-    # After the cut, the last sequence number is the cursor.
+    # After the connection is lost, the last sequence number is the cursor.
     numbers = [it["sequence_number"] for it in events["b"] if it["type"] != "keepalive"]
     path = f"{server.url}/v1/responses/{events['b'][0]['response']['id']}"
     query = {"stream": "true", "starting_after": str(numbers[-1])}
@@ -217,7 +219,7 @@ def test_streams_with_ids_share_a_socket_over_a_kill_and_a_cut(server: ServerPro
     assert "".join(deltas) == text_of(result(events["b"]))
 
 
-def test_only_some_streams_run_on_a_socket(server: ServerProcess) -> None:
+def test_a_websocket_runs_at_most_16_streams(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         for number in range(17):
             socket.send(**LONG, stream_id=str(number))
@@ -230,7 +232,7 @@ def test_only_some_streams_run_on_a_socket(server: ServerProcess) -> None:
     eventually(lambda: running(server) == 0, within_s=60)
 
 
-def test_a_client_that_drops_reads_the_rest_by_id(server: ServerProcess) -> None:
+def test_a_disconnected_client_reads_the_rest_by_response_id(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         whole = text_of(socket.ask(**LONG))
         socket.send(**LONG, store=True)
@@ -243,7 +245,7 @@ def test_a_client_that_drops_reads_the_rest_by_id(server: ServerProcess) -> None
     assert events[0]["sequence_number"] == last + 1 and text_of(result(events)) == whole
 
 
-def test_a_client_that_leaves_ends_a_plain_response(server: ServerProcess) -> None:
+def test_a_disconnect_cancels_unstored_responses(server: ServerProcess) -> None:
     with open_socket(server) as socket:
         socket.send(**LONG | {"max_output_tokens": 4000}, store=False)
         socket.send(**LONG | {"max_output_tokens": 4000}, store=False)
@@ -252,7 +254,7 @@ def test_a_client_that_leaves_ends_a_plain_response(server: ServerProcess) -> No
     eventually(lambda: running(server) == 0, within_s=30)
 
 
-def test_a_client_that_leaves_early_leaves_no_response_that_is_not_stored(
+def test_an_unstored_response_is_gone_after_an_early_disconnect(
     server: ServerProcess,
 ) -> None:
     with open_socket(server) as socket:
@@ -277,7 +279,7 @@ def test_the_openai_package_connects(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow
-def test_a_page_of_another_host_and_a_client_without_a_key_are_refused() -> None:
+def test_a_foreign_origin_and_a_wrong_api_key_are_refused() -> None:
     with running_server("--api-key", "sesame", "--api-key", "poppy") as server:
         for headers, status in (
             ({}, 401),
@@ -304,7 +306,9 @@ def test_a_page_of_another_host_and_a_client_without_a_key_are_refused() -> None
         assert server.stop() == 0
 
 
-def test_a_conversation_outlives_the_socket_of_its_unstored_response(server: ServerProcess) -> None:
+def test_a_conversation_outlives_the_websocket_of_an_unstored_response(
+    server: ServerProcess,
+) -> None:
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
         id = client.post("/conversations", json={}).json()["id"]
         with open_socket(server) as socket:
@@ -314,7 +318,7 @@ def test_a_conversation_outlives_the_socket_of_its_unstored_response(server: Ser
         assert len(client.get(f"/conversations/{id}/items").json()["data"]) == 4
 
 
-def test_a_conversation_is_no_larger_than_a_body_may_be(server: ServerProcess) -> None:
+def test_a_conversation_is_limited_to_the_maximum_body_size(server: ServerProcess) -> None:
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
         id = client.post("/conversations", json={}).json()["id"]
         url = f"/conversations/{id}/items"

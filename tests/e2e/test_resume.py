@@ -1,4 +1,4 @@
-"""Streams found again over real HTTP: by event, by byte, after cuts, stops and kills."""
+"""Tests of resumed streams over HTTP: by event and byte, after disconnects, stops and kills."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def names(text: str) -> dict[str, str]:
 
 
 def cut(url: str, num_bytes: int, body: dict[str, Any], headers: dict[str, str]) -> bytes:
-    """The first bytes of a streamed answer whose connection then breaks."""
+    """Return the first bytes of a streamed answer and drop the connection."""
     got = b""
     with httpx.stream(
         "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60
@@ -55,7 +55,7 @@ def cut(url: str, num_bytes: int, body: dict[str, Any], headers: dict[str, str])
     return got
 
 
-def test_the_rest_of_a_cut_body_comes_from_its_byte(url: str) -> None:
+def test_a_resumed_stream_continues_at_the_requested_byte(url: str) -> None:
     body = BODY | {"stream": True}
     got = cut(url, 700, body, names("by byte"))
     rest = httpx.get(
@@ -66,7 +66,7 @@ def test_the_rest_of_a_cut_body_comes_from_its_byte(url: str) -> None:
     assert whole.content.endswith(b"data: [DONE]\n\n")
 
 
-def test_every_byte_is_a_place_to_resume_from(url: str) -> None:
+def test_a_stream_can_be_resumed_at_every_byte(url: str) -> None:
     whole = post(url, BODY | {"stream": True, "max_tokens": 4}, **names("every byte")).content
     with httpx.Client() as client:
         for number in range(0, len(whole) + 1, 37):
@@ -74,7 +74,7 @@ def test_every_byte_is_a_place_to_resume_from(url: str) -> None:
             assert client.get(f"{url}/v1/stream", params=params).content == whole[number:]
 
 
-def test_every_event_is_a_place_to_resume_from(url: str) -> None:
+def test_a_stream_can_be_resumed_after_every_event(url: str) -> None:
     stream_id = post(url, BODY | {"max_tokens": 6}, **names("every event")).headers["x-stream-id"]
     events_url = f"{url}/v1/streams/{stream_id}/events"
     page = httpx.get(events_url, headers={"Accept": "application/json"}).json()
@@ -88,7 +88,7 @@ def test_every_event_is_a_place_to_resume_from(url: str) -> None:
     assert httpx.get(events_url, params={"after": len(whole) - 2}).status_code == 204
 
 
-def test_every_frame_is_a_place_to_resume_from(url: str) -> None:
+def test_a_stream_can_be_resumed_after_every_frame(url: str) -> None:
     body = BODY | {"stream": True, "max_tokens": 6, "n": 2}
     answer = post(url, body, **names("every frame"))
     frames = answer.text.split("\n\n")[:-1]
@@ -100,9 +100,7 @@ def test_every_frame_is_a_place_to_resume_from(url: str) -> None:
 
 
 @pytest.mark.parametrize("route", ["/api/chat", "/api/generate"])
-def test_every_byte_and_line_of_ollamas_answers_is_a_place_to_resume_from(
-    url: str, route: str
-) -> None:
+def test_ollamas_answers_can_be_resumed_at_every_byte_and_line(url: str, route: str) -> None:
     asked = {"messages": [{"role": "user", "content": "one"}], "prompt": "one"}
     asked.pop("prompt" if route == "/api/chat" else "messages")
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
@@ -123,21 +121,21 @@ def test_every_byte_and_line_of_ollamas_answers_is_a_place_to_resume_from(
 
 
 @pytest.mark.parametrize("cursor", ["x", "-1", "99999", "cmpl-other:1", "1.x", "1e3"])
-def test_a_cursor_that_leads_nowhere_is_refused(url: str, cursor: str) -> None:
+def test_an_invalid_cursor_is_refused(url: str, cursor: str) -> None:
     stream_id = post(url, BODY | {"max_tokens": 1}, **names("cursors")).headers["x-stream-id"]
     refused = httpx.get(f"{url}/v1/streams/{stream_id}/events", params={"after": cursor})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_cursor"
 
 
 @pytest.mark.parametrize("offset", ["-1", "%2B1", "1e3", "12abc", "0x10", "18446744073709551616"])
-def test_an_offset_that_is_no_number_is_refused(url: str, offset: str) -> None:
+def test_an_invalid_byte_offset_is_refused(url: str, offset: str) -> None:
     post(url, BODY | {"max_tokens": 1}, **names("offsets"))
     refused = httpx.get(f"{url}/v1/stream?conv_id=offsets&from={offset}")
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == "Invalid 'from' offset"
 
 
-def test_offsets_at_and_beyond_the_end(url: str) -> None:
+def test_an_offset_at_the_end_is_empty_and_one_beyond_it_is_a_416(url: str) -> None:
     total = len(post(url, BODY | {"max_tokens": 1, "stream": True}, **names("end")).content)
     at_end = httpx.get(f"{url}/v1/stream", params={"conv_id": "end", "from": total})
     assert (at_end.status_code, at_end.content) == (200, b"")
@@ -146,7 +144,9 @@ def test_offsets_at_and_beyond_the_end(url: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "a:b", "a%b", "a b", "a::model"])
-def test_names_with_awkward_characters_are_found_looked_up_and_deleted(url: str, name: str) -> None:
+def test_conversation_ids_with_special_characters_are_found_and_deleted(
+    url: str, name: str
+) -> None:
     post(url, BODY | {"max_tokens": 1}, **names(name))
     asked = {"conversation_ids": [name.removesuffix("::model"), "unknown", 7, ""]}
     entries = httpx.post(f"{url}/v1/streams/lookup", json=asked).json()
@@ -170,8 +170,8 @@ def looked_up(url: str) -> list[dict[str, object]]:
     return entries
 
 
-def test_the_calls_of_llama_cpps_page_lose_find_resume_and_forget_a_stream(url: str) -> None:
-    """In the page's order; it keeps whole lines only, and resumes at the end of a line."""
+def test_llama_cpps_web_page_can_find_resume_and_delete_a_stream(url: str) -> None:
+    """Send the page's requests in its order. It resumes at the end of the last whole line."""
     body: dict[str, Any] = LONG | {"max_tokens": 300, "return_progress": True}
     body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
     named = names(PAGE_ID)
@@ -193,7 +193,7 @@ def test_the_calls_of_llama_cpps_page_lose_find_resume_and_forget_a_stream(url: 
     assert httpx.get(f"{url}/v1/stream", params=params).status_code == 404
 
 
-def test_an_empty_name_is_none(url: str) -> None:
+def test_an_empty_conversation_id_is_ignored(url: str) -> None:
     answer = post(url, BODY | {"max_tokens": 1}, **names(""))
     assert answer.status_code == 200
     assert httpx.get(f"{url}/v1/streams", params={"conversation_id": ""}).status_code == 400
@@ -210,7 +210,7 @@ def test_a_stop_ends_a_stream_for_every_reader(url: str) -> None:
     assert last["error"]["code"] == "cancelled"
 
 
-def test_a_stopped_request_without_stream_is_no_answer_to_repeat(url: str) -> None:
+def test_a_cancelled_request_without_stream_is_a_400_without_retry(url: str) -> None:
     found: list[httpx.Response] = []
     body = LONG | {"stream": False}
     asking = threading.Thread(target=lambda: found.append(post(url, body, **names("whole"))))
@@ -231,7 +231,7 @@ def test_a_retry_with_the_same_key_gets_the_same_answer(url: str) -> None:
     assert other.status_code == 409
 
 
-def test_a_second_reader_sees_what_the_first_sees(url: str) -> None:
+def test_a_second_reader_gets_the_same_bytes_as_the_first(url: str) -> None:
     body = BODY | {"stream": True, "max_tokens": 200}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=names("two")) as first:
         stream_id = first.headers["x-stream-id"]
@@ -239,7 +239,7 @@ def test_a_second_reader_sees_what_the_first_sees(url: str) -> None:
         assert second.text == first.read().decode()
 
 
-def test_unknown_streams_are_not_found_on_either_face(url: str) -> None:
+def test_unknown_streams_are_not_found_by_id_or_by_name(url: str) -> None:
     assert httpx.get(f"{url}/v1/streams/cmpl-none").status_code == 404
     assert httpx.get(f"{url}/v1/streams/cmpl-none/events").status_code == 404
     assert httpx.delete(f"{url}/v1/streams/cmpl-none").status_code == 204
@@ -247,10 +247,10 @@ def test_unknown_streams_are_not_found_on_either_face(url: str) -> None:
     assert httpx.delete(f"{url}/v1/stream").status_code == 400
 
 
-def test_a_killed_engine_costs_no_token_and_is_told_of(server: ServerProcess) -> None:
+def test_an_engine_kill_loses_no_token_and_is_reported_in_the_stream(server: ServerProcess) -> None:
     body = LONG | {"max_tokens": 400, "return_progress": True}
     undisturbed = post(server.url, body | {"stream": False}).json()["choices"][0]["text"]
-    for _ in range(4):  # a reader that is kept waiting may kill an engine that is done
+    for _ in range(4):  # a slow reader may kill the engine too late
         texts, attempts, kills = [], [], [server.kill_engine]
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
             for frame in data_of(answer.iter_lines()):
@@ -264,7 +264,9 @@ def test_a_killed_engine_costs_no_token_and_is_told_of(server: ServerProcess) ->
     assert attempts == [{"attempt": 1}]
 
 
-def test_idle_sockets_take_no_descriptor_from_an_engine_or_a_stream(server: ServerProcess) -> None:
+def test_idle_connections_take_no_descriptors_from_engines_or_streams(
+    server: ServerProcess,
+) -> None:
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (128, 128))
     address = ("127.0.0.1", httpx.URL(server.url).port)
     body = LONG | {"max_tokens": 400}
@@ -280,7 +282,10 @@ def test_idle_sockets_take_no_descriptor_from_an_engine_or_a_stream(server: Serv
 
 
 def message(url: str, key: str, kills: dict[int, Callable[[], None]]) -> tuple[str, bool]:
-    """A streamed message's text, and whether it was begun before; `kills` by deltas heard."""
+    """Stream a message; return its text and whether it attached to an earlier stream.
+
+    Before the end, call each function of `kills` after that many deltas.
+    """
     body = {"model": "kept", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     body |= {"max_tokens": 500, "temperature": 0, "ignore_eos": True}
     headers, texts, last = {"Idempotency-Key": key}, list[str](), ""
@@ -296,10 +301,10 @@ def message(url: str, key: str, kills: dict[int, Callable[[], None]]) -> tuple[s
         return "".join(texts), answer.headers.get("x-stream-attached") == "true"
 
 
-def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path: Path) -> None:
+def test_a_restarted_server_continues_its_durable_streams(folder: Path, tmp_path: Path) -> None:
     flags = (str(folder), "--threads", "1", "--served-model-name", "kept")
     flags += ("--state-dir", str(tmp_path / "state"))
-    # mirostat draws by what it remembers of all tokens before
+    # Mirostat's state depends on all earlier tokens, so it must be restored exactly.
     body = LONG | {"max_tokens": 1200, "temperature": 1, "seed": 5, "mirostat": 2}
     with running_server(*flags) as server:
         undisturbed = post(server.url, body | {"stream": False}).json()["choices"][0]["text"]
@@ -307,7 +312,7 @@ def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path
         got = cut(server.url, 30_000, body, names("kept"))
         engine = server.engine_pid
         kills = {
-            20: lambda: os.kill(engine, signal.SIGKILL),  # the stream goes on by itself
+            20: lambda: os.kill(engine, signal.SIGKILL),  # the stream recovers by itself
             200: lambda: server.process.send_signal(signal.SIGKILL),
         }
         with pytest.raises(httpx.TransportError):
@@ -315,7 +320,7 @@ def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path
         server.stop(signal.SIGKILL)
         eventually(lambda: not Path(f"/proc/{engine}").exists())
     with running_server(*flags) as server:
-        # a client that tries again sends the same bytes under the same key
+        # A client that retries sends the same body with the same key.
         assert message(server.url, "message", {}) == (said, True)
         params = {"conv_id": "kept", "from": len(got)}
         whole = got + httpx.get(f"{server.url}/v1/stream", params=params, timeout=120).content
@@ -324,7 +329,7 @@ def test_a_killed_server_goes_on_with_its_durable_streams(folder: Path, tmp_path
         assert whole == httpx.get(f"{server.url}/v1/stream", params={"conv_id": "kept"}).content
 
 
-def test_a_stop_on_a_full_disk_is_answered_at_once_and_counts(server: ServerProcess) -> None:
+def test_a_cancellation_on_a_full_disk_is_a_503_but_takes_effect(server: ServerProcess) -> None:
     url, by_name = server.url, {"conv_id": "full"}
     body, named = LONG | {"max_tokens": 8000}, names("full")
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=named) as answer:

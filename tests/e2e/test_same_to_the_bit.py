@@ -1,4 +1,4 @@
-"""In bfloat16, over HTTP: no neighbour, cut of a prompt or kill changes a digit of an answer."""
+"""Tests that batching, chunked prompts, guesses and kills do not change a bfloat16 answer."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ import pytest
 from tests.kernels.own_kernels import needs_own_kernels
 from tools.harness.servers import ServerProcess, running_server
 
-# A draw of mirostat depends on all draws before it.
+# Each draw of mirostat depends on all earlier draws.
 SAMPLERS: list[dict[str, Any]] = [
     {},
     {"mirostat": 2, "mirostat_eta": 0.5},
     {"mirostat": 1},
     {"dry_multiplier": 2, "dry_allowed_length": 1},
 ]
-# temperature 1 and a seed: the smallest difference of a logit would sooner or later show
+# With temperature 1 and a seed, even a tiny difference of logits would change a token.
 BODIES: list[dict[str, Any]] = [
     {
         "prompt": f"{number}: " + "water over the wheel " * (1 + 7 * (number % 5)),
@@ -52,7 +52,7 @@ def instructions_of(server: ServerProcess) -> str:
 
 
 def ask(server: ServerProcess, at_once: int, kill: bool = False) -> list[Any]:
-    """The choices of all bodies, log probabilities to the last digit."""
+    """Return the choices of all bodies, with logprobs to the last digit."""
 
     async def decodes(client: httpx.AsyncClient) -> bool:
         state = (await client.get(f"{server.url}/manage/state")).json()
@@ -78,7 +78,7 @@ def ask(server: ServerProcess, at_once: int, kill: bool = False) -> list[Any]:
 
 
 def agree(found: list[Any], expected: list[Any]) -> None:
-    """The assertion's own message would be pages long."""
+    """Compare answers token by token, since pytest's own message would be pages long."""
     for body, (ours, theirs) in zip(BODIES, zip(found, expected, strict=True), strict=True):
         for key in ("tokens", "token_logprobs", "top_logprobs"):
             pairs = zip(ours[0]["logprobs"][key], theirs[0]["logprobs"][key], strict=True)
@@ -87,7 +87,7 @@ def agree(found: list[Any], expected: list[Any]) -> None:
     assert found == expected
 
 
-def test_neighbours_cuts_and_a_kill_change_no_digit(
+def test_batching_chunked_prompts_and_a_kill_change_no_digit(
     server: ServerProcess, short_steps: ServerProcess
 ) -> None:
     assert instructions_of(server) == instructions_of(short_steps), server.lines + short_steps.lines
@@ -97,16 +97,16 @@ def test_neighbours_cuts_and_a_kill_change_no_digit(
     agree(ask(short_steps, len(BODIES), kill=True), alone)
 
 
-def test_guesses_and_a_kill_among_them_change_no_digit(
+def test_guesses_and_an_engine_kill_change_no_digit(
     server: ServerProcess, guessing: ServerProcess
 ) -> None:
     alone = ask(server, 1)
     agree(ask(guessing, 2), alone)
     agree(ask(guessing, 4, kill=True), alone)
     shown = httpx.get(f"{guessing.url}/metrics").text.splitlines()
-    figures = dict(line.split(" ", 1) for line in shown if "_tokens_total" in line)
+    metrics = dict(line.split(" ", 1) for line in shown if "_tokens_total" in line)
     guessed, accepted = (
-        sum(float(value) for name, value in figures.items() if kind in name)
+        sum(float(value) for name, value in metrics.items() if kind in name)
         for kind in ("guessed_tokens", "accepted_tokens")
     )
     assert guessed >= accepted and guessed > 0

@@ -1,4 +1,4 @@
-"""An encoder-decoder over HTTP: its source is the prompt in usage, progress and limits."""
+"""Tests of an encoder-decoder over HTTP, whose source text is the prompt."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +51,7 @@ def text_of(frames: list[dict]) -> str:
 
 @torch.inference_mode()
 def expected(folder: Path, num: int) -> str:
-    """Greedy, token by token, by transformers alone."""
+    """Return the greedy output of transformers, computed token by token."""
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     source = torch.tensor([tokenizer.encode(TEXT).ids])
@@ -62,22 +62,22 @@ def expected(folder: Path, num: int) -> str:
     return tokenizer.decode(tokens[1:], skip_special_tokens=True)
 
 
-def test_the_answer_is_that_of_transformers_and_usage_counts_the_source(server, folder):
+def test_the_answer_equals_transformers_and_usage_counts_the_source(server, folder):
     answer = post(server, BODY).json()
     assert len(set(answer["choices"][0]["text"])) > 10
     assert answer["choices"][0]["text"] == expected(folder, 40)
-    assert answer["usage"]["prompt_tokens"] == len(TEXT) + 1  # and the source's ending
+    assert answer["usage"]["prompt_tokens"] == len(TEXT) + 1  # plus the end token
     assert answer["usage"]["completion_tokens"] == 40
 
 
 def test_progress_counts_the_source_up_to_its_end(server):
     frames = stream(server, BODY | {"return_progress": True})
-    told = [frame["prompt_progress"] for frame in frames if frame.get("prompt_progress")]
-    assert {each["total"] for each in told} == {len(TEXT) + 1}
-    assert told[-1]["processed"] == len(TEXT) + 1
+    progress = [frame["prompt_progress"] for frame in frames if frame.get("prompt_progress")]
+    assert {each["total"] for each in progress} == {len(TEXT) + 1}
+    assert progress[-1]["processed"] == len(TEXT) + 1
 
 
-def test_choices_of_one_source_are_those_of_single_requests(server):
+def test_the_first_of_several_choices_equals_a_single_request(server):
     body = BODY | {"temperature": 1, "seed": 3, "n": 3}
     several = [choice["text"] for choice in post(server, body).json()["choices"]]
     assert len(set(several)) == 3
@@ -87,7 +87,7 @@ def test_choices_of_one_source_are_those_of_single_requests(server):
 
 
 @pytest.mark.slow
-def test_a_killed_engine_costs_nothing_of_an_answer(server, folder):
+def test_an_answer_loses_no_text_when_its_engine_is_killed(server, folder):
     killed = []
 
     def kill() -> None:
@@ -95,7 +95,7 @@ def test_a_killed_engine_costs_nothing_of_an_answer(server, folder):
             killed.append(True)
             server.kill_engine()
 
-    # source and answer together are longer than the context of each
+    # Source and answer together are longer than the context length of either.
     frames = stream(server, BODY | {"max_tokens": 240}, on_text=kill)
     assert killed and text_of(frames) == expected(folder, 240)
 
@@ -110,7 +110,7 @@ def test_a_killed_engine_costs_nothing_of_an_answer(server, folder):
          "unsupported_operation"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused(server, body, route, code):
+def test_unsupported_requests_are_refused(server, body, route, code):
     refused = post(server, body, route)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
 
@@ -124,12 +124,12 @@ def test_a_source_may_fill_the_context(server):
     }
 
 
-def test_the_record_says_how_the_source_was_encoded(server):
-    told = post(server, BODY | {"return_ingestion": True}).json()["headrace"]["ingestion"]
-    assert (told["strategy"], told["encoder"]) == ("generic-seq2seq-source", "pieces")
-    assert (told["boundary"], told["mask"], told["memory"]) == (
+def test_the_ingestion_record_describes_the_encoding_of_the_source(server):
+    record = post(server, BODY | {"return_ingestion": True}).json()["headrace"]["ingestion"]
+    assert (record["strategy"], record["encoder"]) == ("generic-seq2seq-source", "pieces")
+    assert (record["boundary"], record["mask"], record["memory"]) == (
         "encoder-piece", "bidirectional", "slot",
     )  # fmt: skip
-    num = told["chunks"]
-    assert told["eligible"] and told["applied"] == (num > 1)
-    assert told["reason"] == f"Source encoded in {f'{num} pieces' if num > 1 else 'one piece'}."
+    num = record["chunks"]
+    assert record["eligible"] and record["applied"] == (num > 1)
+    assert record["reason"] == f"Source encoded in {f'{num} pieces' if num > 1 else 'one piece'}."

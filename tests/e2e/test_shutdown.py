@@ -1,4 +1,4 @@
-"""Stops a server that has clients, with and without an engine that answers."""
+"""Tests that stop a server with clients, with and without a responsive engine."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tools.harness.servers import running_server
 BODY = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True}
 
 
-def test_a_stop_names_the_streams_that_continue_and_tells_other_clients_why(
+def test_a_stop_counts_continuing_streams_and_answers_other_clients_with_503(
     folder: Path, tmp_path: Path
 ) -> None:
     flags = (str(folder), "--threads", "1", "--drain-s", "0", "--state-dir", str(tmp_path))

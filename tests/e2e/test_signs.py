@@ -1,4 +1,4 @@
-"""Signs of life that clients count, while a prompt takes long."""
+"""Tests of keepalive events and progress while a prompt takes long."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-def test_a_silent_prompt_of_messages_has_signs_that_clients_count(server: ServerProcess) -> None:
+def test_messages_send_empty_deltas_and_pings_during_a_long_prompt(server: ServerProcess) -> None:
     answer = httpx.post(f"{server.url}/v1/messages", json=BODY, timeout=LIMIT_S)
     events = data_in(answer.content)
     begun = next(i for i, event in enumerate(events) if event["type"] == "content_block_start")
@@ -37,9 +37,9 @@ def test_a_silent_prompt_of_messages_has_signs_that_clients_count(server: Server
     assert len(starts) == 1 and events[-1]["type"] == "message_stop"
 
 
-def test_a_conversation_with_signs_is_the_same_from_every_byte(server: ServerProcess) -> None:
+def test_a_stream_with_keepalives_can_be_resumed_at_every_byte(server: ServerProcess) -> None:
     name = {"X-Conversation-Id": "slow"}
-    # other words, so that nothing of it is in the cache
+    # The prompt starts differently, so none of it is cached.
     asked = {**BODY, "messages": [{"role": "user", "content": "x " + PROMPT}]}
     whole = httpx.post(
         f"{server.url}/v1/messages", json=asked, headers=name, timeout=LIMIT_S
@@ -50,7 +50,7 @@ def test_a_conversation_with_signs_is_the_same_from_every_byte(server: ServerPro
         assert httpx.get(f"{server.url}/v1/stream", params=at).content == whole[start:]
 
 
-def test_a_stream_that_is_found_by_its_id_has_the_blocks_it_had(server: ServerProcess) -> None:
+def test_a_retry_with_the_same_key_gets_the_same_content_blocks(server: ServerProcess) -> None:
     key = {"Idempotency-Key": "slow"}
     asked = {**BODY, "messages": [{"role": "user", "content": "y " + PROMPT}]}
     url = f"{server.url}/v1/messages"
@@ -61,7 +61,9 @@ def test_a_stream_that_is_found_by_its_id_has_the_blocks_it_had(server: ServerPr
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_progress_in_words_is_the_same_from_every_byte(server: ServerProcess, route: str) -> None:
+def test_a_stream_with_progress_as_reasoning_can_be_resumed_at_every_byte(
+    server: ServerProcess, route: str
+) -> None:
     said = f"{route} {PROMPT}"
     asked: dict[str, Any] = {"model": "headrace-mini", "stream": True}
     asked |= {"return_progress": "reasoning"}

@@ -1,6 +1,6 @@
-"""A state directory whose files were replaced by something else: the server starts all the same.
+"""Tests that a server starts although the files of its state directory are corrupt.
 
-The files are those that a server of all features leaves, so that a new one is met here by itself.
+The files are those of a server that used all features, so new files are covered automatically.
 """
 
 import os
@@ -26,7 +26,7 @@ def flags(model: Path, state: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The state of a server that was killed after each feature was used."""
+    """Return the state directory of a server that was killed after using each feature."""
     state = tmp_path_factory.mktemp("written") / "state"
     with running_server(*flags(folder, state), environment=OFFLINE) as server:
         url = server.url
@@ -46,7 +46,7 @@ def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         server.process.kill()
     names = {path.name for path in state.rglob("*") if path.is_file()}
     assert {"lock", "pulled.json", "desired.json", "streams.sqlite3", file["id"]} <= names
-    # The partial files of writes that the kill may have interrupted.
+    # Add partial files, as an interrupted write leaves them.
     for partial in ("pulled.new", f"batches/records/file/.{file['id']}"):
         (state / partial).write_bytes(b"a part")
     return state
@@ -91,7 +91,7 @@ IN_THE_SUITE = ("random", "a folder")
     "how",
     [it if it in IN_THE_SUITE else pytest.param(it, marks=pytest.mark.slow) for it in SPOILS],
 )
-def test_the_server_starts_whatever_its_files_have_become(
+def test_the_server_starts_with_corrupt_state_files(
     how: str, written: Path, folder: Path, tmp_path: Path
 ) -> None:
     state = tmp_path / "state"
@@ -104,7 +104,7 @@ def test_the_server_starts_whatever_its_files_have_become(
 
 
 @pytest.mark.slow
-def test_the_server_starts_with_files_in_the_place_of_its_folders(
+def test_the_server_starts_if_a_state_folder_was_replaced_by_a_file(
     written: Path, folder: Path, tmp_path: Path
 ) -> None:
     state = tmp_path / "state"

@@ -1,4 +1,4 @@
-"""A closed lid: all processes of a server are stopped for longer than its limits, and go on."""
+"""Tests of a suspended computer: all server processes stop for longer than the time limits."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ QUEUED = {"prompt": "one two three", "max_tokens": 8, "temperature": 0}
 
 
 def processes(pid: int) -> list[int]:
-    """The process and all that it started."""
+    """Return the ids of a process and all its descendants."""
     children = [
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -35,7 +35,7 @@ def processes(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def stopped(server: ServerProcess) -> Iterator[None]:
-    """The gateway wakes first, when the engine has said nothing for as long."""
+    """Suspend all processes; the gateway wakes first, while the engine still seems stuck."""
     pids = processes(server.process.pid)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -47,10 +47,10 @@ def stopped(server: ServerProcess) -> Iterator[None]:
 
 
 class Following:
-    """A streamed completion, read in a thread."""
+    """A client that reads a streamed completion in a thread."""
 
     def __init__(self, server: ServerProcess, body: dict[str, Any], **headers: str) -> None:
-        self.heard_at = 0.0
+        self.received_at = 0.0
         self.text = self.end = ""
         self._url = f"{server.url}/v1/completions"
         self._body = {**body, "stream": True, "temperature": 0}
@@ -64,7 +64,7 @@ class Following:
             "POST", self._url, json=self._body, headers=self._headers, timeout=None
         ) as answer:
             for line in answer.iter_lines():
-                self.heard_at = time.monotonic()
+                self.received_at = time.monotonic()
                 if self.leaves.is_set():
                     break
                 if line == "data: [DONE]":
@@ -81,7 +81,7 @@ class Following:
 
 
 class HalfSent:
-    """A request of which the last bytes have yet to be sent."""
+    """A request whose last bytes are not sent yet."""
 
     def __init__(self, server: ServerProcess, num_left: int) -> None:
         url, body = httpx.URL(server.url), '{"content": "a"}'
@@ -112,7 +112,7 @@ def missed(server: ServerProcess) -> float:
 
 
 def sleep_through(seconds: float, *flags: str) -> None:
-    """Programs that can wait for a server do, while it is stopped and after."""
+    """Suspend the server and check that all its clients then get their whole answers."""
     with running_server(*FLAGS, *flags) as server:
         alone = [Following(server, body).wait().text for body in (LONG, QUEUED)]
         with open_socket(server, ping_interval=None) as realtime:
@@ -125,17 +125,19 @@ def sleep_through(seconds: float, *flags: str) -> None:
             queued = Following(server, QUEUED)
             realtime.ask("waits", QUEUED)
             realtime.event("waits", "queued", "heartbeat")
-            eventually(lambda: bool(queued.heard_at))
-            halves = [HalfSent(server, num_left) for num_left in (1, 30)]  # of body, of head
+            eventually(lambda: bool(queued.received_at))
+            halves = [
+                HalfSent(server, num_left) for num_left in (1, 30)
+            ]  # in the body, in the head
             with stopped(server):
                 for half in halves:
                     half.send_rest()
                 asked = threading.Thread(target=kept.get, args=("/health/live",))
                 asked.start()
-                time.sleep(seconds)  # the one wait that is for the clock
+                time.sleep(seconds)  # must exceed the time limits
             woken_at = time.monotonic()
             everyone = [leaving, durable, queued]
-            eventually(lambda: all(it.heard_at > woken_at for it in everyone), within_s=10)
+            eventually(lambda: all(it.received_at > woken_at for it in everyone), within_s=10)
             leaving.leaves.set()
             assert [half.status() for half in halves] == [b"200"] * 2
             asked.join(timeout=60)
@@ -152,11 +154,11 @@ def sleep_through(seconds: float, *flags: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_longer_than_the_limits_costs_nobody_anything() -> None:
+def test_clients_survive_a_suspension_longer_than_the_time_limits() -> None:
     sleep_through(12, "--queue-timeout-s", "8", "--headers-timeout-s", "4", "--body-timeout-s", "4")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_stop_of_ten_minutes_costs_nobody_anything() -> None:
+def test_clients_survive_a_suspension_of_ten_minutes() -> None:
     sleep_through(600, "--queue-timeout-s", "60")

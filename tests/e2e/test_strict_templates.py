@@ -1,4 +1,4 @@
-"""A chat template without a system role, and that insists on turns, behind every dialect."""
+"""Tests of a template that has no system role and requires alternating roles, in every dialect."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def post(server: ServerProcess, path: str, **body: Any) -> httpx.Response:
     return answer
 
 
-def test_chat_reads_what_apply_template_shows_and_tokenize_counts(
+def test_chat_apply_template_and_tokenize_agree_on_the_prompt(
     server: ServerProcess, template: Path
 ) -> None:
     shown = post(server, "/apply-template", messages=MESSAGES).json()["prompt"]
@@ -55,7 +55,7 @@ def test_chat_reads_what_apply_template_shows_and_tokenize_counts(
     assert alone.usage["prompt_tokens"] == len(listed)
 
 
-def test_every_dialect_says_that_messages_were_changed(server: ServerProcess) -> None:
+def test_every_dialect_reports_changed_messages_in_a_header(server: ServerProcess) -> None:
     chat = post(server, "/v1/chat/completions", messages=[SYSTEM, USER], stream=True)
     asked = {"messages": [USER], "system": SYSTEM["content"]}
     message = post(server, "/v1/messages", **asked)
@@ -72,7 +72,7 @@ def test_every_dialect_says_that_messages_were_changed(server: ServerProcess) ->
     assert HEADER not in post(server, "/v1/chat/completions", messages=[USER]).headers
 
 
-def test_the_next_turn_finds_the_last_one_in_the_cache(server: ServerProcess) -> None:
+def test_the_next_turn_reuses_the_cached_prompt(server: ServerProcess) -> None:
     long = {"role": "system", "content": "The mill has a wheel, a race and a stone. " * 40}
     first = post(server, "/v1/chat/completions", messages=[long, USER]).json()
     answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
@@ -82,7 +82,7 @@ def test_the_next_turn_finds_the_last_one_in_the_cache(server: ServerProcess) ->
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * first["usage"]["prompt_tokens"]
 
 
-def test_a_line_of_a_batch_is_answered_too(server: ServerProcess) -> None:
+def test_a_batch_line_is_answered(server: ServerProcess) -> None:
     line = {
         "custom_id": "one",
         "method": "POST",

@@ -1,4 +1,4 @@
-"""Structured output over real HTTP: the official client's parse, and an engine that is killed."""
+"""Tests of structured output over HTTP with the openai client and during engine kills."""
 
 import json
 import os
@@ -41,33 +41,36 @@ def test_the_official_client_parses_an_answer(server: ServerProcess) -> None:
     assert isinstance(answer.choices[0].message.parsed, Point)
 
 
-def heard(server: ServerProcess, after: int) -> tuple[list[int], int]:
-    """The tokens of an answer whose engine is killed once so many have come, and how many had come
-    when its death was told: a few more, for the engine runs ahead."""
-    told: list[int] = []
+def tokens_with_kill(server: ServerProcess, after: int) -> tuple[list[int], int]:
+    """Stream an answer and kill the engine once `after` tokens have arrived.
+
+    Return all tokens, and how many had arrived when the stream reported the recovery. These may
+    be a few more than `after`, because the engine runs ahead.
+    """
+    tokens: list[int] = []
     died_after = -1
     wanted = BODY | {"stream": True, "return_token_ids": True, "return_progress": True}
     url = f"{server.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=wanted, timeout=120) as answer:
         for frame in data_of(answer.iter_lines()):
             assert "error" not in frame, frame
-            died_after = len(told) if "recovering" in frame else died_after
-            before = len(told)
-            told += frame["choices"][0].get("token_ids", [])
-            if before < after <= len(told):
+            died_after = len(tokens) if "recovering" in frame else died_after
+            before = len(tokens)
+            tokens += frame["choices"][0].get("token_ids", [])
+            if before < after <= len(tokens):
                 server.kill_engine()
-    return told, died_after
+    return tokens, died_after
 
 
-def test_an_engine_killed_after_any_token_leaves_an_answers_form_and_its_text(
+def test_an_engine_kill_after_any_token_does_not_change_the_answer(
     server: ServerProcess,
 ) -> None:
-    undisturbed, _ = heard(server, 0)
+    undisturbed, _ = tokens_with_kill(server, 0)
     assert len(undisturbed) == BODY["max_tokens"]
     kills = json.loads(os.environ.get("KILL_AFTER", "[7]"))  # make test-structure has all 60
     deaths = set()
     for after in kills:
-        told, died_after = heard(server, after)
-        assert told == undisturbed, (after, died_after)
+        tokens, died_after = tokens_with_kill(server, after)
+        assert tokens == undisturbed, (after, died_after)
         deaths.add(died_after)
-    print(f"the engine's death was told after {sorted(deaths)} tokens")
+    print(f"the engine's death was reported after {sorted(deaths)} tokens")

@@ -1,4 +1,4 @@
-"""Tools and reasoning over real HTTP with headrace-mini, which was trained on both."""
+"""Tests of tools and reasoning over HTTP with headrace-mini, which was trained on both."""
 
 import asyncio
 import json
@@ -57,13 +57,13 @@ def test_a_tool_is_called_and_its_result_answered(server: ServerProcess) -> None
     (call,) = message["tool_calls"]
     assert call["function"]["name"] == "get_weather"
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
-    told = {"role": "tool", "tool_call_id": call["id"], "content": '{"weather": "sunny"}'}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": '{"weather": "sunny"}'}
     said = {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}
-    answer = message_of(post(server, BODY | {"messages": [ASKED, said, told]}))
+    answer = message_of(post(server, BODY | {"messages": [ASKED, said, result]}))
     assert "sunny" in answer["content"] and answer["finish_reason"] == "stop"
 
 
-def test_joined_deltas_of_a_call_are_the_whole_and_every_reader_sees_the_same_id(
+def test_deltas_of_a_tool_call_join_to_the_whole_and_its_id_is_stable(
     server: ServerProcess,
 ) -> None:
     names = {"X-Conversation-Id": "tools"}
@@ -78,12 +78,12 @@ def test_joined_deltas_of_a_call_are_the_whole_and_every_reader_sees_the_same_id
     assert again.text == streamed.text
 
 
-def test_no_tools_means_no_calls(server: ServerProcess) -> None:
+def test_tool_choice_none_prevents_calls(server: ServerProcess) -> None:
     message = message_of(post(server, BODY | {"tool_choice": "none"}))
     assert "tool_calls" not in message and "<tool_call>" not in (message["content"] or "")
 
 
-def test_reasoning_stands_apart_and_is_counted(server: ServerProcess) -> None:
+def test_reasoning_is_separate_from_the_answer_and_counted(server: ServerProcess) -> None:
     ask = {"role": "user", "content": "What is 12 + 30? /think"}
     answer = post(server, {"messages": [ask], "temperature": 0, "max_tokens": 120})
     message = message_of(answer)
@@ -94,7 +94,7 @@ def test_reasoning_stands_apart_and_is_counted(server: ServerProcess) -> None:
     assert 0 < details["reasoning_tokens"] < answer.json()["usage"]["completion_tokens"]
 
 
-def test_a_wrong_tool_is_named(server: ServerProcess) -> None:
+def test_an_invalid_tool_is_named_in_the_error(server: ServerProcess) -> None:
     nameless = {"type": "function", "function": {"parameters": {}}}
     refused = post(server, BODY | {"tools": [WEATHER, nameless]})
     assert refused.status_code == 400
@@ -109,7 +109,7 @@ QUESTION = "What is 12 + 30? /think"
 
 
 def check_joined(pieces: list[Piece], answer: Answer) -> None:
-    """Pieces joined are the whole answer; ids of calls are of their own stream."""
+    """Check that joined pieces equal the whole answer, except for the ids of calls."""
     assert "".join(piece.text for piece in pieces) == answer.text
     assert "".join(piece.reasoning for piece in pieces) == answer.reasoning
     deltas = [delta for piece in pieces for delta in piece.tool_calls]
@@ -121,7 +121,7 @@ def check_joined(pieces: list[Piece], answer: Answer) -> None:
 
 
 def test_pieces_carry_reasoning_and_tool_calls_over_http(server: ServerProcess) -> None:
-    async def heard(url: str) -> list[Piece]:
+    async def streamed(url: str) -> list[Piece]:
         async with AsyncClient(url) as client:
             return [piece async for piece in client.stream(QUESTION, **THOUGHT)]
 
@@ -134,7 +134,7 @@ def test_pieces_carry_reasoning_and_tool_calls_over_http(server: ServerProcess) 
     check_joined(pieces, calling)
     (first,) = [d["id"] for piece in pieces for d in piece.tool_calls if "id" in d]
     assert first == calling.tool_calls[0]["id"]
-    check_joined(asyncio.run(heard(server.url)), thinking)
+    check_joined(asyncio.run(streamed(server.url)), thinking)
 
 
 def test_pieces_carry_reasoning_and_tool_calls_in_process() -> None:
@@ -170,5 +170,5 @@ def test_chat_dims_reasoning_and_shows_tool_calls(server: ServerProcess, tmp_pat
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
     assert kept[4] == {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
     assert kept[5]["role"] == "assistant" and kept[5]["content"]
-    alone = piped(words[1:], QUESTION, **state)  # nobody sees it: the text alone
+    alone = piped(words[1:], QUESTION, **state)  # without a terminal, only the text is printed
     assert (alone.stdout, alone.stderr) == ("12 + 30 = 42\n", "")

@@ -1,4 +1,4 @@
-"""Requests of a real server as a collector of traces sees them."""
+"""Tests of the OpenTelemetry spans that a real server sends to a collector."""
 
 import json
 import signal
@@ -40,7 +40,7 @@ def post(url: str, path: str, body: dict[str, Any], **headers: str) -> httpx.Res
 
 
 def span_of(there: Collector, request_id: str) -> Any:
-    """The one span of that request."""
+    """Wait for the only span of the request and return it."""
 
     def found() -> list[Any]:
         spans = list(there.spans)
@@ -51,7 +51,7 @@ def span_of(there: Collector, request_id: str) -> Any:
     return span
 
 
-def test_a_request_is_one_span_of_its_clients_trace(
+def test_a_request_is_one_span_in_the_trace_of_its_client(
     server: ServerProcess, there: Collector
 ) -> None:
     headers = PARENT | {"X-Request-Id": "first"}
@@ -59,20 +59,20 @@ def test_a_request_is_one_span_of_its_clients_trace(
     span = span_of(there, "first")
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, SPAN)
     assert span.name == "chat headrace-mini" and there.resources[-1]["service.name"] == "mine"
-    told, usage = values(span.attributes), body["usage"]
-    assert told["http.route"] == "/v1/chat/completions"
-    assert told["gen_ai.operation.name"] == "chat"
-    assert told["gen_ai.request.model"] == "headrace-mini"
-    assert told["gen_ai.request.max_tokens"] == 20
-    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
-    assert told["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
-    assert told["gen_ai.response.finish_reasons"] == [body["choices"][0]["finish_reason"]]
-    assert 0 < told["headrace.decode_steps"] <= usage["completion_tokens"]
-    assert told["headrace.prompt_steps"] >= 1
-    assert told["headrace.ingestion.strategy"] == "native-text"
-    assert told["headrace.ingestion.prompt_tokens"] == usage["prompt_tokens"]
+    attributes, usage = values(span.attributes), body["usage"]
+    assert attributes["http.route"] == "/v1/chat/completions"
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.request.model"] == "headrace-mini"
+    assert attributes["gen_ai.request.max_tokens"] == 20
+    assert attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+    assert attributes["gen_ai.response.finish_reasons"] == [body["choices"][0]["finish_reason"]]
+    assert 0 < attributes["headrace.decode_steps"] <= usage["completion_tokens"]
+    assert attributes["headrace.prompt_steps"] >= 1
+    assert attributes["headrace.ingestion.strategy"] == "native-text"
+    assert attributes["headrace.ingestion.prompt_tokens"] == usage["prompt_tokens"]
     seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
-    assert 0 < told["gen_ai.response.time_to_first_chunk"] <= seconds < LIMIT_S
+    assert 0 < attributes["gen_ai.response.time_to_first_chunk"] <= seconds < LIMIT_S
     moments = [event.time_unix_nano for event in span.events]
     assert [event.name for event in span.events] == [
         "headrace.prompt_began",
@@ -81,28 +81,29 @@ def test_a_request_is_one_span_of_its_clients_trace(
     ]
     assert moments == sorted(moments) and span.start_time_unix_nano <= moments[0]
     known = {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
-    assert {name for name in told if name.startswith("gen_ai.")} <= known
+    assert {name for name in attributes if name.startswith("gen_ai.")} <= known
     assert "Hello" not in str(span) and body["id"] not in str(span)
 
 
-def test_a_stream_a_refusal_and_a_vector_are_spans_too(
-    server: ServerProcess, there: Collector
-) -> None:
+def test_streams_errors_and_embeddings_have_spans(server: ServerProcess, there: Collector) -> None:
     post(server.url, "/v1/chat/completions", CHAT | {"stream": True}, **{"X-Request-Id": "stream"})
     assert values(span_of(there, "stream").attributes)["gen_ai.usage.output_tokens"] > 0
     refused = CHAT | {"model": "nobody"}
     post(server.url, "/v1/chat/completions", refused, **{"X-Request-Id": "refused"})
     span = span_of(there, "refused")
-    told = values(span.attributes)
-    assert (span.name, told["error.type"]) == ("POST /v1/chat/completions", "model_not_found")
-    assert (told["http.response.status_code"], span.status.code) == (404, 2)
+    attributes = values(span.attributes)
+    assert (span.name, attributes["error.type"]) == ("POST /v1/chat/completions", "model_not_found")
+    assert (attributes["http.response.status_code"], span.status.code) == (404, 2)
     asked = {"input": "one two", "model": "headrace-mini"}
     post(server.url, "/v1/embeddings", asked, **{"X-Request-Id": "vector"})
-    told = values(span_of(there, "vector").attributes)
-    assert told["gen_ai.operation.name"] == "embeddings" and told["gen_ai.usage.input_tokens"] > 0
+    attributes = values(span_of(there, "vector").attributes)
+    assert (
+        attributes["gen_ai.operation.name"] == "embeddings"
+        and attributes["gen_ai.usage.input_tokens"] > 0
+    )
 
 
-def test_streams_beside_a_collector_that_hangs_are_whole_and_the_server_ends(
+def test_a_hanging_collector_delays_neither_streams_nor_the_shutdown(
     server: ServerProcess, there: Collector
 ) -> None:
     alone = post(server.url, "/v1/chat/completions", CHAT).json()["choices"][0]["message"]

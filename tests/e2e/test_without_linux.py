@@ -1,4 +1,4 @@
-"""A server without what only Linux has: it serves, and survives the kill of its engine."""
+"""Tests of a server without features that only Linux has."""
 
 import os
 import subprocess
@@ -35,13 +35,13 @@ ASKED = {
 
 
 def without(tmp_path: Path, code: str) -> dict[str, str]:
-    """The environment of a Python that runs this before anything else."""
+    """Return an environment in which Python runs `code` at startup."""
     (tmp_path / "sitecustomize.py").write_text(code)
     path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def test_a_system_that_is_no_unix_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_windows_is_refused_with_a_one_line_message(tmp_path: Path) -> None:
     environment = os.environ | without(tmp_path, NO_UNIX)
     command = [sys.executable, "-m", "headrace", "serve", "headrace-mini"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -51,7 +51,7 @@ def test_a_system_that_is_no_unix_is_refused_in_a_line(tmp_path: Path) -> None:
     ]
 
 
-def test_it_serves_and_survives_a_kill_without_what_only_linux_has(tmp_path: Path) -> None:
+def test_a_server_without_linux_features_survives_an_engine_kill(tmp_path: Path) -> None:
     with running_server("headrace-mini", environment=without(tmp_path, TAKEN_AWAY)) as server:
         before = httpx.post(f"{server.url}/v1/chat/completions", json=ASKED, timeout=120).json()
         server.kill_engine()
