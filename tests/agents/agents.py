@@ -1,4 +1,4 @@
-"""Coding agents as they come from npm, run without a terminal; they reach nothing but 127.0.0.1."""
+"""Coding agents from npm, run without a terminal, that can only connect to 127.0.0.1."""
 
 import json
 import os
@@ -14,12 +14,12 @@ BUILD = ROOT / "build" / "agents"
 PACKAGES = ("@anthropic-ai/claude-code@2.1.331", "@openai/codex@0.169.0", "opencode-ai@1.18.33")
 MODEL = "mini"
 INSTALL_S = 300
-NOBODY = "http://127.0.0.1:9"  # a proxy for all other addresses, at which nothing listens
+NOBODY = "http://127.0.0.1:9"  # a proxy for other addresses, where nothing listens
 Event = dict[str, Any]
 
 
 class Turn(NamedTuple):
-    """One run of an agent: its exit code, the events that it printed, and all that it said."""
+    """One run of an agent: its exit code, the events that it printed, and its whole output."""
 
     code: int
     events: list[Event]
@@ -27,19 +27,19 @@ class Turn(NamedTuple):
 
 
 class Agent(NamedTuple):
-    """How one is told where its server is, asked, and understood."""
+    """The command line, settings and output format of a coding agent."""
 
     name: str
     route: str
-    words: Callable[[str, bool], list[str]]  # of a question, and whether it goes on
+    words: Callable[[str, bool], list[str]]  # by question, and whether it continues a chat
     settings: Callable[[str, Path], dict[str, str]]  # its environment, by the server's URL
-    has_ended: Callable[[list[Event]], bool]  # as it should
+    has_ended: Callable[[list[Event]], bool]  # successfully
     thoughts: Callable[[Event], str] | None  # text that it prints as reasoning, if it prints any
 
 
-def _claude_words(question: str, goes_on: bool) -> list[str]:
+def _claude_words(question: str, continues: bool) -> list[str]:
     shown = ["--output-format", "stream-json", "--verbose", "--model", MODEL]
-    return ["claude", "-p", question, *shown, *(["--continue"] if goes_on else [])]
+    return ["claude", "-p", question, *shown, *(["--continue"] if continues else [])]
 
 
 def _claude_settings(url: str, home: Path) -> dict[str, str]:
@@ -57,9 +57,9 @@ def _claude_thoughts(event: Event) -> str:
     return "".join(block.get("thinking", "") for block in content if isinstance(block, dict))
 
 
-def _codex_words(question: str, goes_on: bool) -> list[str]:
+def _codex_words(question: str, continues: bool) -> list[str]:
     fixed = ["exec", "--skip-git-repo-check", "-s", "read-only", "--json", "-m", MODEL]
-    return ["codex", *fixed, *(["resume", "--last"] if goes_on else []), question]
+    return ["codex", *fixed, *(["resume", "--last"] if continues else []), question]
 
 
 def _codex_settings(url: str, home: Path) -> dict[str, str]:
@@ -70,13 +70,13 @@ def _codex_settings(url: str, home: Path) -> dict[str, str]:
         "analytics.enabled = false\ncheck_for_update_on_startup = false\n"
         "[model_providers.headrace]\n"
         f'name = "Headrace"\nbase_url = "{url}/v1"\nenv_key = "KEY"\nwire_api = "responses"\n'
-        "stream_max_retries = 9\n"  # five, its default, are over before a server has started again
+        "stream_max_retries = 9\n"  # the default of 5 is too few for a server restart
     )
     return {"CODEX_HOME": str(folder), "KEY": "unused"}
 
 
 def _catalog_settings(url: str, home: Path) -> dict[str, str]:
-    """Codex reads a provider's list of models only if a command prints the provider's key."""
+    """Configure an API key command, without which Codex does not read the list of models."""
     settings = _codex_settings(url, home)
     file = Path(settings["CODEX_HOME"]) / "config.toml"
     command = '[model_providers.headrace.auth]\ncommand = "/bin/echo"\nargs = ["unused"]\n'
@@ -84,8 +84,8 @@ def _catalog_settings(url: str, home: Path) -> dict[str, str]:
     return settings
 
 
-def _opencode_words(question: str, goes_on: bool) -> list[str]:
-    shown = ["--pure", "--format", "json", "--thinking", *(["--continue"] if goes_on else [])]
+def _opencode_words(question: str, continues: bool) -> list[str]:
+    shown = ["--pure", "--format", "json", "--thinking", *(["--continue"] if continues else [])]
     return ["opencode", "run", *shown, question]
 
 
@@ -142,8 +142,8 @@ AGENTS = (
 )
 
 
-def _other_name_words(question: str, goes_on: bool) -> list[str]:
-    words = _claude_words(question, goes_on)
+def _other_name_words(question: str, continues: bool) -> list[str]:
+    words = _claude_words(question, continues)
     return ["claude-of-mine" if it == MODEL else it for it in words]
 
 
@@ -167,19 +167,19 @@ def environment_of(home: Path) -> dict[str, str]:
     }
 
 
-class Desk:
-    """A home and a folder for each agent, where its conversations stay from turn to turn."""
+class Workspace:
+    """A folder with a home directory per agent, which keeps its conversation between turns."""
 
     def __init__(self, folder: Path, url: str, within_s: float) -> None:
         self.within_s = within_s
         self._folder, self._url = folder, url
 
-    def ask(self, agent: Agent, question: str, goes_on: bool = False) -> Turn:
+    def ask(self, agent: Agent, question: str, continues: bool = False) -> Turn:
         home = self._folder / agent.name.replace(" ", "-").lower()
         work = home / "work"
         work.mkdir(parents=True, exist_ok=True)
         environment = environment_of(home) | agent.settings(self._url, home)
-        program, *words = agent.words(question, goes_on)
+        program, *words = agent.words(question, continues)
         ended = subprocess.run(
             [str(BUILD / "node_modules" / ".bin" / program), *words],
             cwd=work,
@@ -195,12 +195,12 @@ class Desk:
     def ask_all(
         self,
         question: str,
-        goes_on: bool = False,
+        continues: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[Turn]:
-        """The turns of all, side by side; each has ended as it should."""
+        """Ask all agents at the same time, and check that each turn succeeds."""
         with ThreadPoolExecutor(len(AGENTS)) as pool:
-            asked = [pool.submit(self.ask, agent, question, goes_on) for agent in AGENTS]
+            asked = [pool.submit(self.ask, agent, question, continues) for agent in AGENTS]
             meanwhile()
             turns = [one.result() for one in asked]
         for agent, turn in zip(AGENTS, turns, strict=True):
@@ -209,13 +209,13 @@ class Desk:
 
 
 def check(agent: Agent, turn: Turn) -> None:
-    """It has ended as it should."""
+    """Check that the agent's turn has succeeded."""
     is_good = turn.code == 0 and turn.events and agent.has_ended(turn.events)
     assert is_good, f"{agent.name} ended with {turn.code}\n{turn.said[-6000:]}"
 
 
 def install(packages: Sequence[str] = PACKAGES) -> None:
-    """Puts the agents into build/agents, unless these versions are there."""
+    """Install the agents into build/agents, unless these versions are installed."""
     mark = BUILD / "installed"
     if mark.exists() and mark.read_text() == " ".join(packages):
         return

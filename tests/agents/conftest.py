@@ -1,4 +1,4 @@
-"""One slow server behind a wire, and a desk for the agents."""
+"""Fixtures with a slow server behind a proxy, and a workspace for the agents."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from headrace_common.checkpoints.find import find_model
-from tests.agents.agents import BUILD, MODEL, Desk, install
+from tests.agents.agents import BUILD, MODEL, Workspace, install
 from tests.agents.cutter import Cutter
 from tools.harness.eventually import eventually
 from tools.harness.servers import ServerProcess
@@ -19,7 +19,7 @@ from tools.harness.slow_engine import slow
 WITHIN_S = 240.0
 CONTEXT = 131072
 PENALTY = 1.5
-LONG_PROMPT = 10_000  # tokens; what each of them sends before a word of its user's is longer
+LONG_PROMPT = 10_000  # tokens; every agent's own prompt is longer
 
 
 def long_mini() -> Path:
@@ -39,9 +39,9 @@ def long_mini() -> Path:
 
 
 class Site:
-    """A server of slow engines, always at the end of the same wire; it may die and come back.
+    """A server with a slow engine behind a proxy, so that its address survives restarts.
 
-    `seconds`: for 1,000 tokens of a prompt.
+    `seconds` is the time for 1,000 prompt tokens.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -63,7 +63,7 @@ class Site:
         return found
 
     def wait_for_prompts(self, number: int) -> None:
-        """Until this many long prompts are there, of which the first is being read."""
+        """Wait until the server has this many long prompts and computes one of them."""
 
         def are_read() -> bool:
             rows = self.state["requests"]
@@ -73,7 +73,7 @@ class Site:
         eventually(are_read, within_s=WITHIN_S)
 
     def ended(self, route: str, longer_than: int = 0) -> list[dict[str, str]]:
-        """The log's figures of the requests of a route, in the order of their ends."""
+        """Return the log fields of a route's finished requests, in the order of their ends."""
         lines = [line for line in self.server.lines if f"route={route} " in line]
         rows = [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in lines]
         return [row for row in rows if int(row["prompt_tokens"]) > longer_than]
@@ -90,12 +90,12 @@ def agents() -> None:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    """With `site.start(flags)` the test begins it."""
+    """Yield a site that the test starts with `site.start(flags)`."""
     made = Site(0.3)
     yield made
     made.stop()
 
 
 @pytest.fixture
-def desk(agents: None, site: Site, tmp_path: Path) -> Desk:
-    return Desk(tmp_path, site.wire.url, WITHIN_S)
+def workspace(agents: None, site: Site, tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path, site.wire.url, WITHIN_S)

@@ -1,4 +1,4 @@
-"""A wire to a server that may be moved, and whose connections can be cut."""
+"""A TCP proxy whose target can change and whose connections can be cut."""
 
 import contextlib
 import re
@@ -6,12 +6,12 @@ import selectors
 import socket
 import threading
 
-_LARGE = 8192  # bytes that come at once; smaller ones are no agent's prompt
+_LARGE = 8192  # bytes; smaller reads are not an agent's prompt
 _GATHER_S = 120.0
 
 
 class Cutter:
-    """Passes on what comes; cuts connections as their answers begin, and gathers requests."""
+    """A proxy that can cut connections when answers start, and hold requests back."""
 
     def __init__(self) -> None:
         self.target = 0
@@ -31,7 +31,7 @@ class Cutter:
         self.num_cut, self._to_cut, self._after = 0, number, re.compile(after)
 
     def gather(self, number: int) -> None:
-        """Holds the next large requests back until this many are there: all come at once."""
+        """Hold the next large requests back until there are `number`, then release all at once."""
         self._gathering = threading.Barrier(number, timeout=_GATHER_S)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Cutter:
                     pass
 
     def _pass_on(self, ready: selectors.BaseSelector, server: socket.socket) -> bool:
-        """Whether the connection goes on."""
+        """Forward available data; return whether the connection stays open."""
         for key, _ in ready.select():
             here, there = key.fileobj, key.data
             assert isinstance(here, socket.socket)

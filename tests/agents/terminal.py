@@ -1,4 +1,4 @@
-"""Runs a program in a terminal of 100 columns and 30 rows, and keeps what it writes there."""
+"""Runs a program in a terminal of 100 columns and 30 rows, and records its output."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Codex gets a call of a tool of an MCP server, runs the tool, and sends its result back."""
+"""Tests that Codex runs a tool of an MCP server and sends its result back."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.agents import mcp_server
-from tests.agents.agents import CODEX_WITH_CATALOG, Desk, check
+from tests.agents.agents import CODEX_WITH_CATALOG, Workspace, check
 from tests.agents.conftest import WITHIN_S, Site
 
 NAMESPACE = "mcp__places"
@@ -20,9 +20,10 @@ CALL = {"name": mcp_server.TOOL["name"], "arguments": {"thing": "wheel"}}
 
 
 class Forcing(ThreadingHTTPServer):
-    """A proxy before the server. It forces the tool's call in the first turn and a short answer in
-    the second one. The model is too small to think of the call by itself, and without a schema its
-    answer may repeat a word without end.
+    """A proxy that forces a tool call in the first turn and a short answer in the second one.
+
+    The model is too small to choose the call by itself, and without a schema its answer may repeat
+    a word without end.
     """
 
     daemon_threads = True
@@ -89,7 +90,7 @@ def test_codex_runs_a_tool_of_an_mcp_server(agents: None, forcing: Forcing, tmp_
         return made
 
     codex = CODEX_WITH_CATALOG._replace(name="Codex with MCP", settings=settings)
-    turn = Desk(tmp_path, forcing.url, WITHIN_S).ask(codex, "Where is the wheel?")
+    turn = Workspace(tmp_path, forcing.url, WITHIN_S).ask(codex, "Where is the wheel?")
     check(codex, turn)
     assert [json.loads(line) for line in calls.read_text().splitlines()] == [CALL]
     sent = {item["type"]: item for item in forcing.bodies[1]["input"]}

@@ -1,4 +1,4 @@
-"""Coding agents repair a file, with a model that answers by script, over kills and a cut."""
+"""Tests that coding agents with a scripted model repair a file despite kills and disconnects."""
 
 import json
 import os
@@ -30,12 +30,12 @@ LAST_ANSWER = rb'"(text|delta|content)": ?"D'
 
 
 class TerminalAgent(NamedTuple):
-    """How an agent is started with a task, and told where its server is."""
+    """The command line and settings of an agent that runs in a terminal."""
 
     name: str
     command: Callable[[str], list[str]]
     settings: Callable[[str, Path], dict[str, str]]
-    # Whether it sends a request again if the connection breaks within an answer.
+    # Whether the agent retries a request if the connection breaks within an answer.
     retries: bool = True
 
 
@@ -50,10 +50,10 @@ def _node_22() -> dict[str, str]:
 
 
 def _pi_settings(url: str, home: Path) -> dict[str, str]:
-    """`headrace launch` tells pi where the server is."""
+    """Return the settings of pi, which `headrace launch` configures for the server."""
     folder = home / "pi"
     folder.mkdir()
-    # 3 retries, the default, may be over before a server has started again.
+    # The default of 3 retries may be too few for a server restart.
     (folder / "settings.json").write_text(json.dumps({"retry": {"maxRetries": 5}}))
     return _node_22() | {"PI_CODING_AGENT_DIR": str(folder), "HEADRACE_URL": url}
 
@@ -108,7 +108,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def repository(folder: Path) -> Path:
-    """A repository with one file, whose function has a mistake."""
+    """Create a Git repository with one file whose function has a bug."""
     folder.mkdir(parents=True)
     (folder / script.FILE).write_text(script.BEFORE)
     _git(folder, "init", "-q")
@@ -125,7 +125,7 @@ def quick_site() -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("agent", TERMINAL_AGENTS, ids=lambda agent: agent.name)
-def test_an_agent_repairs_a_file_over_kills_and_a_cut(
+def test_an_agent_repairs_a_file_despite_kills_and_a_disconnect(
     agent: TerminalAgent, agents: None, quick_site: Site, tmp_path: Path
 ) -> None:
     site = quick_site

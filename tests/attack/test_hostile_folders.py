@@ -1,4 +1,4 @@
-"""One server reads hostile model folders: each gets an answer. FOLDERS sets their number."""
+"""Tests that a server survives hostile model folders; FOLDERS sets their number."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ NUM_FOLDERS = int(os.environ.get("FOLDERS", "30"))
 
 
 @pytest.mark.timeout(600)
-def test_each_hostile_folder_gets_a_reason_or_a_valid_answer(tmp_path: Path) -> None:
+def test_each_hostile_folder_gets_an_error_or_a_valid_answer(tmp_path: Path) -> None:
     problems: list[str] = []
     target = Target(Site("unused", tmp_path), "corpus", tmp_path, 0, problems.append)
     made = Folders(tmp_path, "corpus", NUM_FOLDERS)

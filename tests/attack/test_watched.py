@@ -1,4 +1,4 @@
-"""Faults that are planted in a server, or in its answers, are found by the checks of attacks."""
+"""Tests that the checks of the attack tests find planted faults."""
 
 import asyncio
 import os
@@ -31,9 +31,7 @@ def target(folder: Path, found: list[str]) -> Target:
     ],
 )
 @pytest.mark.timeout(200)
-def test_a_fault_that_is_planted_in_a_server_is_found(
-    tmp_path: Path, fault: str, words: str
-) -> None:
+def test_a_planted_server_fault_is_found(tmp_path: Path, fault: str, words: str) -> None:
     found: list[str] = []
     sign = tmp_path / "misbehave now"
     path = os.pathsep.join([str(PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -78,7 +76,7 @@ def test_a_server_without_a_fault_passes(tmp_path: Path) -> None:
         (0, b"", "no answer"),
     ],
 )
-def test_an_answer_that_tells_of_the_inside_is_found(
+def test_an_error_message_that_leaks_internals_is_found(
     tmp_path: Path, status: int, body: bytes, words: str
 ) -> None:
     found: list[str] = []
@@ -89,7 +87,7 @@ def test_an_answer_that_tells_of_the_inside_is_found(
     assert words in found[0]
 
 
-def test_a_reason_in_plain_words_passes(tmp_path: Path) -> None:
+def test_a_plain_error_message_passes(tmp_path: Path) -> None:
     found: list[str] = []
     answer = Reply()
     answer.status, answer.body = 500, bytearray(b'{"error":{"message":"config.json is no JSON."}}')

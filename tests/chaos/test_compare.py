@@ -1,4 +1,4 @@
-"""The oracle's verdicts on answers that were damaged on purpose."""
+"""Tests that the oracle finds the damage in answers that were altered on purpose."""
 
 import asyncio
 
@@ -18,11 +18,11 @@ def kinds(got: list[int]) -> dict[str, int]:
     return {violation.kind: violation.number for violation in compare(got, TRUTH, "it")}
 
 
-def test_equal_answers_are_no_violation() -> None:
+def test_equal_answers_have_no_violation() -> None:
     assert kinds([*TRUTH]) == {}
 
 
-def test_each_kind_of_damage_has_its_name_and_number() -> None:
+def test_each_kind_of_damage_is_named_and_counted() -> None:
     assert kinds([5, 6, 9, 10]) == {"lost": 2}
     assert kinds([5, 6, 7, 6, 7, 8, 9, 10]) == {"repeated": 2}
     assert kinds([5, 7, 6, 8, 9, 10]) == {"reordered": 2}
@@ -41,23 +41,23 @@ def chunk(token: int, text: str) -> bytes:
     return f'data: {{"choices":[{choice}]}}\n\n'.encode()
 
 
-def test_a_cut_plain_answer_must_be_a_beginning() -> None:
+def test_an_interrupted_answer_must_be_a_prefix_of_the_whole() -> None:
     assert judge_plain(plain_story(chunk(1, "a") + chunk(2, "b"), "cut")) == []
     assert judge_plain(plain_story(chunk(1, "a") + chunk(3, "c"), "cut"))[0].kind == "changed"
 
 
-def test_a_plain_answer_that_ends_early_has_lost_tokens() -> None:
+def test_an_answer_that_ends_early_has_lost_tokens() -> None:
     found = judge_plain(plain_story(chunk(1, "a") + chunk(2, "b"), "finished"))
     assert (found[0].kind, found[0].number) == ("lost", 1)
 
 
-def test_partial_frames_comments_and_own_frames_do_not_count() -> None:
+def test_partial_frames_comments_and_extra_frames_are_ignored() -> None:
     body = b'id: s:0\ndata: {}\n\n: ping\ndata: {"own":1}\n\nid: s:1\ndata: [DONE]\n\nid: s:2\nda'
     assert [frame.id for frame in frames_of(body)] == ["s:0", None, "s:1"]
     assert [frame.is_done for frame in own_dropped(frames_of(body))] == [False, True]
 
 
-def test_the_witness_records_what_a_cut_keeps_from_the_client() -> None:
+def test_the_proxy_records_the_bytes_that_a_lost_connection_withholds() -> None:
     async def run() -> tuple[bytes, Passage]:
         async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read(1)
@@ -85,7 +85,7 @@ class AlwaysCut(Fates):
         return Fate("fin", 4)
 
 
-def test_a_broken_body_is_no_whole_reply() -> None:
+def test_a_truncated_body_is_not_a_whole_reply() -> None:
     head = b"HTTP/1.1 200 OK\r\nX-Stream-Id: s\r\nTransfer-Encoding: chunked\r\n\r\n"
     broken = Reply.of(head + b"5\r\nhello\r\n3\r\nwo")
     assert (bytes(broken.body), broken.is_whole, broken.stream_id) == (b"hellowo", False, "s")

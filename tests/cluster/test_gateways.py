@@ -1,4 +1,4 @@
-"""Two real gateways, each with an engine of its own, on one Redis, behind Debian's HAProxy."""
+"""Tests of two gateways, each with its own engine, that share one Redis behind HAProxy."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ FLAGS = ("--threads", "1", "--dtype", "float32", "--heartbeat-s", "1", "--drain-
 
 
 class Gateway:
-    """One server, which keeps its port over restarts."""
+    """A server that keeps its port over restarts."""
 
     def __init__(self, redis_url: str) -> None:
         self.port = free_port()
@@ -41,7 +41,7 @@ class Gateway:
         self.server.process.send_signal(number)
 
     def ready(self) -> None:
-        """Starts it again if it has ended."""
+        """Wait until the server is ready; start it again if it has ended."""
         if self.is_ended:
             self.server.process.wait()
             self.server = ServerProcess(*self._flags)
@@ -53,7 +53,7 @@ class Cluster(NamedTuple):
     one: Gateway
     two: Gateway
     redis: RedisServer
-    url: str  # the balancer's
+    url: str  # of the load balancer
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(running: Cluster) -> Cluster:
-    """With both gateways up."""
+    """Return the cluster once both gateways are up."""
     for gateway in running[:2]:
         gateway.ready()
     return running
@@ -82,7 +82,7 @@ def cluster(running: Cluster) -> Cluster:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    """The answer of one server without a cluster."""
+    """Return the answer of a single server without a cluster."""
     with running_server(*FLAGS) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=120)
         text: str = answer.json()["choices"][0]["text"]
@@ -98,7 +98,7 @@ def post(url: str, body: dict[str, Any] = BODY, **headers: str) -> httpx.Respons
 
 
 def begun(url: str, name: str, num_bytes: int = 3000) -> bytes:
-    """The first bytes of a streamed answer, whose client then leaves."""
+    """Start a stream, read its first bytes, and disconnect."""
     got, headers = b"", {"X-Conversation-Id": name}
     with httpx.stream("POST", f"{url}/v1/completions", json=STREAM, headers=headers) as answer:
         for piece in answer.iter_raw():
@@ -109,9 +109,9 @@ def begun(url: str, name: str, num_bytes: int = 3000) -> bytes:
 
 
 def rest(url: str, name: str, got: bytes, within_s: float = 90) -> tuple[bytes, float]:
-    """The whole body, resumed as often as it breaks, and its longest silence in seconds."""
-    heard_at, silent_s = time.monotonic(), 0.0
-    deadline = heard_at + within_s
+    """Resume the stream until it is whole; return it and its longest silence in seconds."""
+    received_at, silent_s = time.monotonic(), 0.0
+    deadline = received_at + within_s
     while not got.endswith(b"data: [DONE]\n\n"):
         assert time.monotonic() < deadline, got[-300:]
         with contextlib.suppress(httpx.TransportError):
@@ -119,8 +119,8 @@ def rest(url: str, name: str, got: bytes, within_s: float = 90) -> tuple[bytes, 
             with httpx.stream("GET", f"{url}/v1/stream", params=params, timeout=20) as answer:
                 if answer.status_code == 200:
                     for piece in answer.iter_raw():
-                        silent_s = max(silent_s, time.monotonic() - heard_at)
-                        heard_at = time.monotonic()
+                        silent_s = max(silent_s, time.monotonic() - received_at)
+                        received_at = time.monotonic()
                         got += piece
         time.sleep(0.1)
     return got, silent_s
@@ -136,7 +136,7 @@ def test_any_gateway_serves_a_stream(cluster: Cluster, undisturbed: str) -> None
         assert lookup.json()[0]["total_bytes"] == len(whole)
 
 
-def test_an_idempotency_key_is_known_to_all(cluster: Cluster, undisturbed: str) -> None:
+def test_both_gateways_share_idempotency_keys(cluster: Cluster, undisturbed: str) -> None:
     answers: list[httpx.Response] = []
 
     def ask(url: str) -> None:
@@ -153,7 +153,7 @@ def test_an_idempotency_key_is_known_to_all(cluster: Cluster, undisturbed: str) 
     assert sorted(attached, key=str) == [None, "true"]
 
 
-def test_events_are_followed_and_stopped_through_the_other(cluster: Cluster) -> None:
+def test_the_other_gateway_can_follow_and_cancel_a_stream(cluster: Cluster) -> None:
     one, two = cluster.one.url, cluster.two.url
     body = STREAM | {"max_tokens": 1500}
     headers = {"Idempotency-Key": "stopped"}
@@ -163,18 +163,18 @@ def test_events_are_followed_and_stopped_through_the_other(cluster: Cluster) -> 
         stream_url = f"{two}/v1/streams/{answer.headers['x-stream-id']}"
         assert httpx.get(stream_url).json()["state"] in ("queued", "prompt", "decode")
         with httpx.stream("GET", f"{stream_url}/events") as events:
-            told = events.iter_lines()
-            while next(told) != "event: tokens":
+            event_lines = events.iter_lines()
+            while next(event_lines) != "event: tokens":
                 pass
             stopped = httpx.post(f"{stream_url}/cancel", timeout=20).json()
             assert stopped["state"] == "cancelled"
-            last = list(data_of(told))[-1]
+            last = list(data_of(event_lines))[-1]
         frames = list(data_of(lines))
     assert last["code"] == "cancelled"
     assert frames[-1]["error"]["code"] == "cancelled"
 
 
-def test_a_conversation_is_replaced_through_the_other(cluster: Cluster) -> None:
+def test_the_other_gateway_can_replace_a_conversation(cluster: Cluster) -> None:
     one, two = cluster.one.url, cluster.two.url
     headers = {"X-Conversation-Id": "replaced"}
     body = STREAM | {"max_tokens": 1500}
@@ -187,7 +187,7 @@ def test_a_conversation_is_replaced_through_the_other(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_killed_gateway_leaves_its_answer_to_the_other(
+def test_the_other_gateway_continues_the_streams_of_a_killed_one(
     cluster: Cluster, undisturbed: str, number: int
 ) -> None:
     name = f"killed {number}"
@@ -200,7 +200,7 @@ def test_a_killed_gateway_leaves_its_answer_to_the_other(
     assert again.content == whole
 
 
-def test_a_gateway_that_drains_hands_its_answer_over(cluster: Cluster, undisturbed: str) -> None:
+def test_a_draining_gateway_hands_its_stream_over(cluster: Cluster, undisturbed: str) -> None:
     got = begun(cluster.one.url, "drained")
     cluster.one.end(signal.SIGTERM)
     whole, silent_s = rest(cluster.url, "drained", got)
@@ -209,8 +209,11 @@ def test_a_gateway_that_drains_hands_its_answer_over(cluster: Cluster, undisturb
 
 
 @pytest.mark.parametrize("outage_s", [5, 30])
-def test_redis_is_gone_for_a_while(cluster: Cluster, undisturbed: str, outage_s: int) -> None:
-    """Short: streams pause, with heartbeats. Long: they are told, and resumed. Plain: nothing."""
+def test_streams_survive_a_redis_outage(cluster: Cluster, undisturbed: str, outage_s: int) -> None:
+    """A short outage pauses streams. A long one ends them, and they can be resumed afterwards.
+
+    Requests without a stored stream are not affected.
+    """
     headers = {"Idempotency-Key": f"outage {outage_s}"}
     url = f"{cluster.one.url}/v1/completions"
     got: list[str] = []
@@ -231,7 +234,7 @@ def test_redis_is_gone_for_a_while(cluster: Cluster, undisturbed: str, outage_s:
         assert json.loads(got[-1][6:])["error"]["code"] == "storage_stalled"
         assert left_s < outage_s
         notice = got.pop()
-        print(f"told after {left_s:.1f} s: {notice}")
+        print(f"stalled after {left_s:.1f} s: {notice}")
     else:
         assert got[-1] == "data: [DONE]"
         beats = [line for line in got if '"text":""' in line]
@@ -244,7 +247,7 @@ def test_redis_is_gone_for_a_while(cluster: Cluster, undisturbed: str, outage_s:
     assert undisturbed.startswith(said) and said
 
 
-def test_both_gateways_have_metrics(cluster: Cluster) -> None:
+def test_both_gateways_serve_metrics(cluster: Cluster) -> None:
     for it in cluster[:2]:
         post(it.url, BODY | {"max_tokens": 2})
         metrics = httpx.get(f"{it.url}/metrics").text

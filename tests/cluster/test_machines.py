@@ -1,4 +1,4 @@
-"""Three gateways, HAProxy and Redis on machines of their own, whose network and processes fail."""
+"""Tests of gateways, HAProxy and Redis on separate machines with network and process failures."""
 
 import signal
 import threading
@@ -34,7 +34,7 @@ def text(running: Machines) -> str:
 
 @pytest.fixture
 def cluster(running: Machines) -> Iterator[Machines]:
-    """With all links and processes up again."""
+    """Yield the cluster, and restore its network and gateways after the test."""
     yield running
     running.network.heal()
     for gateway in running.gateways:
@@ -44,7 +44,7 @@ def cluster(running: Machines) -> Iterator[Machines]:
 def read_through(
     cluster: Machines, name: str, disturb: Callable[[GatewayNode], None]
 ) -> StreamReader:
-    """Read a stream to its end, and disturb the gateway that writes the stream on the way."""
+    """Read a stream to its end; call `disturb` once with the gateway that writes it."""
     reader = StreamReader(cluster.url, name)
     is_disturbed = False
     for so_far in reader.read(QUESTION):
@@ -57,7 +57,7 @@ def read_through(
     return reader
 
 
-def test_a_stream_survives_the_loss_of_its_gateways_way_to_redis(
+def test_a_stream_survives_if_its_gateway_loses_the_connection_to_redis(
     cluster: Machines, text: str
 ) -> None:
     reader = StreamReader(cluster.url, "cut off from Redis")
@@ -71,7 +71,7 @@ def test_a_stream_survives_a_gateway_that_vanishes_from_the_network(
 ) -> None:
     reader = read_through(cluster, "unplugged", lambda it: cluster.network.cut(it.machine))
     assert reader.text == text
-    # The balancer ends the connections; the client need not notice the silence itself.
+    # The balancer closes the connections, so the client needs no timeout.
     assert reader.longest_silence_s < 25
 
 
@@ -87,8 +87,8 @@ def test_a_stream_survives_a_failover_of_redis(cluster: Machines, text: str) -> 
     eventually(cluster.replica.is_in_sync)
 
 
-def test_gateways_are_upgraded_one_after_another_under_load(cluster: Machines, text: str) -> None:
-    """No stream is lost or changed, and no request is refused for good."""
+def test_a_rolling_upgrade_under_load_loses_no_stream(cluster: Machines, text: str) -> None:
+    """Restart each gateway in turn while clients read streams."""
     is_over = threading.Event()
     readers: list[StreamReader] = []
     breaks: list[str] = []

@@ -1,4 +1,4 @@
-"""Machines in network namespaces: they reach each other unless a link is cut."""
+"""Tests of the simulated machines, which run in network namespaces."""
 
 import contextlib
 import socket
@@ -65,7 +65,9 @@ def test_machines_reach_each_other_by_their_addresses(network: Network) -> None:
     assert not answers(one, "127.0.0.1")
 
 
-def test_a_cut_machine_is_silent_until_the_network_is_healed(network: Network) -> None:
+def test_a_disconnected_machine_is_unreachable_until_the_network_is_healed(
+    network: Network,
+) -> None:
     one, two = network.add("one"), network.add("two")
     echoing(two)
     with one.entered():
@@ -74,7 +76,7 @@ def test_a_cut_machine_is_silent_until_the_network_is_healed(network: Network) -
     assert not exchanges(line)
     assert not answers(one, two.address)
     network.heal()
-    # TCP repeats what was lost, so the connection survives.
+    # TCP retransmits lost packets, so the connection survives.
     assert exchanges(line, 30)
     line.close()
 
@@ -145,12 +147,12 @@ def test_a_machine_is_paused_resumed_and_killed(network: Network) -> None:
     line.close()
 
 
-def test_what_a_crashed_run_has_left_is_removed() -> None:
+def test_the_leftovers_of_a_crashed_run_are_removed() -> None:
     with Network() as network:
         left = network.add("left").start("sleep", "1000")
         with pytest.raises(NetworkError, match="in use"):
             remove()
-        # A crash closes the lock, and leaves everything else.
+        # A crash releases only the lock.
         network._lock.close()
         remove()
         assert left.wait(timeout=5) != 0

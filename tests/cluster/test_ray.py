@@ -1,4 +1,4 @@
-"""Engines on two Ray nodes of one machine: what dies costs a stream a gap, and no token."""
+"""Tests that streams survive the loss of engines, actors and nodes of a local Ray cluster."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def server(cluster: tuple[str, RayNode, RayNode]) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ServerProcess) -> list[str]:
-    """The answers of `at_once` if nothing happens."""
+    """Return the answers of `at_once` without a failure."""
     eventually(lambda: len(up(server.url)) == 2, LIMIT_S)
     streams = at_once(server.url, 4, NUM_TOKENS, lambda: None)
     assert not any(it.num_gaps for it in streams)
@@ -44,7 +44,7 @@ def undisturbed(server: ServerProcess) -> list[str]:
 
 
 def disturb(server: ServerProcess, texts: list[str], kill: Callable[[], None]) -> None:
-    """Streams of both engines while one dies: the texts are the same, and half of them wait."""
+    """Run `kill` during streams of both engines; check their texts, and a gap in half of them."""
 
     def act() -> None:
         assert {it["taken"] for it in up(server.url)} == {2}
@@ -67,7 +67,7 @@ def test_each_node_has_an_engine_and_a_chat_is_answered(
     assert answer.json()["choices"][0]["message"]["content"]
 
 
-def test_only_a_server_of_a_cluster_has_ray_in_memory(server: ServerProcess) -> None:
+def test_only_a_server_with_a_cluster_loads_ray(server: ServerProcess) -> None:
     def has_ray(running: ServerProcess) -> bool:
         return "_raylet" in Path(f"/proc/{running.process.pid}/maps").read_text()
 
@@ -76,19 +76,19 @@ def test_only_a_server_of_a_cluster_has_ray_in_memory(server: ServerProcess) -> 
         assert not has_ray(alone)
 
 
-def test_streams_of_a_killed_engine_go_on_at_the_other(
+def test_streams_of_a_killed_engine_continue_on_the_other(
     server: ServerProcess, undisturbed: list[str]
 ) -> None:
     disturb(server, undisturbed, lambda: os.kill(up(server.url)[0]["pid"], signal.SIGKILL))
 
 
-def test_streams_of_a_killed_actor_go_on_at_the_other(
+def test_streams_of_a_killed_actor_continue_on_the_other_engine(
     server: ServerProcess, undisturbed: list[str]
 ) -> None:
     disturb(server, undisturbed, lambda: os.kill(parent(up(server.url)[1]["pid"]), signal.SIGKILL))
 
 
-def test_streams_of_an_actor_that_hangs_go_on_at_the_other(
+def test_streams_of_a_hanging_actor_continue_on_the_other_engine(
     server: ServerProcess, undisturbed: list[str]
 ) -> None:
     eventually(lambda: len(up(server.url)) == 2, LIMIT_S)
@@ -108,7 +108,9 @@ def test_a_killed_gateway_leaves_no_engine(cluster: tuple[str, RayNode, RayNode]
         eventually(lambda: not Path(f"/proc/{engine['pid']}").exists(), LIMIT_S)
 
 
-def test_a_replaced_engine_ends_what_it_runs(server: ServerProcess, undisturbed: list[str]) -> None:
+def test_replacing_an_engine_changes_no_stream(
+    server: ServerProcess, undisturbed: list[str]
+) -> None:
     first, second = (it["number"] for it in up(server.url))
 
     def replace() -> None:
@@ -121,7 +123,7 @@ def test_a_replaced_engine_ends_what_it_runs(server: ServerProcess, undisturbed:
     eventually(lambda: [it["number"] for it in up(server.url)] == [second, second + 1], LIMIT_S)
 
 
-def test_requests_at_a_fleet_of_no_engine_all_finish_and_it_leaves_again(
+def test_requests_start_an_engine_on_demand_and_it_stops_when_idle(
     cluster: tuple[str, RayNode, RayNode], server: ServerProcess
 ) -> None:
     address, *_ = cluster
@@ -145,7 +147,7 @@ def test_requests_at_a_fleet_of_no_engine_all_finish_and_it_leaves_again(
         assert "data: [DONE]" in streamed.text
 
 
-def test_streams_of_a_lost_node_go_on_at_the_other(
+def test_streams_of_a_lost_node_continue_on_the_other(
     server: ServerProcess, cluster: tuple[str, RayNode, RayNode], undisturbed: list[str]
 ) -> None:
     *_, worker = cluster

@@ -1,4 +1,4 @@
-"""The relay of the cluster tests delays, stalls and loses bytes, and never changes their order."""
+"""Tests of the relay, which delays, stalls and loses bytes but keeps their order."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @contextlib.asynccontextmanager
 async def relayed() -> AsyncIterator[tuple[Relay, int]]:
-    """Yields a relay to a server that echoes lines, and the relay's port."""
+    """Yield a relay to a server that echoes lines, and the relay's port."""
     server = await asyncio.start_server(_echo, "127.0.0.1", 0)
     relay = Relay("127.0.0.1", server.sockets[0].getsockname()[1])
     front = await asyncio.start_server(relay.accept, "127.0.0.1", 0)
@@ -71,7 +71,7 @@ async def test_connections_overtake_each_other_but_their_bytes_do_not() -> None:
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-async def test_one_direction_waits_while_it_is_cut(way: str) -> None:
+async def test_bytes_of_a_blocked_direction_arrive_later(way: str) -> None:
     async with relayed() as (relay, port):
         line = await Line.open(port)
         assert await line.ask("a") == "a"
@@ -83,7 +83,7 @@ async def test_one_direction_waits_while_it_is_cut(way: str) -> None:
         line.writer.close()
 
 
-async def test_bytes_of_a_cut_direction_can_be_lost() -> None:
+async def test_bytes_of_a_blocked_direction_can_be_lost() -> None:
     async with relayed() as (relay, port):
         line = await Line.open(port)
         assert await line.ask("a") == "a"
@@ -95,7 +95,7 @@ async def test_bytes_of_a_cut_direction_can_be_lost() -> None:
         line.writer.close()
 
 
-async def test_another_process_changes_the_weather(tmp_path: Path) -> None:
+async def test_the_relay_can_be_controlled_through_a_socket(tmp_path: Path) -> None:
     server = await asyncio.start_server(_echo, "127.0.0.1", 0)
     target, port, control = server.sockets[0].getsockname()[1], free_port(), tmp_path / "control"
     serving = asyncio.create_task(serve(port, "127.0.0.1", target, control))

@@ -1,4 +1,4 @@
-"""Two gateways with their engines on two Ray nodes, one Redis, HAProxy: each serves any stream."""
+"""Tests of two gateways with engines on two Ray nodes, one Redis and HAProxy."""
 
 import time
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ CHAT = {
 class Together(NamedTuple):
     one: ServerProcess
     two: ServerProcess
-    url: str  # the balancer's
+    url: str  # of the load balancer
     nodes: tuple[RayNode, RayNode]
 
 
@@ -65,20 +65,20 @@ def ask(url: str, max_tokens: int, name: str = "") -> bytes:
     return answer.content
 
 
-def test_each_gateway_has_engines_of_its_own(together: Together) -> None:
-    """Neither takes the other's actors, nor their places on the nodes."""
+def test_each_gateway_has_its_own_engines(together: Together) -> None:
+    """Neither gateway uses the other's actors or their resources on the nodes."""
     first, second = ({it["pid"] for it in up(url)} for url in (together.one.url, together.two.url))
     assert len(first) == len(second) == 2
     assert first | second == set(engines(*together.nodes))
     assert not first & second
 
 
-def test_a_chat_says_the_same_through_each_and_the_balancer(together: Together) -> None:
+def test_a_chat_gets_the_same_answer_from_each_gateway_and_the_balancer(together: Together) -> None:
     answers = {said(ask(url, 60)) for url in (together.one.url, together.two.url, together.url)}
     assert len(answers) == 1 and answers.pop()
 
 
-def test_a_stream_of_one_is_read_on_at_the_other_and_at_the_balancer(together: Together) -> None:
+def test_a_stream_can_be_resumed_at_the_other_gateway_and_the_balancer(together: Together) -> None:
     undisturbed = said(ask(together.two.url, 800))
     body, headers = CHAT | {"max_tokens": 800}, {"X-Conversation-Id": "handed on"}
     url, got = f"{together.one.url}/v1/chat/completions", b""
@@ -96,7 +96,7 @@ def test_a_stream_of_one_is_read_on_at_the_other_and_at_the_balancer(together: T
         assert httpx.get(f"{together.url}/v1/stream", params=again).content == whole
 
 
-def test_a_stream_of_one_is_stopped_through_the_other(together: Together) -> None:
+def test_the_other_gateway_can_cancel_a_stream(together: Together) -> None:
     body, headers = CHAT | {"max_tokens": 1900}, {"Idempotency-Key": "stopped"}
     url = f"{together.one.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=LIMIT_S) as answer:
@@ -106,11 +106,11 @@ def test_a_stream_of_one_is_stopped_through_the_other(together: Together) -> Non
         assert httpx.post(stop, timeout=LIMIT_S).json()["state"] == "cancelled"
         last = [*frames][-1]
     assert last["error"]["code"] == "cancelled"
-    # its place is free again
+    # The engine's slot is free again.
     eventually(lambda: not any(it["taken"] for it in up(together.one.url)), LIMIT_S)
 
 
-def test_both_have_metrics(together: Together) -> None:
+def test_both_gateways_count_their_requests(together: Together) -> None:
     for server in (together.one, together.two):
         before = requests_of(server)
         ask(server.url, 2)
@@ -122,8 +122,10 @@ def requests_of(server: ServerProcess) -> float:
     return sum(float(it.split()[-1]) for it in lines if it.startswith("headrace_requests_total{"))
 
 
-def test_a_killed_gateways_stream_goes_on_at_the_others_engines(together: Together) -> None:
-    """And its own engines leave both nodes. The last test: the gateway is not started again."""
+def test_engines_of_the_other_gateway_continue_the_stream_of_a_killed_one(
+    together: Together,
+) -> None:
+    """Also check that the killed gateway's engines stop. Run last, since it stays dead."""
     undisturbed = said(ask(together.two.url, 1500))
     body, headers = CHAT | {"max_tokens": 1500}, {"Idempotency-Key": "inherited"}
     url = f"{together.one.url}/v1/chat/completions"

@@ -1,9 +1,8 @@
-"""The write side of Durable Streams over our store and log, so that its own tests can try ours.
+"""A server for writes of Durable Streams to our store, for the protocol's own tests.
 
     python -m tests.durable.app PORT
 
-An append is one event a message; its bytes stand in the text of the event. The read side is the
-server's own.
+Each message is one event, whose text has the message's bytes. Reads use the server's own code.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ _SEQ = "stream-seq"
 
 @dataclass
 class Written:
-    """One stream; `appending` lets one writer at its log after the other."""
+    """A stream and its state; the lock `appending` serializes its writers."""
 
     found: FinishedStream
     media_type: str
@@ -142,7 +141,7 @@ def _kind(media_type: str) -> str:
 
 
 def _parts(stream: Written, body: bytes) -> list[bytes]:
-    """The messages of an append: of an array in JSON its elements, else all of it."""
+    """Return the messages of an append: the elements of a JSON array, or else the whole body."""
     if stream.kind != "application/json":
         return [body]
     try:
@@ -165,7 +164,7 @@ def _said(status: int, stream: Written, more: dict[str, str] | None = None) -> R
 
 
 async def serve(port: int) -> None:
-    durable_routes.LONG_POLL_S = 2.0  # the tests wait for its end
+    durable_routes.LONG_POLL_S = 2.0  # short, since the tests wait for its end
     with tempfile.TemporaryDirectory() as directory:
         store = SqliteStore.open(Path(directory))
         writes = WriteSide(store)

@@ -1,4 +1,4 @@
-"""Runs those of the protocol's own tests that are about reading: `make test-durable`."""
+"""Runs the protocol's own tests of reads: `make test-durable`."""
 
 import os
 import re
@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 
 BUILD = Path("build/durable")
-OF_WRITERS = "TTL|Fork|Idempotent Producer|Reserved|roducer|dedup"
-"""Tests whose names have one of these try producers, forks and lifetimes."""
+EXCLUDED = "TTL|Fork|Idempotent Producer|Reserved|roducer|dedup"
+"""Words in the names of tests that are about producers, forks and lifetimes."""
 LEAST = 184
 
 
@@ -29,7 +29,7 @@ def main() -> int:
         ended = subprocess.run(
             [
                 *("npx", "vitest", "run", "--testTimeout", "30000", "--reporter", "dot"),
-                *("--testNamePattern", f"^(?!.*({OF_WRITERS}))"),
+                *("--testNamePattern", f"^(?!.*({EXCLUDED}))"),
             ],
             cwd=BUILD,
             env=os.environ | {"DURABLE_URL": url, "NO_COLOR": "1"},

@@ -1,7 +1,7 @@
-"""A foreign client reads answers while engines and servers are killed: `make test-durable`.
+"""Reads answers with another project's client during kills: `make test-durable`.
 
-Each message must come once and in order, as the log has it, and each text must be that of a
-server which nobody kills.
+Each message must arrive once and in the order of the log, and each text must equal that of an
+undisturbed server.
 """
 
 import argparse
@@ -31,7 +31,7 @@ WITHIN_S = 120.0
 
 
 class Readers:
-    """The client's process, and what it has read by URL."""
+    """The client's process, and the messages that it has read by URL."""
 
     def __init__(self) -> None:
         self.read: dict[str, dict[str, Any]] = {}
@@ -75,7 +75,7 @@ class Trial:
         self._flags = (
             *("--model", f"model={model}", "--port", str(port), "--state-dir", state),
             *("--max-num-seqs", str(NUM_RUNNING), "--heartbeat-s", "1"),
-            *("--dtype", "bfloat16"),  # there an answer is the same to the bit after a kill
+            *("--dtype", "bfloat16"),  # in which answers do not change after a kill
         )
         self._server = ServerProcess(*self._flags).wait_until_ready()
         self._base = self._server.url
@@ -150,7 +150,7 @@ class Trial:
         )
 
     def _logged(self, url: str) -> list[dict[str, Any]]:
-        """All events as the server's own route has them."""
+        """Return all events of the stream from the server's own route."""
         address, after, events = url.replace("/durable/", "/streams/") + "/events", "", []
         while True:
             page = httpx.get(
@@ -169,7 +169,7 @@ class Trial:
 def compare(url: str, what: str, read: Any, truth: Any) -> None:
     if read != truth:
         first = next((i for i, (a, b) in enumerate(zip(read, truth, strict=False)) if a != b), None)
-        lengths = f"{len(read)} read, {len(truth)} there, the first other one is {first}"
+        lengths = f"{len(read)} read, {len(truth)} expected, the first difference is at {first}"
         raise AssertionError(f"{url}: {what} differ: {lengths}: {read[-3:]} {truth[-3:]}")
 
 

@@ -18,12 +18,13 @@ _EXPERTS = 4
 _INNER, _STATE, _RANK, _CONV = 128, 8, 4, 4
 
 ARCHITECTURES = ("gemma2", "mixtral", "mamba")
-"""The lane is asked for: Gemma 2 has an implementation of ours, too. llama.cpp calls Mixtral llama,
-with experts."""
+"""Architectures of the tests, which request the lane since we also implement Gemma 2 ourselves.
+
+In llama.cpp, Mixtral is the architecture llama with experts."""
 
 
 def write_model(path: Path, architecture: str, **fields: Any) -> Path:
-    """`fields` are added to those of the tokenizer."""
+    """Write a GGUF file with random weights; `fields` are added to the tokenizer's fields."""
     writer = gguf.GGUFWriter(path, architecture.replace("mixtral", "llama"))
     writer.add_context_length(2048)
     writer.add_embedding_length(_HIDDEN)
@@ -47,12 +48,12 @@ def write_model(path: Path, architecture: str, **fields: Any) -> Path:
 
 
 def write_hybrid(folder: Path, architecture: str) -> Path:
-    """A model of transformers' own, in float32."""
+    """Write a tiny transformers model as a float32 GGUF file."""
     made = make_tiny_model(
         folder / "tiny",
         architecture,
         vocab_size=VOCAB,
-        linear_key_head_dim=64,  # as wide as a value's: llama.cpp knows no other
+        linear_key_head_dim=64,  # llama.cpp requires the width of values
         moe_intermediate_size=64,
     )
     assert add_merge(made) == VOCAB
@@ -132,7 +133,10 @@ def _mamba(writer: gguf.GGUFWriter) -> dict[str, tuple[int, ...]]:
 
 
 def write_gpt_oss(folder: Path, is_mxfp4: bool) -> Path:
-    """Experts in float32 or MXFP4; rotations unstretched, since llama.cpp rounds their ramp."""
+    """Write a tiny gpt-oss with float32 or MXFP4 experts.
+
+    It has no YaRN scaling, whose ramp llama.cpp rounds.
+    """
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     more = {"vocab_size": VOCAB, "rope_parameters": rope, "hidden_size": 96, "head_dim": 32}
     tiny = make_tiny_model(folder / "tiny", "GptOssForCausalLM", **more)

@@ -1,4 +1,4 @@
-"""Lane llama-cpp answers as llama.cpp by itself, however prompts are cut and whoever is near."""
+"""Tests that lane llama-cpp answers like llama.cpp, with chunked prompts and batches, too."""
 
 from pathlib import Path
 
@@ -54,25 +54,25 @@ def is_recurrent(runner: Runner) -> bool:
     return runner.lane.traits.facts.memory == "slot"
 
 
-def test_it_has_blocks_where_all_memory_is_cells(file, runner) -> None:
+def test_only_recurrent_models_use_slots_instead_of_blocks(file, runner) -> None:
     config = (find_model(str(file)) / "config.json").read_text()
     assert is_recurrent(runner) == ("mamba" in config)
     layout = runner.lane.layout(1 << 24, 4, 100, 16)
     assert bool(layout.num_slots) == is_recurrent(runner) != bool(layout.num_blocks)
 
 
-def test_greedy_tokens_are_those_of_llama_cpp(runner, alone) -> None:
+def test_greedy_tokens_equal_those_of_llama_cpp(runner, alone) -> None:
     found = generate(runner, PROMPT, 64)
     assert found == alone.generate(PROMPT, 64)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
-def test_a_cut_prompt_gives_the_logits_of_the_whole(runner, alone, chunk: int) -> None:
+def test_a_chunked_prompt_gives_the_logits_of_the_whole(runner, alone, chunk: int) -> None:
     assert_close(row_logits(runner, PROMPT, chunk), row_logits(runner, PROMPT), 3e-3)
     alone.assert_greedy(PROMPT, generate(runner, PROMPT, 64, chunk=chunk))
 
 
-def test_sequences_in_one_step_get_the_tokens_that_they_get_alone(runner, alone) -> None:
+def test_batched_sequences_get_the_same_tokens_as_single_ones(runner, alone) -> None:
     prompts = [random_prompt(length, VOCAB, seed=length) for length in (1, 30, 17)]
     drive = Drive(runner, room=128)
     for number, prompt in enumerate(prompts):
@@ -84,7 +84,7 @@ def test_sequences_in_one_step_get_the_tokens_that_they_get_alone(runner, alone)
         alone.assert_greedy(prompt, drive.tokens[number][len(prompt) :])
 
 
-def test_a_sequence_begun_again_goes_on_as_if_undisturbed(runner, alone) -> None:
+def test_a_restarted_sequence_continues_with_the_same_tokens(runner, alone) -> None:
     whole = generate(runner, PROMPT, 40)
     drive = Drive(runner, room=128)
     drive.begin(3, PROMPT + whole[:15], generated=15)
@@ -93,7 +93,7 @@ def test_a_sequence_begun_again_goes_on_as_if_undisturbed(runner, alone) -> None
     alone.assert_greedy(PROMPT, drive.tokens[3][len(PROMPT) :])
 
 
-def test_a_sibling_goes_on_from_copied_memory(runner, alone) -> None:
+def test_a_sibling_sequence_continues_from_copied_memory(runner, alone) -> None:
     drive = Drive(runner, room=128)
     drive.begin(0, PROMPT)
     drive.prefill(0)
@@ -102,7 +102,8 @@ def test_a_sibling_goes_on_from_copied_memory(runner, alone) -> None:
         plan = StepPlan(slot_copies=(SlotCopy(SlotId(0), SlotId(1)),))
         runner.launch(plan).result()
         drive.decode([0, 1], 10)
-    else:  # the first three blocks are shared, the fourth is copied
+    else:
+        # The first three blocks are shared; the fourth is copied.
         runner.launch(StepPlan(block_copies=(BlockCopy(BlockId(3), BlockId(11)),))).result()
         sharing = drive.chunk
         shared = {0: list(range(8)), 1: [0, 1, 2, *range(11, 16)]}
@@ -118,24 +119,24 @@ def test_a_sibling_goes_on_from_copied_memory(runner, alone) -> None:
     alone.assert_greedy(PROMPT, drive.tokens[1][len(PROMPT) :])
 
 
-def test_seeded_draws_are_the_same_again(runner) -> None:
+def test_seeded_sampling_is_reproducible(runner) -> None:
     dice = Sampling(temperature=0.9, top_p=0.95, seed=1)
     first = generate(runner, PROMPT, 40, sampling=dice)
     assert generate(runner, PROMPT, 40, sampling=dice) == first
     assert first != generate(runner, PROMPT, 40)
 
 
-def test_rows_of_prompts_may_be_more_than_one_call_gives(runner) -> None:
-    prompt = random_prompt(200, VOCAB)  # 64 rows at a time
+def test_prompt_logits_may_take_several_calls(runner) -> None:
+    prompt = random_prompt(200, VOCAB)  # one call returns at most 64 rows
     whole, cut = row_logits(runner, prompt), row_logits(runner, prompt, 40)
     error = (whole - cut).abs().amax(-1) / cut.abs().amax(-1)
-    # rounding sends some tokens to another expert, and all later tokens attend to the result
+    # Rounding may choose another expert for a token, and all later tokens attend to it.
     assert error.median() < 1e-2 and (error[:60] < 1e-2).all()
 
 
 @pytest.mark.parametrize("path", K_FILES, ids=lambda path: path.stem)
-def test_a_file_of_ours_gives_the_text_of_llama_cpp(path: Path) -> None:
-    """llama.cpp rounds the rows that it multiplies to 8 bits: only clear calls can be equal."""
+def test_native_text_chooses_the_same_clear_tokens_as_llama_cpp(path: Path) -> None:
+    """Compare only tokens with a clear margin, since llama.cpp rounds activations to 8 bits."""
     native = tiny_runner(find_model(str(path)), dtype="float32")
     theirs = tiny_runner(find_model(str(path)), "llama-cpp", dtype="float32")
     assert (native.lane.traits.id, theirs.lane.traits.id) == ("native-text", "llama-cpp")
@@ -160,8 +161,8 @@ def median_error(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "gemma2"])
-def test_families_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
-    """Both in float32; where two experts are nearly as good, rounding may choose another."""
+def test_native_families_give_the_logits_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
+    """Compare medians in float32, since rounding may choose another of two similar experts."""
     folder = find_model(str(write_model(tmp_path / "tiny-F32.gguf", architecture)))
     assert median_error(folder) < 1e-2
 
@@ -169,33 +170,33 @@ def test_families_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path, architect
 @pytest.mark.parametrize(
     "architecture", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"]
 )
-def test_hybrids_of_ours_give_the_logits_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
-    """The same; a file as its converter lays it, value heads in turn and all."""
+def test_native_hybrids_give_the_logits_of_llama_cpp(tmp_path: Path, architecture: str) -> None:
+    """Compare a file with the layout of llama.cpp's converter, which reorders value heads."""
     folder = find_model(str(write_hybrid(tmp_path, architecture)))
     assert median_error(folder) < 1e-2
 
 
 @pytest.mark.parametrize("is_mxfp4", [False, True])
-def test_gpt_oss_of_ours_gives_the_logits_of_llama_cpp(tmp_path: Path, is_mxfp4: bool) -> None:
-    """As above; llama.cpp rounds the rows that meet MXFP4 to 8 bits."""
+def test_native_gpt_oss_gives_the_logits_of_llama_cpp(tmp_path: Path, is_mxfp4: bool) -> None:
+    """Allow a larger error for MXFP4, for which llama.cpp rounds activations to 8 bits."""
     folder = find_model(str(write_gpt_oss(tmp_path, is_mxfp4)))
     assert median_error(folder) < (5e-2 if is_mxfp4 else 1e-2)
 
 
-def test_what_llama_cpp_does_not_know_is_one_line(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_a_one_line_error(tmp_path: Path) -> None:
     file = write_model(tmp_path / "x.gguf", "nothing")
     with pytest.raises(ModelError, match="unknown model architecture: 'nothing'") as caught:
         tiny_runner(find_model(str(file)))
     assert "\n" not in str(caught.value)
 
 
-def test_no_more_sequences_than_it_can_tell_apart(file: Path) -> None:
+def test_more_sequences_than_llama_cpp_supports_are_refused(file: Path) -> None:
     with pytest.raises(ModelError, match="at most 128 sequences at the same time"):
         tiny_runner(find_model(str(file)), "llama-cpp", scheduler=SchedulerConfig(max_num_seqs=200))
 
 
-def test_memory_is_counted_as_the_cache_has_it(file: Path, runner) -> None:
-    """Keys and values of 3 layers, 2 heads, 16 dimensions, in float32; of Mamba's states in 3."""
+def test_cache_bytes_match_the_shapes_of_keys_values_and_states(file: Path, runner) -> None:
+    """Expect float32 keys and values of 3 layers, 2 heads and 16 dimensions, or Mamba's states."""
     per_token, per_sequence = cache_bytes(runner.lane, 16)
     if is_recurrent(runner):
         states = 3 * 4 * 128 * (8 + 4 - 1)

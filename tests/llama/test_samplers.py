@@ -1,4 +1,4 @@
-"""The same candidates and probabilities as llama.cpp's own samplers leave."""
+"""Tests that samplers keep the same candidates and probabilities as llama.cpp's samplers."""
 
 import ctypes
 import math
@@ -32,7 +32,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("name", THEIRS)
 @pytest.mark.parametrize("seed", range(20))
-def test_llama_cpp_leaves_the_same_candidates(name: str, seed: int) -> None:
+def test_samplers_keep_the_same_candidates_as_llama_cpp(name: str, seed: int) -> None:
     asked, theirs, arguments = THEIRS[name]
     row = np.random.default_rng(seed).normal(0, 3, 200).astype(np.float32)
     wanted = applied(getattr(api, f"llama_sampler_init_{theirs}")(*arguments), row)
@@ -44,7 +44,7 @@ def test_llama_cpp_leaves_the_same_candidates(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 100])
-def test_llama_cpp_penalizes_the_same_tokens_by_as_much(window: int) -> None:
+def test_penalties_equal_those_of_llama_cpp(window: int) -> None:
     row = np.random.default_rng(window).normal(0, 3, 20).astype(np.float32)
     tokens = (3, 7, 3, 9, 11, 3, 7, 1)
     sampler = api.llama_sampler_init_penalties(20, window, 1.4, 0.3, 0.2)
@@ -60,7 +60,7 @@ def test_llama_cpp_penalizes_the_same_tokens_by_as_much(window: int) -> None:
 
 
 def applied(sampler: Any, row: np.ndarray) -> dict[int, float]:
-    """The finite logits of the tokens that the sampler leaves; frees it."""
+    """Apply and free the sampler; return the finite logits by token."""
     entries = (api.llama_token_data * len(row))(
         *(api.llama_token_data(id=i, logit=float(x), p=0.0) for i, x in enumerate(row))
     )

@@ -1,4 +1,4 @@
-"""Lane llama-cpp under the scheduler and behind HTTP: preemption, choices, kills, progress."""
+"""Tests of lane llama-cpp with the scheduler and over HTTP: preemption, choices and kills."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def submit(number: int, prompt: list[int], *sequences: int, sampling: Sampling =
     return Submit(StreamId(str(number)), (packed,), new, sampling, arrival=0.0)
 
 
-def test_streams_that_get_in_each_others_way_say_what_they_say_alone(file: Path) -> None:
+def test_preempted_streams_get_the_tokens_of_single_ones(file: Path) -> None:
     per_position = 1600  # bytes, about: 3 layers of keys and values, float32
     pressed = engine(file, 220 * per_position)
     prompts = [random_prompt(12 + 9 * (n % 5), VOCAB, seed=n) for n in range(12)]
@@ -67,10 +67,10 @@ def test_streams_that_get_in_each_others_way_say_what_they_say_alone(file: Path)
         assert len(pressed.tokens[number]) == 40
         alone.assert_greedy(prompt, pressed.tokens[number])
     if pressed.scheduler.memory.layout.num_blocks:
-        assert sum(pressed.num_begun.values()) > 12  # some began again
+        assert sum(pressed.num_begun.values()) > 12  # some were preempted and restarted
 
 
-def test_choices_and_later_turns_share_what_is_computed(file: Path) -> None:
+def test_choices_and_later_turns_reuse_the_cached_prompt(file: Path) -> None:
     made, alone = engine(file, 1 << 24), Alone(file)
     prompt = random_prompt(50, VOCAB)
     made.add(submit(0, prompt, 0, 1))
@@ -85,8 +85,8 @@ def test_choices_and_later_turns_share_what_is_computed(file: Path) -> None:
     assert cached == (64 if made.scheduler.memory.layout.num_blocks else 0)
 
 
-def test_more_prompts_are_kept_than_llama_cpp_tells_apart(tmp_path: Path) -> None:
-    """A sequence for each, beyond those that run; those used least recently make way."""
+def test_least_recently_used_prompts_are_evicted_for_new_ones(tmp_path: Path) -> None:
+    """Send more prompts than llama.cpp has sequences, each of which caches one prompt."""
     file = write_model(tmp_path / "tiny-F32.gguf", "gemma2")
     made, alone = engine(file, 1 << 24), Alone(file)
     few = msgspec.structs.replace(GREEDY, max_tokens=3)
@@ -99,7 +99,7 @@ def test_more_prompts_are_kept_than_llama_cpp_tells_apart(tmp_path: Path) -> Non
 
 
 def completed(url: str, body: dict[str, object], kill: int | None = None) -> tuple[str, list]:
-    """The text and the other fields of a stream's frames; the engine dies after some of them."""
+    """Return the text and the extra fields of a stream; kill the engine `kill` after 10 chunks."""
     texts, others = [], []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
         for frame in data_of(answer.iter_lines()):
@@ -112,7 +112,9 @@ def completed(url: str, body: dict[str, object], kill: int | None = None) -> tup
 
 
 @pytest.mark.parametrize("architecture, margin", [("gemma2", 1e-2), ("mamba", 1e-3)])
-def test_a_killed_engine_costs_no_token(tmp_path: Path, architecture: str, margin: float) -> None:
+def test_a_stream_loses_no_token_when_its_engine_is_killed(
+    tmp_path: Path, architecture: str, margin: float
+) -> None:
     file = write_model(tmp_path / "tiny-F32.gguf", architecture)
     prompt, _ = Alone(file).clear_prompt(400, margin)
     flags = ("--lane", "llama-cpp", "--threads", "1", "--max-model-len", "512")
@@ -128,7 +130,7 @@ def test_a_killed_engine_costs_no_token(tmp_path: Path, architecture: str, margi
         assert any("prompt_progress" in other for other in others)
 
 
-def test_a_model_of_ours_never_imports_it(tmp_path: Path) -> None:
+def test_a_native_model_does_not_import_llama_cpp(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     program = (
         "import sys; from headrace import LLM\n"
@@ -139,8 +141,8 @@ def test_a_model_of_ours_never_imports_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_answers_are_llama_servers_own(tmp_path: Path, architecture: str) -> None:
-    """Over HTTP, each with its defaults; a prompt without close calls, as their builds differ."""
+def test_greedy_answers_equal_those_of_llama_server(tmp_path: Path, architecture: str) -> None:
+    """Use a prompt whose tokens have clear margins, since the builds of llama.cpp differ."""
     file = write_model(tmp_path / "tiny-F32.gguf", architecture)
     prompt, expected = Alone(file).clear_prompt(48, 5e-3)
     with llama_server(file) as url:

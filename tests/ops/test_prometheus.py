@@ -1,4 +1,4 @@
-"""Debian's Prometheus scrapes a server, with the files of `deploy`, while its engine is killed."""
+"""Tests of Debian's Prometheus with the files of `deploy`, during an engine kill."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def server() -> Iterator[ServerProcess]:
 def prometheus(
     server: ServerProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
-    """Its API, once it scrapes."""
+    """Yield a client of Prometheus' API once it scrapes the server."""
     folder = tmp_path_factory.mktemp("prometheus")
     key, config = folder / "key", folder / "prometheus.yml"
     key.write_text("the-admin")
@@ -94,7 +94,7 @@ def value(client: httpx.Client, query: str) -> float | None:
 
 
 def chat(server: ServerProcess, number: int, kills: bool = False) -> dict[str, int]:
-    """The usage that a client is told; the engine dies after the first token if it `kills`."""
+    """Return a chat's usage; if `kills`, kill the engine after the first token."""
     body = {
         "messages": [{"role": "user", "content": f"Count from {number} to 99."}],
         "max_tokens": 20 + number,
@@ -116,12 +116,12 @@ def chat(server: ServerProcess, number: int, kills: bool = False) -> dict[str, i
     return usage
 
 
-def test_sums_in_prometheus_are_the_usage_that_clients_were_told(
+def test_token_counters_in_prometheus_equal_the_usage_of_clients(
     server: ServerProcess, prometheus: httpx.Client
 ) -> None:
-    told = [chat(server, number, kills=number == 3) for number in range(6)]
+    usages = [chat(server, number, kills=number == 3) for number in range(6)]
     for field, name in (("prompt_tokens", "prompt"), ("completion_tokens", "generated")):
-        total = sum(usage[field] for usage in told)
+        total = sum(usage[field] for usage in usages)
         query = f"headrace_{name}_tokens_total"
         eventually(lambda: value(prometheus, query) == total, within_s=60)  # noqa: B023
     found = {
@@ -134,13 +134,13 @@ def test_sums_in_prometheus_are_the_usage_that_clients_were_told(
             "headrace_engine_up",
         )
     }
-    generated = sum(usage["completion_tokens"] for usage in told)
+    generated = sum(usage["completion_tokens"] for usage in usages)
     assert list(found.values())[:3] == [6, 1, 6], found
     assert 6 <= (found["headrace_inter_token_seconds_count"] or 0) <= generated - 6, found
     assert found["headrace_engine_up"] == 1
 
 
-def test_promtool_is_content_with_what_is_shown(server: ServerProcess) -> None:
+def test_promtool_accepts_the_metrics(server: ServerProcess) -> None:
     shown = httpx.get(f"{server.url}/metrics", headers=ADMIN, timeout=60).text
     assert "headrace_ttft_seconds_bucket" in shown and "NaN" not in shown
     run("promtool", "check", "metrics", given=shown)
@@ -148,22 +148,20 @@ def test_promtool_is_content_with_what_is_shown(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("title", [title for title, _, _ in PANELS])
-def test_prometheus_can_answer_what_the_dashboard_asks(
-    title: str, prometheus: httpx.Client
-) -> None:
+def test_the_dashboards_queries_are_valid(title: str, prometheus: httpx.Client) -> None:
     queries = next(queries for known, _, queries in PANELS if known == title)
     for query in queries.values():
         ask(prometheus, query.replace("$__rate_interval", "1m"))
 
 
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_file(tmp_path: Path) -> None:
     text = (DEPLOY / "headrace.service").read_text()
     unit = tmp_path / "headrace.service"
     unit.write_text(text.replace("/opt/headrace/bin/headrace", "/bin/true"))
     run("systemd-analyze", "verify", str(unit))
 
 
-def test_commits_resumes_attaches_and_stops_are_counted(server: ServerProcess) -> None:
+def test_metrics_count_commits_resumes_attaches_and_stops(server: ServerProcess) -> None:
     body = {"prompt": "One, two,", "max_tokens": 8, "stream": True}
     names = {"Idempotency-Key": "again", "X-Conversation-Id": "talk"}
     with httpx.Client(base_url=server.url, headers=CLIENT, timeout=60) as client:

@@ -1,4 +1,4 @@
-"""The installed wheel, and another user of it."""
+"""Fixtures with the installed wheel and a user who may not write to it."""
 
 import os
 import shutil
@@ -19,10 +19,10 @@ _OURS = ("PYTHONPATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_STATE_HOME", "NUMBA
 
 
 class OtherUser:
-    """Someone who has the wheel, a home and a folder to work in, and may write nowhere else.
+    """A user with a home and a working folder who may not write anywhere else.
 
-    Root becomes `nobody`, who may read all, since this checkout may lie in a home that is closed;
-    anybody else stays who they are.
+    Root becomes `nobody`, with the right to read all files, since this checkout may be in a private
+    home. Other users stay the same.
     """
 
     def __init__(self, home: Path) -> None:
@@ -39,10 +39,7 @@ class OtherUser:
         self._become = (*become, "env", *unset, f"--chdir={self.folder}", f"HOME={home}")
 
     def run(self, program: str, *words: str, said: str = "") -> str:
-        """Stdout of a program of the environment that is given `said` on its stdin.
-
-        One that fails, fails the test with its stderr.
-        """
+        """Run a program of the environment with `said` on its stdin, and return its stdout."""
         done = subprocess.run(
             [*self._become, str(ENVIRONMENT / "bin" / program), *words],
             input=said,
@@ -59,7 +56,7 @@ class OtherUser:
 
 @pytest.fixture(scope="session")
 def read_only() -> Iterator[None]:
-    """The environment, which nobody may write to; afterwards its owner may, to remove it."""
+    """Make the environment read-only, and restore its permissions afterwards."""
     paths = [path for path in (ENVIRONMENT, *ENVIRONMENT.rglob("*")) if not path.is_symlink()]
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
     for path, mode in modes.items():

@@ -1,4 +1,4 @@
-"""The small installation: headrace-gateway, which has no engine and no PyTorch."""
+"""Tests of the package headrace-gateway, which has no engine and no PyTorch."""
 
 import subprocess
 
@@ -17,7 +17,7 @@ def run(program: str, *words: str, said: str = "") -> subprocess.CompletedProces
     return subprocess.run(command, input=said, capture_output=True, text=True, timeout=120)
 
 
-def test_it_has_at_most_250_megabytes_and_no_pytorch() -> None:
+def test_the_gateway_package_takes_at_most_250_mb_and_has_no_pytorch() -> None:
     site = next(ENVIRONMENT.glob("lib/*/site-packages"))
     assert not [name for name in ("torch", "transformers", "numba") if (site / name).exists()]
     size = sum(path.lstat().st_size for path in ENVIRONMENT.rglob("*"))
@@ -25,14 +25,14 @@ def test_it_has_at_most_250_megabytes_and_no_pytorch() -> None:
     assert size <= MAX_BYTES
 
 
-def test_it_chats_with_a_server_elsewhere(server: ServerProcess) -> None:
+def test_the_gateway_package_can_chat_with_a_remote_server(server: ServerProcess) -> None:
     assert run("headrace", "--version").stdout.split()[-1] == __version__
     chat = run("headrace", "chat", "--url", server.url, said="What is 2 + 3?")
     assert chat.returncode == 0, chat.stderr
     assert "5" in chat.stdout
 
 
-def test_its_python_client_streams(server: ServerProcess) -> None:
+def test_the_python_client_streams(server: ServerProcess) -> None:
     code = (
         "from headrace import Client\n"
         f"with Client({server.url!r}) as client:\n"
@@ -44,13 +44,13 @@ def test_its_python_client_streams(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     "words", [("serve",), ("doctor",), ("generate", "Hello"), ("cache", "show"), ("chat", "mini")]
 )
-def test_what_needs_an_engine_says_what_to_install(words: tuple[str, ...]) -> None:
+def test_a_command_that_needs_an_engine_says_what_to_install(words: tuple[str, ...]) -> None:
     done = run("headrace", *words, said="Hello")
     assert done.returncode != 0
     assert "Install headrace in its place" in done.stderr
     assert "Traceback" not in done.stderr and "of a bug" not in done.stderr
 
 
-def test_a_gateway_of_a_cluster_asks_for_ray_alone() -> None:
+def test_a_cluster_gateway_needs_only_ray() -> None:
     done = run("headrace", "serve", "--cluster", "auto", "--port", "0")
     assert "--cluster needs Ray" in done.stderr

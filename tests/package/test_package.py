@@ -1,4 +1,4 @@
-"""The wheel as another user has it: in an environment of its own that nobody may write to."""
+"""Tests of the wheel as another user sees it, in a read-only environment."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ def sources() -> set[str]:
     return set(listed.stdout.split())
 
 
-def test_every_file_of_the_sources_is_in_the_wheel_and_in_the_archive() -> None:
+def test_the_wheel_and_the_archive_contain_every_source_file() -> None:
     (wheel,) = DIST.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened:
         packed = {f"src/{name}" for name in opened.namelist() if ".dist-info/" not in name}
@@ -37,26 +37,26 @@ def test_every_file_of_the_sources_is_in_the_wheel_and_in_the_archive() -> None:
     assert not {name for name in names if name.startswith(("tests", "build", "docs"))}
 
 
-def test_the_wheel_names_the_licence_of_each_part() -> None:
+def test_the_wheel_contains_the_licence_of_each_library() -> None:
     (wheel,) = DIST.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        told = Parser().parsestr(opened.read(metadata).decode()).get_all("License-File", [])
+        listed = Parser().parsestr(opened.read(metadata).decode()).get_all("License-File", [])
     libraries = {name for name in sources() if name.startswith(VENDOR) and name.endswith(".js")}
-    assert set(told) == {"LICENSE", *(f"{it.partition('.')[0]}.LICENSE" for it in libraries)}
+    assert set(listed) == {"LICENSE", *(f"{it.partition('.')[0]}.LICENSE" for it in libraries)}
     folder = metadata.removesuffix("METADATA") + "licenses/"
-    assert {f"{folder}{name}" for name in told} <= set(names)
+    assert {f"{folder}{name}" for name in listed} <= set(names)
 
 
-def test_it_says_its_version_and_that_nothing_keeps_it_from_serving(user: OtherUser) -> None:
+def test_the_installation_reports_its_version_and_can_serve(user: OtherUser) -> None:
     assert user.run("headrace", "--version").split()[-1] == __version__
     code = "from importlib.metadata import version; print(version('headrace'))"
     assert user.run("python", "-c", code).strip() == __version__
     assert "native-text on cpu" in user.run("headrace", "doctor", "headrace-mini")
 
 
-def test_nobody_may_write_where_it_is_installed(user: OtherUser) -> None:
+def test_the_installation_is_read_only(user: OtherUser) -> None:
     code = "import headrace, os; print(os.path.dirname(headrace.__file__))"
     folder = user.run("python", "-c", code).strip()
     assert folder.startswith(str(ENVIRONMENT))
@@ -66,7 +66,7 @@ def test_nobody_may_write_where_it_is_installed(user: OtherUser) -> None:
     )
 
 
-def test_the_page_comes_with_all_that_it_names(server: ServerProcess) -> None:
+def test_all_files_of_the_web_page_are_served(server: ServerProcess) -> None:
     for page in ("/", "/dashboard"):
         answer = httpx.get(server.url + page, headers={"Accept": "text/html"})
         linked = re.findall(r'(?:src|href)="(web/[^"]+)"', answer.text)
@@ -77,7 +77,7 @@ def test_the_page_comes_with_all_that_it_names(server: ServerProcess) -> None:
         assert httpx.get(f"{server.url}/web/vendor/{file.name}").content == file.read_bytes()
 
 
-def test_it_chats_and_embeds(server: ServerProcess, user: OtherUser) -> None:
+def test_the_server_chats_and_embeds(server: ServerProcess, user: OtherUser) -> None:
     code = (
         "from headrace import Client\n"
         f"with Client({server.url!r}) as client:\n"
@@ -89,19 +89,19 @@ def test_it_chats_and_embeds(server: ServerProcess, user: OtherUser) -> None:
     assert int(size) == httpx.get(f"{server.url}/v1/models").json()["data"][0]["meta"]["n_embd"]
 
 
-def test_one_command_after_the_installation_is_a_chat_with_a_trained_model(
+def test_one_command_after_installation_starts_a_chat_with_a_trained_model(
     user: OtherUser,
 ) -> None:
-    """The first one, `pip install WHEEL`, made the environment."""
+    """Chat in the environment that `pip install WHEEL` has created."""
     words = ("chat", "smollm2", "-o", "temperature=0", "-o", "max_tokens=30")
     assert "Paris" in user.run("headrace", *words, said="Name the capital of France.")
-    folder = user.run("headrace", "pull", "smollm2").strip()  # it is here now
+    folder = user.run("headrace", "pull", "smollm2").strip()  # already downloaded
     assert folder.startswith(str(user.folder.parent))
     assert "smollm2" in user.run("headrace", "models", "downloaded")
 
 
-def test_it_stops_and_leaves_no_process(server: ServerProcess) -> None:
-    """The last test of this server."""
+def test_a_stopped_server_leaves_no_process(server: ServerProcess) -> None:
+    """Run last, since this test stops the shared server."""
     started = processes.descendants(server.process.pid)
     assert server.stop() == 0 and started
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]

@@ -1,4 +1,4 @@
-"""A server of version 0.1 and one of this version, in turn, over the same folders."""
+"""Tests of servers of version 0.1 and of this version that share their folders in turn."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tools.harness.servers import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "fad3571"
-"""The last commit that is like a 0.1 in all that is kept on disk."""
+"""The last commit whose files on disk have the format of version 0.1."""
 THIS = (sys.executable, "-m", "headrace")
 LONG = " ".join(map(str, range(200)))
 Serve = Callable[[tuple[str, ...]], AbstractContextManager[ServerProcess]]
@@ -26,7 +26,7 @@ Serve = Callable[[tuple[str, ...]], AbstractContextManager[ServerProcess]]
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The command that runs 0.1, with the packages that run these tests."""
+    """Return the command that runs version 0.1 with the packages of these tests."""
     folder = tmp_path_factory.mktemp("old")
     packed = folder / "old.tar"
     subprocess.run(["git", "archive", "-o", packed, COMMIT, "src"], cwd=ROOT, check=True)
@@ -40,7 +40,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Serve:
-    """Servers that keep streams and prefixes in the same two folders."""
+    """Return a function that runs a version with the same folders for streams and prefixes."""
 
     @contextmanager
     def running(program: tuple[str, ...]) -> Iterator[ServerProcess]:
@@ -60,8 +60,8 @@ def serve(tmp_path: Path) -> Serve:
 
 
 def version(server: ServerProcess) -> str:
-    told: str = httpx.get(f"{server.url}/manage/state").json()["version"]
-    return told
+    running_version: str = httpx.get(f"{server.url}/manage/state").json()["version"]
+    return running_version
 
 
 def respond(server: ServerProcess, words: str, **fields: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def stored(server: ServerProcess, response: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream(server: ServerProcess, name: str, num_bytes: int = 1 << 20) -> bytes:
-    """The body of a stream that outlives its client, or its beginning."""
+    """Return the body of a durable stream, or its first `num_bytes` bytes."""
     body = {"messages": [{"role": "user", "content": "Count from 1 to 150."}], "stream": True}
     headers = {"X-Conversation-Id": name}
     url, read = f"{server.url}/v1/chat/completions", b""
@@ -98,7 +98,7 @@ def cached(server: ServerProcess) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_either_version_reads_what_the_other_wrote(serve: Serve, old: tuple[str, ...]) -> None:
+def test_each_version_reads_the_streams_of_the_other(serve: Serve, old: tuple[str, ...]) -> None:
     with serve(old) as server:
         assert version(server) == "0.1.0"
         first, whole = respond(server, "Spell the word banana."), stream(server, "whole")
@@ -115,20 +115,20 @@ def test_either_version_reads_what_the_other_wrote(serve: Serve, old: tuple[str,
 
 
 @pytest.mark.parametrize("upgrade", [True, False])
-def test_a_stream_that_the_other_version_began_keeps_what_was_sent_and_says_why_it_ends(
+def test_a_stream_of_the_other_version_keeps_its_text_and_ends_with_model_changed(
     serve: Serve, old: tuple[str, ...], upgrade: bool
 ) -> None:
     before, after = (old, THIS) if upgrade else (THIS, old)
     with serve(before) as server:
         began = stream(server, "cut", num_bytes=4000)
-        told = version(server)
+        running_version = version(server)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
     with serve(after) as server:
         read = again(server, "cut")
         assert read.startswith(began) and len(began) >= 4000
         assert b"model_changed" in read
-        assert f"Headrace {version(server)} instead of Headrace {told}".encode() in read
+        assert f"Headrace {version(server)} instead of Headrace {running_version}".encode() in read
 
 
 def test_each_version_keeps_its_own_prefixes(serve: Serve, old: tuple[str, ...]) -> None:
