@@ -105,6 +105,22 @@ async def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
             assert await generation.streams.find_equal(names) is None
 
 
+async def test_a_stream_whose_client_left_gives_its_place_to_a_request_that_waits(
+    folder: Path,
+) -> None:
+    async with running(folder, linger_s=30) as (generation, engine):
+        unread = await opened(generation, engine, Names(digest=b"1"))
+        await leave(unread, 1)
+        assert not engine.cancels
+        # The engine can run fewer choices than this request has.
+        crowd = await opened(generation, engine, Names(digest=b"2"), n=2)
+        assert [cancel.sequence_ids for cancel in engine.cancels] == [(0,)]
+        left = await opened(generation, engine, Names(digest=b"3"))
+        await leave(left, 1)
+        assert len(engine.cancels) == 2, "the other requests wait already"
+        crowd.stop(RequestError("cancelled", ""))
+
+
 async def test_without_a_linger_an_unread_stream_ends_at_once(folder: Path) -> None:
     async with running(folder, linger_s=0) as (generation, engine):
         stream = await opened(generation, engine)

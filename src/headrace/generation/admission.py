@@ -65,6 +65,11 @@ class QueueTicket:
         self._counts = (0, 0, 0)
         self._input: HeldInput | None = None
 
+    @property
+    def others_wait(self) -> bool:
+        """Return whether choices of other requests are waiting."""
+        return self._admission.num_waiting > self._counts[1]
+
     def take(self, held: HeldInput) -> None:
         """Count the memory of the request's input, instead of `held`."""
         self._input = held.move()
@@ -221,6 +226,10 @@ class Admission:
             reason += f"{demand.num_tokens or 'more'}, and --max-num-queued-tokens is {most}"
             error = self._overloaded(reason, demand, capacity, now)
             raise error.noting(waiting_tokens=self.num_tokens, limit=most)
+
+    def must_wait(self, capacity: Capacity) -> bool:
+        """Return whether the queue has more unfinished choices than the engine can run."""
+        return self.num_live > capacity.max_num_seqs
 
     def enter(self, demand: Demand, capacity: Capacity, now: float) -> QueueTicket:
         """Check a request and enter the request into the queue, as one atomic operation."""

@@ -234,8 +234,11 @@ class Generation:
         held.resize(record.num_input_bytes + admitted.num_pixel_bytes)
         # From here on the request counts in the queue, although its stream is not stored yet.
         queue = self.queues.of(host, is_background)
-        place = queue.enter(asked, Capacity.of(model.ready), time.monotonic())
+        capacity = Capacity.of(model.ready)
+        place = queue.enter(asked, capacity, time.monotonic())
         place.take(held)
+        if queue.must_wait(capacity):
+            self.streams.end_lingering()
         starting = self._begin(host, record, place, admitted)
         if not is_opted_in:
             return await starting

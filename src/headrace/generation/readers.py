@@ -78,7 +78,8 @@ class Audience:
 
     When the last reader leaves, the stream is abandoned immediately if the client has seen tokens
     or the whole answer. Otherwise the stream continues for `linger_s` seconds. Meanwhile, a client
-    that timed out can retry and find the answer.
+    that timed out can retry and find the answer. The stream ends earlier if another request needs
+    its place: `others_wait` returns whether other requests are waiting.
 
     `linger_s` is None if the stream must not depend on readers: the client opted in to resuming, or
     the stream has ended.
@@ -90,6 +91,7 @@ class Audience:
         linger_s: float | None = None,
         on_abandoned: Callable[[], None] = lambda: None,
         pause: ReaderPause | None = None,
+        others_wait: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pause = pause or ReaderPause()
         self.has_seen_tokens = False
@@ -104,6 +106,7 @@ class Audience:
         self._log = log
         self._linger_s = linger_s
         self._on_abandoned = on_abandoned
+        self._others_wait = others_wait
         self._linger: Countdown | None = None
 
     @property
@@ -138,13 +141,19 @@ class Audience:
         self._stop_lingering()
         self.abandoned.set()
 
+    def yield_place(self) -> None:
+        """Abandon the stream if it has no reader and other requests wait."""
+        if self._linger is not None and self._others_wait():
+            self._stop_lingering()
+            self._give_up()
+
     def _stop_lingering(self) -> None:
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None
 
     def _linger_for(self, linger_s: float) -> None:
-        if self.has_seen_tokens or linger_s == 0:
+        if self.has_seen_tokens or linger_s == 0 or self._others_wait():
             self._give_up()
         else:
             self._linger = Countdown(linger_s, self._give_up)

@@ -228,6 +228,11 @@ class Registry:
                 return stream
         return None
 
+    def end_lingering(self) -> None:
+        """Abandon the streams that have no reader and that keep other requests waiting."""
+        for stream in self:
+            stream.audience.yield_place()
+
     async def put(self, record: Record, place: QueueTicket) -> Stored:
         """Store a new stream; return the new stream, or an existing stream with the same names.
 

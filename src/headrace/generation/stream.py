@@ -67,7 +67,10 @@ class LiveStream:
         self.cut: RequestError | None = None
         self.ended = asyncio.Event()
         self.audience = Audience(
-            log, record.names.outlives_client_s(linger_s), on_abandoned=self._abandon
+            log,
+            record.names.outlives_client_s(linger_s),
+            on_abandoned=self._abandon,
+            others_wait=lambda: place.others_wait,
         )
         self._builder = builder
         # None in the inbox makes the stream end without waiting for the engine.
