@@ -117,6 +117,31 @@ async def test_a_queue_that_is_full_of_tokens_refuses_before_it_tokenizes(folder
         assert refused.value.code == "server_overloaded"
 
 
+def test_one_key_may_fill_half_of_the_queue() -> None:
+    admission = make_admission(max_num_queued_reqs=4, max_num_queued_tokens=100)
+    running = admission.enter(asked(0, "a"), ONE_AT_A_TIME, 0.0)
+    running.update(1, 0, 0)
+    waiting = [admission.enter(asked(i, "a"), ONE_AT_A_TIME, 0.0) for i in (1, 2)]
+    error = refusal(admission, asked(3, "a"))
+    assert error.code == "server_overloaded"
+    assert "2 choices of this key are waiting, and one key may have 2" in error.message
+    assert error.retry_after_s > 0
+    places = [admission.enter(asked(i, "b"), ONE_AT_A_TIME, 0.0) for i in (1, 2)]
+    for place in (*waiting, *places):
+        place.close()
+    admission.enter(asked(3, "a", num_tokens=30), ONE_AT_A_TIME, 0.0)
+    error = refusal(admission, asked(4, "a", num_tokens=30))
+    assert "30 prompt tokens of this key" in error.message and "may have 50" in error.message
+    admission.enter(asked(4, "b", num_tokens=30), ONE_AT_A_TIME, 0.0)
+
+
+def test_without_keys_one_client_may_fill_the_queue() -> None:
+    admission = make_admission(max_num_queued_reqs=4)
+    for number in range(4):
+        admission.enter(asked(number), ONE_AT_A_TIME, 0.0)
+    assert "4 choices are waiting" in refusal(admission, asked(4)).message
+
+
 def test_without_a_queue_a_request_is_taken_while_a_place_is_free() -> None:
     admission = make_admission(max_num_queued_reqs=0)
     place = admission.enter(asked(0), ONE_AT_A_TIME, 0.0)
@@ -310,7 +335,7 @@ async def test_a_stream_of_an_earlier_server_has_a_place_while_nobody_is_admitte
         queues, host = generation.queues, generation.fleet.hosts.first
         await opened(generation, engine)
         queues.stop()
-        queues.resume(host).update(1, 1, 5)
+        queues.resume(host, "").update(1, 1, 5)
         queues.admit_again()
         assert queues.of(host).num_waiting == 2
 

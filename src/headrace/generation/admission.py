@@ -4,6 +4,7 @@ All functions take the time as an argument, and no function awaits. So no other 
 between the check of a request and the request's entry into the queue.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -60,8 +61,9 @@ class QueueTicket:
     The request's stream or vector batch reports every change with `update`.
     """
 
-    def __init__(self, admission: "Admission") -> None:
+    def __init__(self, admission: "Admission", owner: str) -> None:
         self._admission = admission
+        self._owner = owner
         self._counts = (0, 0, 0)
         self._input: HeldInput | None = None
 
@@ -82,7 +84,7 @@ class QueueTicket:
         """
         counts = (num_live, num_waiting, num_tokens)
         if counts != self._counts:
-            self._admission.count(counts, self._counts)
+            self._admission.count(self._owner, counts, self._counts)
             self._counts = counts
 
     def leave(self, num_bytes: int) -> None:
@@ -189,10 +191,16 @@ class Admission:
     for the client. Otherwise, a new client could take the place first.
 
     At most half of the queue is reserved, so that clients that never return cannot block the queue.
+
+    If the server has API keys, the requests of one key may fill at most half of the queue. Then a
+    busy key cannot keep out all other keys.
     """
 
     def __init__(self, config: StreamConfig, limits: KeyLimits, eta: QueueEta) -> None:
         self.num_live = self.num_waiting = self.num_tokens = 0
+        # The waiting choices and the prompt tokens of each API key.
+        self._waiting_by_key = Counter[str]()
+        self._tokens_by_key = Counter[str]()
         self._config = config
         self._limits = limits
         self._eta = eta
@@ -205,6 +213,8 @@ class Admission:
         """
         if self._limits.has_any:
             self._limits.check(demand, now)
+        if demand.owner:
+            self._check_share(demand, capacity, now)
         bound = self._config.max_num_queued_reqs
         num_reserved = 0
         if self._promises and self.num_waiting < bound:
@@ -227,6 +237,31 @@ class Admission:
             error = self._overloaded(reason, demand, capacity, now)
             raise error.noting(waiting_tokens=self.num_tokens, limit=most)
 
+    def _check_share(self, demand: Demand, capacity: Capacity, now: float) -> None:
+        """Raise RequestError if the requests of this key fill half of the queue.
+
+        A refused client gets no RetryPromise, because a promise would reserve a place in the other
+        half.
+        """
+        most = (self._config.max_num_queued_reqs + 1) // 2
+        num_waiting = self._waiting_by_key[demand.owner]
+        num_tokens = self._tokens_by_key[demand.owner]
+        most_tokens = self._max_tokens(capacity) // 2
+        if num_waiting and num_waiting >= most and self.num_live >= capacity.max_num_seqs:
+            reason = f"{num_waiting} choices of this key are waiting, and one key may have {most}"
+            flag = "--max-num-queued-reqs"
+        elif num_tokens and num_tokens + max(1, demand.num_tokens) > most_tokens:
+            reason = f"{num_tokens} prompt tokens of this key are waiting, this request adds "
+            reason += f"{demand.num_tokens or 'more'}, and one key may have {most_tokens}"
+            flag = "--max-num-queued-tokens"
+        else:
+            return
+        num_starts = max(1, num_waiting - most + 1)
+        wait_s = self._retry_s(self._eta.schedule.seconds_until(num_starts, now))
+        message = f"{reason} (half of {flag}); try again in {wait_s:.1f} s."
+        error = RequestError("server_overloaded", message, retry_after_s=wait_s)
+        raise error.noting(waiting=num_waiting, waiting_tokens=num_tokens)
+
     def must_wait(self, capacity: Capacity) -> bool:
         """Return whether the queue has more unfinished choices than the engine can run."""
         return self.num_live > capacity.max_num_seqs
@@ -237,15 +272,20 @@ class Admission:
         self._promises.pop(demand[:2], None)
         if self._limits.has_any:
             self._limits.use(demand, now)
-        ticket = QueueTicket(self)
+        ticket = QueueTicket(self, demand.owner)
         ticket.update(demand.num_choices, demand.num_choices, demand.num_tokens)
         return ticket
 
-    def count(self, now: tuple[int, int, int], before: tuple[int, int, int]) -> None:
+    def count(self, owner: str, now: tuple[int, int, int], before: tuple[int, int, int]) -> None:
         """Add the difference between a ticket's new and old counts to the queue's counts."""
-        self.num_live += now[0] - before[0]
-        self.num_waiting += now[1] - before[1]
-        self.num_tokens += now[2] - before[2]
+        live, waiting, tokens = (new - old for new, old in zip(now, before, strict=True))
+        self.num_live += live
+        self.num_waiting += waiting
+        self.num_tokens += tokens
+        for by_key, change in ((self._waiting_by_key, waiting), (self._tokens_by_key, tokens)):
+            by_key[owner] += change
+            if not by_key[owner]:
+                del by_key[owner]
 
     # The methods below estimate when a refused client should retry.
 
@@ -284,7 +324,10 @@ class Admission:
         if excess > 0:
             num_more = self._eta.schedule.num_starts_for(excess, num_before, now)
             num_starts = max(num_starts, num_more)
-        wait_s = self._eta.schedule.seconds_until(max(1, num_starts), now)
+        return self._retry_s(self._eta.schedule.seconds_until(max(1, num_starts), now))
+
+    def _retry_s(self, wait_s: float | None) -> float:
+        """Return when to retry if there is room in `wait_s`; None means that this is unknown."""
         if wait_s is None:
             wait_s = self.num_tokens / self._tokens_per_s + 1.0
         return _MARGIN * wait_s + _LEAST_S
@@ -352,13 +395,13 @@ class Queues:
         if self.is_draining:
             raise RequestError("server_shutdown", "The server is shutting down.", retry_after_s=5)
 
-    def resume(self, host: ModelHost, is_background: bool = False) -> QueueTicket:
+    def resume(self, host: ModelHost, owner: str, is_background: bool = False) -> QueueTicket:
         """Return a ticket for a stream that was admitted earlier, without checking the limits
         again.
         """
         queues = self._by_host.get(host)
         return QueueTicket(
-            self._open(host, is_background) if queues is None else queues[is_background]
+            self._open(host, is_background) if queues is None else queues[is_background], owner
         )
 
     def _open(self, host: ModelHost, is_background: bool) -> Admission:

@@ -83,9 +83,10 @@ class Writers:
         If `cut` is not None, only end the stream with the error `cut`.
         """
         record = stored.record
-        place = self._queues.resume(host, record.request.is_background)
+        owner = record.names.owner
+        place = self._queues.resume(host, owner, record.request.is_background)
         num_bytes = record.num_input_bytes + admitted.num_pixel_bytes
-        place.take(self._queues.inputs.add(record.names.owner, num_bytes))
+        place.take(self._queues.inputs.add(owner, num_bytes))
         stream = self._start(host, stored, builder, place, admitted, used=host)
         stream.end_within(0, self._config.request_timeout_s)
         if cut:

@@ -387,7 +387,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             description="Largest number of waiting choices (n per prompt); additional requests "
-            "get 429",
+            "get 429. One API key may use half of it",
         ),
     ] = 512
     max_num_queued_tokens: Annotated[
@@ -395,7 +395,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Largest number of waiting prompt tokens. Default: as many as can be "
             "processed in 600 s, and at least one context. An empty queue accepts any prompt "
-            "that fits the context"
+            "that fits the context. One API key may use half of the limit"
         ),
     ] = None
     max_total_input_bytes: Annotated[
