@@ -65,7 +65,8 @@ class NameChain:
 class PrefixIndex:
     """Maps names to public blocks.
 
-    A lookup also compares the tokens, so two prefixes with the same hash are never confused.
+    A lookup compares the tokens of the block itself. The tokens before the block are compared only
+    by the hash of 128 bits in the block's name.
     """
 
     def __init__(self) -> None:
