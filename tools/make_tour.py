@@ -36,7 +36,7 @@ WAY_IN = (
         "[gateway/routes.py](../../src/headrace/gateway/routes.py) "
         "leads to this method. The gateway counts the bytes of the body without parsing them, and "
         "passes the body to the intake. WebSockets and batches use the same intake.",
-        12,
+        13,
     ),
     Stop(
         "The worker",

@@ -9,6 +9,7 @@ from headrace.workers.job_queue import OWNER
 from headrace_common.config.settings import HttpConfig
 from headrace_common.errors import ConfigError, RequestError
 from headrace_common.log_context import KEY_NAME
+from headrace_common.worker_jobs import CheckedBody
 
 KEYS = HttpConfig(api_key=("one", "two"))
 
@@ -83,6 +84,24 @@ def test_keys_of_a_file_count_as_it_is_read_again_and_their_names_are_known(tmp_
         auth.check(Headers({"x-api-key": "one"}))
     auth.check(Headers({"x-api-key": "three"}))
     assert KEY_NAME.get() == "bob"
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "sent", "taken"),
+    [
+        (HttpConfig(api_key=("one",), admin_key="boss"), "one", -1, 0),
+        (HttpConfig(api_key=("one",), admin_key="boss"), "one", 5, 5),
+        (HttpConfig(api_key=("one",), admin_key="boss"), "boss", -1, -1),
+        (HttpConfig(), "", -1, -1),
+    ],
+)
+def test_only_an_admin_key_puts_a_request_before_those_of_other_keys(
+    config: HttpConfig, key: str, sent: int, taken: int
+) -> None:
+    body = CheckedBody({"priority": sent}, (), b"", ignored=("wish",))
+    limited = Auth(config).limit_priority(Headers({"x-api-key": key}), body)
+    assert limited.fields["priority"] == taken
+    assert limited.ignored == (("wish",) if sent == taken else ("wish", "priority"))
 
 
 def test_a_request_whose_key_is_removed_after_the_check_gets_no_owner(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import hmac
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 from starlette.datastructures import Headers
 
 from headrace.workers.job_queue import OWNER
@@ -13,6 +14,7 @@ from headrace_common.config.sources import read_keys
 from headrace_common.errors import RequestError
 from headrace_common.log_context import KEY_NAME
 from headrace_common.system.loopback import is_loopback
+from headrace_common.worker_jobs import CheckedBody
 
 
 class Auth:
@@ -125,6 +127,19 @@ class Auth:
         If the server has keys for clients, only an admin key may see all requests.
         """
         return not self._keys or _find_key(headers, self._admins) is not None
+
+    def limit_priority(self, headers: Headers, checked: CheckedBody) -> CheckedBody:
+        """Return the body without a negative priority, unless an admin key sent the request.
+
+        A negative priority puts a request before the requests of other keys. The removed field is
+        reported as ignored.
+        """
+        if checked.fields.get("priority", 0) >= 0 or self.sees_all(headers):
+            return checked
+        fields = {**checked.fields, "priority": 0}
+        return msgspec.structs.replace(
+            checked, fields=fields, ignored=(*checked.ignored, "priority")
+        )
 
     def owner(self, headers: Headers) -> str:
         """Return the id of the key whose streams this client may see; "" if the server has no

@@ -61,6 +61,7 @@ class GenerationRoutes:
             agent = request.headers.get("user-agent", "")
             reading = self._intake.read_from(agent, route, body)
             checked = await unless_left(request.receive, reading, patience_s)
+        checked = self._auth.limit_priority(request.headers, checked)
         if before is not None and (other := before(request, checked)) is not None:
             return other
         conversation, key = map(request.headers.get, (CONVERSATION, KEY))

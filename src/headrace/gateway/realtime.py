@@ -354,6 +354,7 @@ class RealtimeSocket:
         key: str | None,
     ) -> Found:
         checked = await self._read(route, fields)
+        checked = self._sockets.auth.limit_priority(self._headers, checked)
         names = names_of(self._owner, checked, conversation, key)
         if request.is_stopped:
             raise RequestError("cancelled", "The request was stopped.")

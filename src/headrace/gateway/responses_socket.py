@@ -238,6 +238,7 @@ class ResponseSocket:
         intake, agent = self._sockets.intake, self._headers.get("user-agent", "")
         checked = await intake.read_from(agent, ROUTE, [waiting.message.pop("text").encode()])
         held.close()
+        checked = self._sockets.auth.limit_priority(self._headers, checked)
         checked = msgspec.structs.replace(checked, fields={**checked.fields, "stream": True})
         names = names_of(self._owner, checked)
         is_unstored = checked.fields.get("store") is False and not names.is_in_conversation
