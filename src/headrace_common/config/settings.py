@@ -470,9 +470,8 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             description="Seconds that a request continues after its client disconnects before "
-            "the first token. If the client sends the same request again, the "
-            "result is still there. The request ends earlier if another request has to wait. "
-            "Always 0 for requests with attach: false",
+            "the first token, unless another request has to wait. An equal request within this "
+            "time finds the result. Always 0 for requests with attach: false",
         ),
     ] = 10.0
     state_dir: Annotated[
