@@ -55,3 +55,17 @@ def test_ctrl_c_while_an_answer_is_kept_takes_neither_it_nor_its_question(
         with pytest.raises(KeyboardInterrupt):
             chat.ask("hi")
     assert [one["content"] for one in chat.conversation.messages] == ["hi", "a"]
+
+
+def test_a_conversation_that_cannot_be_stored_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    kept = Transcripts(tmp_path / "file" / "chats")
+    begun = Given(headers={"x-stream-id": STREAM})
+    whole = Given(body=accepted() + tokens(1, "a") + finish(2))
+    with listed_server(begun, whole) as server, Client(server.url) as client:
+        chat = ChatLoop(client, Screen(), kept, Conversation(), {})
+        chat.ask("hi")
+    assert [one["content"] for one in chat.conversation.messages] == ["hi", "a"]
+    assert capsys.readouterr().err.count("this conversation is not stored: Not a directory") == 1

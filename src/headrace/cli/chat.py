@@ -34,6 +34,7 @@ class ChatLoop:
         # The attachments for the next message.
         self.attached: list[Attachment] = []
         self._fields = fields
+        self._is_unstored = False
 
     def detach(self) -> None:
         """Remove all attachments from the next message."""
@@ -158,7 +159,13 @@ class ChatLoop:
 
     def _keep(self, stream_id: str) -> None:
         self.conversation.read(stream_id)
-        self._kept.write(self.conversation)
+        try:
+            self._kept.write(self.conversation)
+        # The home folder may be read-only, or the disk full.
+        except OSError as error:
+            if not self._is_unstored:
+                self._screen.note(f"this conversation is not stored: {error.strerror}")
+            self._is_unstored = True
 
 
 class _Reply:
