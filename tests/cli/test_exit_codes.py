@@ -1,5 +1,6 @@
 """Every exit code of the command, and the one line that comes with it."""
 
+import errno
 import json
 import os
 import signal
@@ -84,6 +85,19 @@ def test_the_advice_after_a_bug_works_for_every_verb(
     assert ended.value.code == 1
     assert "Run the command again with HEADRACE_LOG_LEVEL=debug" in said and "--" not in said
     assert ("Traceback" in said) == (level == "debug")
+
+
+def test_a_full_disk_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/models/a.part")
+
+    monkeypatch.setattr(cli, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == "headrace: /models/a.part: No space left on device.\n"
 
 
 def change_config(folder: Path, **keys: object) -> None:

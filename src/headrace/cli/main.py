@@ -3,6 +3,7 @@
 Each subcommand imports its heavy modules only when it runs.
 """
 
+import errno
 import functools
 import gc
 import logging
@@ -25,7 +26,7 @@ from headrace.cli.cache import cache
 from headrace.cli.help import SectionedGroup, SettingOption, SettingsCommand
 from headrace.cli.launch import launch
 from headrace.cli.load_lines import LoadLines
-from headrace.cli.logs import set_up
+from headrace.cli.logs import printable, set_up
 from headrace.cli.merge import merge
 from headrace.cli.models import downloaded, models, ps, pull, rm, stop
 from headrace.cli.server_options import key_or_first, server_options
@@ -55,6 +56,8 @@ _SECTIONS = {
     "Measure and check": ("doctor", "config", "bench", "cache"),
     "This command": ("help", "version", "completion"),
 }
+# Errors of the disk, or of a file's permissions.
+_NOT_BUGS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _WRONG_FIELD = ("invalid_type", "invalid_value", "unsupported_parameter")
 
 
@@ -507,6 +510,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
             return exit_codes.CONFIG, str(error)
         case HeadraceError():
             return exit_codes.FAILED, str(error)
+        case OSError() if error.errno in _NOT_BUGS:
+            place = f"{printable(str(error.filename))}: " if error.filename else ""
+            return exit_codes.FAILED, f"{place}{error.strerror}."
     name = type(error).__name__
     return exit_codes.FAILED, (
         f"failed because of a bug: {name}: {error}. Run the command again with "
