@@ -67,6 +67,13 @@ def test_a_bad_file_of_keys_is_refused_at_the_start(tmp_path: Path) -> None:
             load({name: str(tmp_path / "nowhere")}, {}, None)
 
 
+def test_a_tilde_is_the_home_folder_in_each_setting_of_a_path(tmp_path: Path) -> None:
+    file = written(tmp_path / "own.toml", '[serve]\nstate_dir = "~/streams"\n')
+    config = load({"ssl_certfile": "~/cert.pem"}, {}, file)
+    assert config.streams.state_dir == os.path.expanduser("~/streams")
+    assert config.http.ssl_certfile == os.path.expanduser("~/cert.pem")
+
+
 def test_a_switch_is_true_or_false(tmp_path: Path) -> None:
     assert load({"vllm_metrics": True}, {}, None).http.vllm_metrics
     assert load({}, {"HEADRACE_VLLM_METRICS": "true"}, None).http.vllm_metrics

@@ -221,7 +221,7 @@ def load_with_origins(
         (flags, lambda name: name if are_options else known[name].flags[0]),
     )
     for source, form in sources:
-        values |= with_names(source)
+        values |= _expanded(with_names(source))
         # `with_names` turns an alias into one of the model's names.
         given_as |= {it: form(it if it in source else "alias") for it in with_names(source)}
     for name in _COMMA_SEPARATED:
@@ -251,6 +251,16 @@ def load_with_origins(
     check_names(config.models)
     _check_replicas(config)
     return with_piped_templates(config), _model_origins(given_as, tables, places)
+
+
+def _expanded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace ~ in paths. Shells do so in `--name ~/x`, but not in `--name=~/x`."""
+    return {
+        name: os.path.expanduser(value)
+        if name.endswith(("file", "_dir")) and isinstance(value, str)
+        else value
+        for name, value in values.items()
+    }
 
 
 def read_keys(
