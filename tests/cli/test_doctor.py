@@ -14,10 +14,10 @@ import transformers
 from huggingface_hub import constants
 
 from headrace.cli.capacity import cache_bytes
-from headrace.cli.doctor import _model, doctor
+from headrace.cli.doctor import _model, _port, doctor
 from headrace.cli.doctor_report import verdict
 from headrace.text.tokenizer import Tokenizer
-from headrace_common.config.settings import ModelConfig
+from headrace_common.config.settings import HttpConfig, ModelConfig
 from headrace_common.config.sources import load
 from headrace_common.errors import ModelError
 from headrace_common.layout import MemoryLayout
@@ -184,6 +184,14 @@ def test_a_running_server_on_the_port_is_named(capsys: pytest.CaptureFixture[str
         server.shutdown()
     assert "'recovering'" in found["port"]["detail"]
     assert found["port"]["verdict"] == "warn" and "another --port" in found["port"]["remedy"]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_a_program_on_the_port_of_ipv4_is_in_the_way_of_all_addresses() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        found = _port(HttpConfig(host="::", port=other.getsockname()[1]))
+    assert found.verdict == "fail"
+    assert "in use by another program" in found.detail
 
 
 def test_another_program_on_the_port_is_a_fault_with_its_remedy(

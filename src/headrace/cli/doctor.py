@@ -4,7 +4,6 @@ import asyncio
 import errno
 import os
 import resource
-import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -26,7 +25,7 @@ from headrace.cli.doctor_files import (
 from headrace.cli.doctor_loss import loss
 from headrace.cli.doctor_machine import Finding, Verdict, machine
 from headrace.cli.doctor_report import MACHINE, SERVER, print_report
-from headrace.cli.listener import find_neighbour
+from headrace.cli.listener import find_neighbour, listen
 from headrace.cli.load_lines import LoadLines
 from headrace.cli.models import gigabytes
 from headrace.cli.state import is_redis, streams_folder
@@ -117,9 +116,8 @@ def _server(config: ServerConfig) -> Iterator[Finding]:
 
 def _port(http: HttpConfig) -> Finding:
     address = f"{http.host}:{http.port}"
-    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     try:
-        socket.create_server((http.host, http.port), family=family).close()
+        listen(http).close()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return Finding("port", "fail", f"{address}: {error.strerror}", "Choose another --host.")
