@@ -58,6 +58,16 @@ def test_a_short_name_removes_its_repository(caches: Path) -> None:
     assert said("rm", "qwen3-4b").output == "Removed Qwen/Qwen3-4B-GGUF, 2 MiB.\n"
 
 
+def test_a_quantization_takes_no_other_with_it(caches: Path) -> None:
+    snapshot = caches / "hub" / "models--owner--small" / "snapshots" / COMMIT
+    (snapshot / "small-Q8_0.gguf").touch()
+    (snapshot / "small-Q4_0.gguf").touch()
+    refused = said("rm", "owner/small:Q8_0").exception
+    assert isinstance(refused, ModelError) and "Q4_0, Q8_0" in str(refused)
+    (snapshot / "small-Q4_0.gguf").unlink()
+    assert said("rm", "owner/small:Q8_0").output == "Removed owner/small, 2 MiB.\n"
+
+
 @pytest.mark.parametrize("name", ["owner/words", "..", "headrace-mini", "smollm"])
 def test_nothing_else_is_removed(name: str, caches: Path) -> None:
     result = said("rm", name)

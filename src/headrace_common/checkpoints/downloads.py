@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace_common.checkpoints.catalog import hub_id_of
+from headrace_common.checkpoints.catalog import catalog, hub_id_of
+from headrace_common.checkpoints.gguf_file_names import labels
+from headrace_common.checkpoints.gguf_folder import model_files
 from headrace_common.checkpoints.package_index import PACKAGED, packaged_file, packaged_folder
 from headrace_common.errors import ModelError
 
@@ -30,10 +32,18 @@ def downloads() -> list[Downloaded]:
 def remove(name: str) -> Downloaded:
     """Remove a model and return the removed model. Raises ModelError if no model has this name.
 
-    A short name of the catalog stands for all files of its repository.
+    A short name of the catalog stands for all files of its repository. Raises ModelError too if a
+    name with a quantization would remove other files.
     """
+    repo, has_file, _ = hub_id_of(name).partition(":")
     for found in downloads():
-        if found.name in (name, hub_id_of(name).partition(":")[0]):
+        if found.name in (name, repo):
+            files = labels(it.name for it in model_files(found.folder))
+            if has_file and name not in catalog() and len(files) > 1:
+                raise ModelError(
+                    f"{repo} has {len(files)} GGUF files ({', '.join(files.values())}), which can "
+                    f"only be removed together: headrace rm {repo}"
+                )
             shutil.rmtree(_place(found.name))
             return found
     raise ModelError(
