@@ -26,7 +26,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
     true ones; `starts` has the first byte of each request for weights.
 
     `gguf` is what it says of the repositories' GGUF files. With `tells_all`, it describes a gated
-    repository without the token.
+    repository without the token. With `refuses_token`, it knows no token.
 
     A hostile hub `also_lists` more files, names another `commit`, sends other `heads` with a file,
     redirects to itself, sends one file without end, or weights `drips` bytes a second.
@@ -45,6 +45,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
         self.commit: object = COMMIT
         self.gguf: object = None
         self.tells_all = False
+        self.refuses_token = False
         self.heads: dict[str, str] = {}
         self.redirects = False
         self.endless = ""
@@ -70,6 +71,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         is_gated = self.server.token is not None and not is_open
         if is_gated and authorization != f"Bearer {self.server.token}":
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif self.server.refuses_token:
+            message = "Invalid credentials in Authorization header"
+            self._send(401, b"{}", {"X-Error-Message": message})
         elif self.server.redirects:
             self._send(302, b"", {"Location": self.path})
         elif found is None or folder is None:

@@ -302,6 +302,23 @@ def test_the_vision_part_comes_with_a_gguf_model(files: Path, tmp_path: Path) ->
         assert sent("none") == sent("auto", "gemma3") == set()
 
 
+@pytest.mark.parametrize("model", [REPO, f"{REPO}:Q8_0"])
+def test_gguf_files_in_subfolders_are_named(files: Path, tmp_path: Path, model: str) -> None:
+    (tmp_path / "repo" / "Q8_0").mkdir(parents=True)
+    (files / "small-Q8_0.gguf").rename(tmp_path / "repo" / "Q8_0" / "small-Q8_0.gguf")
+    with small_hub({REPO: tmp_path / "repo"}) as hub:
+        found = look_up(tmp_path / "home", hub.url, model)
+    assert found["code"] == "invalid_value"
+    assert "in subfolders only, such as Q8_0/small-Q8_0.gguf" in str(found["message"])
+
+
+def test_a_token_that_the_hub_refuses_is_named(repo: Path, tmp_path: Path) -> None:
+    with small_hub({REPO: repo}) as hub:
+        hub.refuses_token = True
+        found = look_up(tmp_path / "home", hub.url, HF_TOKEN="hf_old")
+    assert "it refuses HF_TOKEN" in str(found["message"]), found
+
+
 @pytest.mark.parametrize("model", [REPO, f"{REPO}:Q5_0"])
 def test_quantizations_to_choose_from_are_listed(files: Path, tmp_path: Path, model: str) -> None:
     with small_hub({REPO: files}) as hub:

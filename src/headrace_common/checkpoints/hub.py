@@ -145,6 +145,10 @@ def ask(repo: str, revision: str | None) -> "ModelInfo":
     except errors.RevisionNotFoundError:
         message = f"{repo} has no revision {revision}; the hub lists its branches and tags."
         raise ModelError(message, "model_not_found") from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        reason = "it refuses HF_TOKEN" if status == 401 else f"status {status}"
+        raise HubUnreachable(repo, reason) from None
     # The library raises errors of many types.
     except Exception as error:
         raise HubUnreachable(repo, type(error).__name__) from None
@@ -208,6 +212,14 @@ def _wanted(repo: str, names: Collection[str], quantization: str | None) -> list
     """Return the files to download. Raises ModelError if the weights have an unsafe format."""
     own = [name for name in names if "/" not in name]
     files = [name for name in own if name.endswith(".gguf") and not is_mmproj(name)]
+    nested = sorted(name for name in set(names) - set(own) if name.endswith(".gguf"))
+    is_flat = _NESTED_WEIGHTS in names or any(name.endswith(_WEIGHTS) for name in own)
+    if nested and not is_flat:
+        raise ModelError(
+            f"{repo} has GGUF files in subfolders only, such as {nested[0]}, which are not "
+            "downloaded. Download them with another tool, and give the path of the first file.",
+            "invalid_value",
+        )
     if quantization is not None or (files and not any(n.endswith(".safetensors") for n in own)):
         return _wanted_gguf(repo, files, quantization)
     weights = [name for name in own if name.endswith(".safetensors")]
