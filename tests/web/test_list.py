@@ -145,3 +145,49 @@ def test_the_menu_of_a_row_leaves_the_options_as_they_are(page: Page, tmp_path: 
     eventually(lambda: page.texts("#title") == ["Mills"])
     page.find("#options").click()
     assert page.driver.execute_script(VALUES) == ["Be brief.", "5"]
+
+
+AT = "return document.getElementById('thread').scrollTop"
+COPIED = """
+Object.defineProperty(navigator, "clipboard", { value: undefined });
+document.execCommand = () => arguments[0];
+const button = document.querySelector(".message button");
+button.focus();
+button.click();
+"""
+"""Copies a message without the clipboard, as on a page without https."""
+
+
+def test_what_is_done_in_the_list_leaves_the_text_in_its_place(page: Page, tmp_path: Path) -> None:
+    load(
+        page, tmp_path, {"title": "Fruit"}, {"title": "Mills", "updated": -1e300}, text="a\n\n" * 99
+    )
+    eventually(lambda: len(page.texts("#list .name")) == 2)
+    page.find("#list li:nth-child(2) .open").click()
+    eventually(lambda: page.texts("#title") == ["Mills"] and page.driver.execute_script(AT) > 0)
+    page.driver.execute_script("document.getElementById('thread').scrollTop = 100")
+    page.find("#title").click()
+    page.find(".rename").send_keys("Water", Keys.ENTER)
+    eventually(lambda: page.texts("#title") == ["Water"] == page.texts("#list [aria-current]"))
+    choose_from(page, "#list .more", "Delete")
+    eventually(lambda: page.texts("#list .name") == ["Water"])
+    assert page.driver.execute_script(AT) == 100
+    for is_allowed, words in ((True, "Copied"), (False, "Not allowed")):
+        page.driver.execute_script(COPIED, is_allowed)
+        eventually(lambda words=words: page.driver.switch_to.active_element.text == words)
+
+
+def test_back_and_a_new_conversation_work_during_a_renaming(page: Page, tmp_path: Path) -> None:
+    load(page, tmp_path, {"title": "Fruit"}, {"title": "Mills"}, text="a banana")
+    eventually(lambda: len(page.texts("#list .name")) == 2)
+    for row, title in ((1, "Fruit"), (2, "Mills")):
+        page.find(f"#list li:nth-child({row}) .open").click()
+        eventually(lambda title=title: page.texts("#title") == [title])
+    page.find("#title").click()
+    page.find(".rename").send_keys("Water", Keys.CONTROL + Keys.SHIFT + "o")
+    eventually(lambda: page.texts("#title") == ["New conversation"])
+    eventually(lambda: page.texts("#list .name") == ["Fruit", "Water"])
+    page.driver.back()
+    eventually(lambda: page.texts("#title") == ["Water"])
+    page.driver.back()
+    eventually(lambda: page.texts("#title") == ["Fruit"])

@@ -39,6 +39,8 @@ let messages = new Map();
 let views = new Map();
 // The options of a conversation that has not begun.
 let draft = defaults();
+// Counts the calls of `show`, so that only the last one has an effect.
+let numShows = 0;
 // Whether the server has refused the key, or needs one.
 let isLocked = false;
 // Whether the notice is about the server, and not about an action.
@@ -195,10 +197,17 @@ const isLive = (id) => [...followers.values()].some(({ answer }) => answer.conve
 const showList = () => list.show(current?.id, isLive);
 
 async function show(id) {
-  current = id ? (await store.conversation(id)) ?? null : null;
+  const number = ++numShows;
+  const found = id ? (await store.conversation(id)) ?? null : null;
+  if (number !== numShows) return;
+  current = found;
   if (!current) draft = defaults();
-  messages = new Map((current ? await store.messagesOf(id) : []).map((one) => [one.id, followers.get(one.id)?.answer ?? one]));
-  location.hash = current ? current.id : "";
+  const all = current ? await store.messagesOf(id) : [];
+  if (number !== numShows) return;
+  messages = new Map(all.map((one) => [one.id, followers.get(one.id)?.answer ?? one]));
+  // A missing conversation keeps no entry in the history, since Back would stop there each time.
+  if (id && !current) location.replace("#");
+  else location.hash = current?.id ?? "";
   document.body.classList.remove("with-side");
   showDraft(current?.id);
   showThread();
@@ -451,9 +460,9 @@ async function attachAll(given) {
 
 async function rename(conversation, title) {
   await store.changeConversation(conversation.id, { title });
-  if (conversation.id !== current?.id) return showList();
-  current.title = title;
-  await show(current.id);
+  if (conversation.id === current?.id) current.title = title;
+  showTitle();
+  await showList();
 }
 
 // Returns the items of a conversation's menu, except for renaming.
@@ -463,7 +472,7 @@ function itemsOf(conversation) {
   const now = () => store.conversation(conversation.id);
   const removed = async () => {
     await remove(conversation, letGo, show);
-    await show(conversation.id === current?.id ? null : current?.id);
+    await (conversation.id === current?.id ? show(null) : showList());
     $("input").focus();
   };
   return [
@@ -473,13 +482,16 @@ function itemsOf(conversation) {
   ];
 }
 
-const renameShown = () => renameIn($("title"), current.title, (title) => rename(current, title));
+function renameShown() {
+  const shown = current;
+  renameIn($("title"), shown.title, (title) => rename(shown, title));
+}
 
 // Opens a conversation that the search has found, at the place of the words.
 async function openFound(id) {
   const message = list.found?.get(id)?.message;
   await show(id);
-  if (!message) return;
+  if (!message || current?.id !== id) return;
   if (!views.has(message)) await acts.branch(messages.get(message));
   while (due.has(message)) await new Promise(requestAnimationFrame);
   isAtEnd = false;
@@ -589,6 +601,14 @@ const closeSide = () => {
   $("open-side").focus();
 };
 $("close-side").addEventListener("click", closeSide);
+
+// Back and Forward. Each conversation is an entry in the history.
+addEventListener("hashchange", () => {
+  const id = location.hash.slice(1);
+  if (id !== (current?.id ?? "")) show(id);
+});
+// The hash names the conversation, so this link may not change it.
+document.querySelector(".skip").addEventListener("click", (event) => (event.preventDefault(), $("input").focus()));
 
 addEventListener("online", () => {
   followers.forEach((follower) => follower.reconnect());

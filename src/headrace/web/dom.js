@@ -23,12 +23,15 @@ export function newId() {
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   // Browsers offer the clipboard only for https and localhost.
+  const focused = document.activeElement;
   const area = el("textarea", { class: "unseen" });
   area.value = text;
   document.body.append(area);
   area.select();
-  document.execCommand("copy");
+  const isCopied = document.execCommand("copy");
   area.remove();
+  focused?.focus({ preventScroll: true });
+  if (!isCopied) throw new Error("The browser does not allow copying.");
 }
 
 export function copyButton(label, text) {

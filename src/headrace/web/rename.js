@@ -1,4 +1,4 @@
-// Renames a conversation in place: a field replaces the name.
+// Renames a conversation in place: a field covers the name, which stays in the page since others may change it.
 
 import { el } from "./dom.js";
 
@@ -9,7 +9,8 @@ export function renameIn(place, name, keep) {
   const end = (isKept) => {
     if (isOver) return;
     isOver = true;
-    field.replaceWith(place);
+    place.hidden = false;
+    field.remove();
     const given = field.value.trim().replace(/\s+/g, " ");
     if (isKept && given && given !== name) keep(given);
   };
@@ -22,7 +23,8 @@ export function renameIn(place, name, keep) {
     end(event.key === "Enter");
     place.focus();
   });
-  place.replaceWith(field);
+  place.hidden = true;
+  place.before(field);
   field.focus();
   field.select();
 }

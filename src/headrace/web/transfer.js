@@ -45,7 +45,7 @@ function save(name, parts) {
 }
 
 const text = (value) => (typeof value === "string" ? value : "");
-const number = (value) => (Number.isFinite(value) ? value : 0);
+const number = (value) => (Number.isFinite(value) && value >= 0 ? value : 0);
 const list = (value) => (Array.isArray(value) ? value : []);
 const roleOf = (value) => (["user", "tool"].includes(value) ? value : "assistant");
 
