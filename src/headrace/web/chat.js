@@ -653,4 +653,5 @@ followServer(true);
 refreshModels();
 // Without a named conversation, the page opens the conversation whose answer began last and still runs.
 const running = (await store.liveMessages()).sort((a, b) => b.created - a.created);
-await show(location.hash.slice(1) || running[0]?.conversation);
+// A message may have been sent while the page was loading.
+if (!current) await show(location.hash.slice(1) || running[0]?.conversation);

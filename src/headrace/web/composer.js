@@ -29,8 +29,11 @@ export const onDraft = (act) => (changed = act);
 export async function showDraft(conversation) {
   const name = nameOf(conversation);
   if (shown === name) return;
+  // Text that was typed while the page was loading follows the stored draft.
+  const early = shown ? "" : field.value;
   shown = name;
-  fill(typed(shown)?.[0] ?? "");
+  fill((typed(shown)?.[0] ?? "") + early);
+  if (early) keepTyped(shown, [field.value]);
   if (!files.has(name)) {
     const kept = await keptFiles(name).catch(() => []);
     files.set(name, [...kept, ...attached(name)]);
@@ -147,7 +150,7 @@ export function setTokens(file, num, model) {
 }
 
 field.addEventListener("input", () => {
-  keepTyped(shown, [field.value]);
+  if (shown) keepTyped(shown, [field.value]);
   grow(field);
   changed();
 });
