@@ -17,6 +17,7 @@ from headrace_common.checkpoints.find import find_model
 ROOT = Path(__file__).parents[2]
 TEXT = Path(__file__).parent / "prose.md"
 """Prose of our own that never changes, so that what is measured with it stays comparable."""
+TEXTS = {"prose": TEXT} | {name: TEXT.with_name(f"{name}.txt") for name in ("code", "dialogue")}
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a small village,",

@@ -1,13 +1,12 @@
 """llama.cpp's logits of a text, by the C functions in the wheel xllamacpp; a process of its own.
 
-`python -m tests.trained.llama_cpp MODEL IDS.json` prints the mean log probability of the ids.
+`python -m tests.trained.llama_cpp MODEL IDS.json LOGITS.npy` writes a row for each id.
 """
 
 import ctypes
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,17 @@ class _Batch(ctypes.Structure):
     )
 
 
-def mean_logprob(model: Path, token_ids: list[int], scratch: Path) -> float:
-    """The mean log probability of every token but the first."""
-    ids = scratch / "ids.json"
+def llama_logits(
+    model: Path, token_ids: list[int], target: Path
+) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """Write the logits after each token to the file `target`, and map them: [tokens, vocab]."""
+    ids = target.with_suffix(".json")
     ids.write_text(json.dumps(token_ids))
-    command = [sys.executable, "-m", "tests.trained.llama_cpp", str(model), str(ids)]
+    command = [sys.executable, "-m", "tests.trained.llama_cpp", str(model), str(ids), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    return float(done.stdout.split()[-1])
+    found: np.ndarray[Any, np.dtype[np.float32]] = np.load(target, mmap_mode="c")
+    return found
 
 
 def _functions() -> Any:
@@ -66,8 +68,8 @@ def _functions() -> Any:
     return lib
 
 
-def _logits(path: str, token_ids: list[int]) -> "Iterator[np.ndarray[Any, np.dtype[np.float32]]]":
-    """The row of each token, float32 [vocab]."""
+def _write_logits(path: str, token_ids: list[int], target: str) -> None:
+    """Write the logits after each token as float32 [tokens, vocab]."""
     lib = _functions()
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
@@ -82,19 +84,10 @@ def _logits(path: str, token_ids: list[int]) -> "Iterator[np.ndarray[Any, np.dty
         batch.wants_logits[place] = 1
     assert lib.llama_decode(context, batch) == 0
     size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    rows = np.lib.format.open_memmap(target, "w+", np.float32, (len(token_ids), size))
     for place in range(len(token_ids)):
-        yield np.ctypeslib.as_array(lib.llama_get_logits_ith(context, place), (size,))
-
-
-def _logprob(row: "np.ndarray[Any, np.dtype[np.float32]]", token_id: int) -> float:
-    shifted = row.astype(np.float64) - row.max()
-    return float(shifted[token_id] - np.log(np.exp(shifted).sum()))
+        rows[place] = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, place), (size,))
 
 
 if __name__ == "__main__":
-    given = json.loads(Path(sys.argv[2]).read_text())
-    print(
-        np.mean(
-            [_logprob(*pair) for pair in zip(_logits(sys.argv[1], given), given[1:], strict=False)]
-        )
-    )
+    _write_logits(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), sys.argv[3])

@@ -1,6 +1,7 @@
 """Files beside llama.cpp: as they are, and with their values in float32, where nobody rounds."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,20 +10,23 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf.quants import dequantize
+from torch.nn.functional import kl_div
 
 from headrace.text.tokenizer import Tokenizer
 from headrace_common.checkpoints.find import find_model
 from headrace_engine.runner.runner import Runner
-from tests.trained.conftest import PROMPTS, TEXT
-from tests.trained.llama_cpp import mean_logprob
-from tests.trained.test_perplexity import of_runner
+from tests.trained.conftest import PROMPTS, TEXTS
+from tests.trained.llama_cpp import llama_logits
+from tests.trained.test_perplexity import of_runner, perplexity
 from tools.harness.drive import row_logits, tiny_runner
 from tools.harness.gguf_files import write_file
 from tools.harness.llama_server import drawn, greedy, llama_server
 
 pytestmark = pytest.mark.timeout(1500)  # seconds, on cores that others use too
 NUM_TOKENS = 64
+NEAR = 0.1  # logits: the best two tokens are about as good
 ENDS = ("<|im_end|>", "<|endoftext|>", "<eos>", "<end_of_turn>")
 
 
@@ -32,7 +36,51 @@ class Case(NamedTuple):
     name: str
     file: Path
     unpacked: Path
-    text_ids: list[int]
+    texts: dict[str, list[int]]
+
+    @property
+    def text_ids(self) -> list[int]:
+        return self.texts["prose"]
+
+
+class Theirs(NamedTuple):
+    """llama.cpp's logits of a text, [tokens, vocab]."""
+
+    by_file: torch.Tensor
+    exactly: torch.Tensor  # in float32
+
+
+class Agreement(NamedTuple):
+    """How far two models agree at the same positions.
+
+    `num_close` counts the positions whose best tokens differ, but both models' logits of these two
+    tokens differ by less than NEAR. `divergence` is Kullback and Leibler's, in nats, summed.
+    """
+
+    num: int = 0
+    num_same: int = 0
+    num_close: int = 0
+    divergence: float = 0.0
+
+    def __str__(self) -> str:
+        shares = (self.num_same / self.num, (self.num_same + self.num_close) / self.num)
+        same, with_close = (f"{100 * share:.2f} %" for share in shares)
+        mean = self.divergence / self.num
+        return f"{self.num_same} of {self.num} ({same}; {with_close} with ties), {mean:.2e} nat"
+
+    def plus(self, ours: torch.Tensor, exact: torch.Tensor) -> "Agreement":
+        """Add the positions of a text, [tokens, vocab]; the divergence is that from `exact`."""
+        num, num_same, num_close, divergence = self
+        for rows, expected in zip(ours.split(64), exact.split(64), strict=True):
+            best = torch.stack((rows.argmax(-1), expected.argmax(-1)), 1)
+            gaps = torch.stack((rows.gather(1, best), expected.gather(1, best))).diff().abs()
+            is_same = best[:, 0] == best[:, 1]
+            num += len(rows)
+            num_same += int(is_same.sum())
+            num_close += int((~is_same & (gaps.amax(0)[:, 0] < NEAR)).sum())
+            logs = (part.double().log_softmax(-1) for part in (rows, expected))
+            divergence += float(kl_div(*logs, reduction="sum", log_target=True))
+        return Agreement(num, num_same, num_close, divergence)
 
 
 @pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
@@ -41,19 +89,27 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Case
     folder: Path = tmp_path_factory.mktemp("unpacked")
     unpacked = folder / f"{request.param}.gguf"
     unpack(file, unpacked)
-    text_ids = list(Tokenizer.load(find_model(str(file))).encode(TEXT.read_text(), True))[:1024]
-    yield Case(request.param, file, unpacked, text_ids)
+    tokenizer = Tokenizer.load(find_model(str(file)))
+    texts = {
+        name: list(tokenizer.encode(path.read_text(), True))[:1024] for name, path in TEXTS.items()
+    }
+    yield Case(request.param, file, unpacked, texts)
     unpacked.unlink()
 
 
 @pytest.fixture(scope="module")
-def theirs(case: Case, tmp_path_factory: Any) -> tuple[float, float]:
-    """llama.cpp's perplexity of the text by the file, and by its values in float32."""
-    folder = tmp_path_factory.mktemp("ids")
-    by_file, exactly = (
-        math.exp(-mean_logprob(file, case.text_ids, folder)) for file in (case.file, case.unpacked)
-    )
-    return by_file, exactly
+def theirs(case: Case, tmp_path_factory: Any) -> Iterator[dict[str, Theirs]]:
+    folder: Path = tmp_path_factory.mktemp("logits")
+    yield {
+        text: Theirs(
+            *(
+                torch.from_numpy(llama_logits(file, ids, folder / f"{text}-{number}.npy"))
+                for number, file in enumerate((case.file, case.unpacked))
+            )
+        )
+        for text, ids in case.texts.items()
+    }
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -76,29 +132,45 @@ def unpack(source: Path, target: Path) -> None:
 
 
 def test_in_float32_a_text_is_as_likely_as_to_llama_cpp(
-    case: Case, exact: Runner, theirs: tuple[float, float]
+    case: Case, exact: Runner, theirs: dict[str, Theirs]
 ) -> None:
     """llama.cpp keeps its cache in float16, which may part us."""
-    share = of_runner(exact, case.text_ids) / theirs[1] - 1
-    print(f"{case.name} in float32, llama.cpp {theirs[1]:.4f}: {100 * share:+.4f} %")
+    expected = perplexity(theirs["prose"].exactly, case.text_ids)
+    share = of_runner(exact, case.text_ids) / expected - 1
+    print(f"{case.name} in float32, llama.cpp {expected:.4f}: {100 * share:+.4f} %")
     assert abs(share) < 5e-4
 
 
 @pytest.mark.parametrize("quantize", ["auto", "none"])
 def test_a_file_has_llama_cpps_perplexity(
-    case: Case, theirs: tuple[float, float], quantize: str
+    case: Case, theirs: dict[str, Theirs], quantize: str
 ) -> None:
     """As the file has its weights, and unpacked to bfloat16.
 
     On such a file llama.cpp rounds what goes into a product to 8 bits, which costs it some of
     what it knows; so the text may be likelier to us than to it.
     """
-    by_file, exactly = theirs
+    by_file, exactly = (perplexity(logits, case.text_ids) for logits in theirs["prose"])
     ours = of_runner(tiny_runner(find_model(str(case.file)), quantize=quantize), case.text_ids)
     lost, share = ours / exactly - 1, ours / by_file - 1
     print(f"{case.name}, {quantize}: {ours:.4f} ({100 * lost:+.3f} % to float32),", end=" ")
     print(f"llama.cpp {by_file:.4f} ({100 * (by_file / exactly - 1):+.3f} %); {100 * share:+.3f} %")
     assert abs(lost) < 5e-3 and -1e-2 < share < 5e-3
+
+
+def test_the_best_token_is_llama_cpps(case: Case, exact: Runner, theirs: dict[str, Theirs]) -> None:
+    """In float32, and with the file's weights as often as llama.cpp's own rounding permits."""
+    by_file = tiny_runner(find_model(str(case.file)), threads=2)
+    float32 = files = ours = others = Agreement()
+    for text, ids in case.texts.items():
+        rounded, exactly = (row_logits(runner, ids, 256) for runner in (by_file, exact))
+        float32 = float32.plus(exactly, theirs[text].exactly)
+        files = files.plus(rounded, theirs[text].by_file)
+        ours = ours.plus(rounded, theirs[text].exactly)
+        others = others.plus(theirs[text].by_file, theirs[text].exactly)
+        print(f"{case.name}, up to {text}: both in float32 {float32}; both with the file {files};")
+        print(f"the file to float32: Headrace {ours}; llama.cpp {others}")
+    assert float32.num > 1000 and float32.num_same >= 0.99 * float32.num
 
 
 @pytest.mark.slow
