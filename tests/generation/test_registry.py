@@ -9,14 +9,15 @@ import msgspec
 import pytest
 
 from headrace.generation import registry
+from headrace.generation.event_builder import to_event
 from headrace.generation.generation import Generation
-from headrace.generation.registry import FinishedStream
+from headrace.generation.registry import FinishedStream, cut_by
 from headrace.generation.remote import RemoteStream
 from headrace.generation.stream import LiveStream
 from headrace.streams.events import AnyEvent, Error, Finish
 from headrace.streams.log import LogGone
 from headrace.streams.record import Names, Record
-from headrace.streams.store import ByConversation, ById, Name, Retention, Stored
+from headrace.streams.store import ByConversation, ById, Name, Retention, Stored, StoreStalled
 from headrace.streams.stores.memory import MemoryLog, MemoryStore
 from headrace_common.errors import RequestError
 from headrace_common.ids import StreamId
@@ -71,6 +72,20 @@ async def test_an_event_that_another_server_told_first_is_waited_for(
         assert await reaching == 3
         # A cursor that no server has given out is refused after a while.
         assert await generation.streams.reach(found, 3) == 3
+
+
+async def test_a_cursor_that_a_failover_may_have_cut_off_can_be_sent_again_until_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_LATE_S", 0.01)
+    log = MemoryLog()
+    record = Record(StreamId("s"), 1, make_request(), (), "", is_durable=True)
+    async with running(folder) as (generation, _):
+        found = FinishedStream(record, log)
+        with pytest.raises(StoreStalled):
+            await generation.streams.reach(found, 1)
+        await log.append(0, [to_event(cut_by("cancelled"), 0, at_ms=0)])
+        assert await generation.streams.reach(found, 1) == 1
 
 
 class SlowStore(MemoryStore):

@@ -351,7 +351,9 @@ class Registry:
         """Wait up to `_LATE_S` until a stream's log has event `seq`, and return the next number.
 
         The wait is needed because another server can deliver an event before this server learns
-        that the event is stored. Raises StoreStalled as `unless_stalled` does.
+        that the event is stored. Raises StoreStalled as `unless_stalled` does, and if a durable
+        stream that still runs lacks the event: a failover may have lost the event, and the
+        stream's writer will store it again.
         """
         log = found.log
         with contextlib.suppress(TimeoutError):
@@ -361,6 +363,8 @@ class Registry:
                     if log.next_seq == next_seq:
                         # The log has ended.
                         break
+        if log.next_seq <= seq and found.record.is_durable and not await _has_ended(log):
+            raise StoreStalled("The store may have lost events of this stream; try again later.")
         return log.next_seq
 
     def written_here(self, stream_id: StreamId) -> LiveStream | None:
