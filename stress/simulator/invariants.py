@@ -1,6 +1,7 @@
 """Checks invariants of a scheduler after every call, by looking at its private state."""
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 
 from headrace_common.ids import SequenceId
@@ -30,6 +31,10 @@ class Before:
     num_blocks: dict[SequenceId, int]
     # The sequences that are being restored from disk.
     reading: set[SequenceId]
+    # The first sequence of a client without any, if others have to make way for it.
+    starved: Sequence | None
+    # Clients that run fewer sequences than another client.
+    smaller_clients: set[str]
 
 
 class Invariants:
@@ -69,22 +74,30 @@ class Invariants:
     def before_plan(self, cancelled: set[int]) -> Before:
         table = self._table
         running = [s for s in table.running if s.id not in cancelled and s.outcome is None]
+        suspects = set(self._quarantine.suspects)
+        waiting = [s for s in table.waiting if s.id not in cancelled]
         return Before(
             running=running,
-            waiting=[s for s in table.waiting if s.id not in cancelled],
+            waiting=waiting,
             decoding=[s for s in running if _needs_one(s)],
             opened=[s for s in running if _is_open(s)],
-            suspects=set(self._quarantine.suspects),
+            suspects=suspects,
             kept=self._scheduler._budget.saved_s,
             available=self._scheduler.memory.num_available,
             turns={s.id: queue_key(s, table.waiting._used_s) for s in table.waiting},
             num_blocks={s.id: len(s.held.block_ids) for s in running},
             reading=set(self._scheduler._restores._restores),
+            smaller_clients=_smaller_clients(table.running, waiting)
+            | _smaller_clients(running, waiting),
+            # Cancelled sequences still hold memory now, so it is unknown whether `starved` fits.
+            starved=None
+            if cancelled
+            else self._starved(running, [s for s in waiting if s not in suspects]),
         )
 
     def after_plan(self, plan: StepPlan | None, before: Before, now: float) -> None:
         preempted = [s for s in before.running if s.lease is None]
-        self._only_the_newest_gave_way(preempted, before)
+        self._largest_clients_gave_way(preempted, before)
         if plan is None:
             return
         assert plan.chunks or plan.encoded or plan.loads
@@ -110,6 +123,8 @@ class Invariants:
         self._prompts_get_on(plan, before)
         self._nobody_is_passed_by(plan, before, now)
         self._clients_take_turns(plan, before)
+        if not preempted:
+            self._no_client_is_starved(plan, before)
         assert not preempted or not plan.begun, (
             "a sequence started in a plan that preempted another"
         )
@@ -135,14 +150,43 @@ class Invariants:
             opened=[s for s in before.opened if s.is_background == is_background],
         )
 
-    def _only_the_newest_gave_way(self, preempted: list[Sequence], before: Before) -> None:
-        """Checks that only the sequences with the lowest precedence were preempted."""
+    def _largest_clients_gave_way(self, preempted: list[Sequence], before: Before) -> None:
+        """Checks that the newest sequences of the clients with most sequences were preempted.
+
+        Background sequences are preempted before all others.
+        """
         kept = [s for s in before.running if s.lease is not None]
         has_first = all(sequence.is_background for sequence in preempted) or kept
         assert not preempted or has_first, "the sequence with the highest precedence was preempted"
+        num_kept = Counter(s.client for s in kept)
         for sequence in preempted:
-            assert all(sequence.rank > other.rank for other in kept)
             assert sequence.num_planned == sequence.num_computed == sequence.num_pending == 0
+            rivals = [s for s in kept if s.client == sequence.client or s.is_background]
+            assert all(sequence.rank > other.rank for other in rivals)
+            if not sequence.is_background:
+                assert num_kept[sequence.client] + 1 >= max(num_kept.values(), default=0)
+
+    def _no_client_is_starved(self, plan: StepPlan, before: Before) -> None:
+        """Checks that a client without a running sequence gets a slot and memory for its first one.
+
+        If necessary, other clients lose sequences, unless they run only one each.
+        """
+        first = before.starved
+        is_shared = not any(self._table[i].is_background for i in plan.named)
+        if first is None or plan.begun or not is_shared or self._is_reading(first, before):
+            return
+        assert self._scheduler._planner._can_start(first), f"sequence {first.id} is starved"
+
+    def _starved(self, running: list[Sequence], waiting: list[Sequence]) -> Sequence | None:
+        """Return the first sequence of a client without any, if others must make way for it."""
+        num_running = Counter(s.client for s in running)
+        is_in_flight = not self._scheduler._in_flight.is_empty
+        if is_in_flight or max(num_running.values(), default=0) < 2:
+            return None
+        heads = {s.client: s for s in sorted(waiting, key=by_key, reverse=True)}
+        starved = [s for s in heads.values() if not (num_running[s.client] or s.is_background)]
+        first = min(starved, key=by_key, default=None)
+        return None if first is None or self._scheduler._planner._can_start(first) else first
 
     def _chunks_are_contiguous(self, plan: StepPlan, named: list[SequenceId]) -> None:
         """Checks that each chunk starts where the last chunk or the cached prefix ended."""
@@ -322,7 +366,8 @@ class Invariants:
     def _clients_take_turns(self, plan: StepPlan, before: Before) -> None:
         """Checks that clients which have used less of the engine start first.
 
-        This is only checked if the first sequence of such a client could start.
+        This is only checked if the first sequence of such a client could start. Clients that run
+        fewer sequences than others may start first.
         """
         begun = {begin.sequence_id for begin in plan.begun}
         waiting = [s for s in before.waiting if s not in before.suspects]
@@ -338,9 +383,17 @@ class Invariants:
             if not self._scheduler._planner._fits(head, table.match(head)):
                 continue
             for sequence in waiting:
+                if sequence.client in before.smaller_clients:
+                    continue
                 passes = sequence.id in begun and sequence.client != head.client
                 is_later = before.turns[sequence.id] > before.turns[head.id]
                 assert not (passes and is_later), f"sequence {sequence.id} overtook {head.id}"
+
+
+def _smaller_clients(running: list[Sequence], waiting: list[Sequence]) -> set[str]:
+    num_running = Counter(s.client for s in running)
+    most = max(num_running.values(), default=0)
+    return {s.client for s in waiting if num_running[s.client] < most}
 
 
 def _needs_one(sequence: Sequence) -> bool:

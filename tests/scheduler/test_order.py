@@ -199,3 +199,45 @@ def test_the_queue_alternates_between_clients():
     engine.add(*(make_submit(i, 4, arrival=1.0, client="a") for i in (1, 2)))
     engine.add(make_submit(3, 4, arrival=2.0, client="b"))
     assert engine.scheduler.status().queue == (3, 1, 2)
+
+
+def test_a_client_with_100_long_answers_does_not_delay_another_client():
+    crowd = [make_submit(i, 20, max_tokens=1800, arrival=0.0, client="a") for i in range(100)]
+    engine = Engine(make_scheduler(10_000, max_num_seqs=16)).add(*crowd)
+    for _ in range(50):
+        engine.step()
+    engine.add(*(make_submit(i, 20, arrival=engine.now, client="b") for i in range(200, 210)))
+    for _ in range(3):
+        engine.step()
+    assert 200 in engine.tokens
+    while len([i for i in engine.finished if i >= 200]) < 10:
+        engine.step()
+    assert engine.now < 2.0
+    assert engine.scheduler.missed["preempted"] <= 8
+    engine.run(100_000)
+    assert {len(tokens) for number, tokens in engine.tokens.items() if number < 100} == {1800}
+
+
+def test_a_client_with_all_memory_makes_room_for_another_client():
+    engine = Engine(make_scheduler(40, max_num_seqs=64))
+    engine.add(*(make_submit(i, 60, max_tokens=100, arrival=0.0, client="a") for i in range(9)))
+    for _ in range(10):
+        engine.step()
+    engine.add(make_submit(20, 200, max_tokens=2, arrival=engine.now, client="b"))
+    while 20 not in engine.finished:
+        engine.step()
+    assert not any(number < 9 for number in engine.finished)
+    engine.run(100_000)
+
+
+def test_a_client_is_not_preempted_for_one_that_runs_as_many():
+    engine = Engine(make_scheduler(max_num_seqs=4))
+    for client in ("a", "b"):
+        numbers = range(4) if client == "a" else range(10, 14)
+        fields = {"max_tokens": 500, "client": client, "arrival": engine.now}
+        engine.add(*(make_submit(i, 4, **fields) for i in numbers))
+        for _ in range(100):
+            engine.step()
+    running = [s.client for s in engine.scheduler._table.running]
+    assert sorted(running) == ["a", "a", "b", "b"]
+    assert engine.scheduler.status().num_preemptions == 2

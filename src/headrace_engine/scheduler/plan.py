@@ -9,6 +9,7 @@ steps, so that streams do not stall for long. `_fill` gives the chosen sequences
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from headrace_common.config.settings import SchedulerConfig
 from headrace_engine.memory.memory import Match, Memory
@@ -118,12 +119,16 @@ class Planner:
     def _plan_together(self, now: float, can_preempt: bool) -> PlannedStep | None:
         """Plan a step for all sequences except suspects and background sequences."""
         running, suspects = self._table.running, self._quarantine.suspects
-        if running and running[-1].is_background and not self._preempt_background(can_preempt):
+        starved = self._table.starved(now)
+        first = starved
+        if starved is None and running and running[-1].is_background:
+            first = next(self._table.waiting.in_order(without=self._quarantine), None)
+        if first is not None and not self._make_way(first, first is starved, can_preempt):
             return None
         step = self._new_step(now)
         if suspects and self._is_blocked(self._quarantine.current(), now):
             step.refuse_starts()
-        return self._plan_filled(step, can_preempt)
+        return self._plan_filled(step, can_preempt, starved)
 
     def _plan_background(self, now: float, can_preempt: bool) -> PlannedStep | None:
         """Plan a step for background sequences, within the limits for these sequences.
@@ -139,35 +144,45 @@ class Planner:
         step = self._new_step(now, most, is_background=True)
         return self._plan_filled(step, can_preempt)
 
-    def _plan_filled(self, step: PlannedStep, can_preempt: bool) -> PlannedStep | None:
-        """Fill the step with chunks; return None if a commit has to free memory first."""
+    def _plan_filled(
+        self, step: PlannedStep, can_preempt: bool, starved: Sequence | None = None
+    ) -> PlannedStep | None:
+        """Fill the step with chunks; return None if a commit has to free memory first.
+
+        A starved sequence starts first. If it cannot start, no other sequence may.
+        """
         running = [s for s in self._table.running if step.is_for(s)]
         if self._quarantine.suspects:
             running = [s for s in running if s not in self._quarantine]
         waiting: Iterable[Sequence] | None = None
         if step.num_starts_left > 0 and self._table.waiting.num_waiting:
             in_order = self._table.waiting.in_order(without=self._quarantine)
-            waiting = (s for s in in_order if step.is_for(s))
+            waiting = (s for s in in_order if step.is_for(s) and s is not starved)
+            if starved is not None:
+                waiting = chain((starved,), waiting if self._can_start(starved) else ())
         return step if self._fill(step, running, waiting, can_preempt) else None
 
-    def _preempt_background(self, can_preempt: bool) -> bool:
-        """Preempt background sequences until the next waiting sequence can start.
+    def _make_way(self, first: Sequence, is_starved: bool, can_preempt: bool) -> bool:
+        """Preempt sequences until a waiting sequence can start.
 
-        Return False if steps are in flight and have to be committed first. Background sequences
-        are the last in the queue and the first to be preempted. So the loop only looks at the
-        first waiting sequence and at the last running sequence.
+        Background sequences always make way for others. If the waiting sequence is starved, so do
+        sequences of clients that run at least two more. Return False if steps are in flight and
+        have to be committed first.
         """
-        running = self._table.running
-        while running and running[-1].is_background:
-            waiting = self._table.waiting.in_order(without=self._quarantine)
-            first = next(waiting, None)
-            if first is None or first.is_background or self._can_start(first):
-                return True
+        while not (first.is_background or self._can_start(first)) and self._table.running:
+            victim, surplus = self._table.newest_of_largest_client(first.client)
+            if not victim.is_background and not (is_starved and surplus >= 2):
+                break
             if not can_preempt:
                 return False
-            self._table.preempt(running[-1])
-            self.num_preemptions += 1
+            self._preempt(victim)
         return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        if sequence.is_decoding and not sequence.is_background:
+            self._budget.missed["preempted"] += 1
+        self._table.preempt(sequence)
+        self.num_preemptions += 1
 
     def _can_start(self, sequence: Sequence) -> bool:
         is_below_limit = (
@@ -276,7 +291,7 @@ class Planner:
         stall. So decode chunks come first, and prompts share the remaining time.
         """
         # 1. Give another block to each decoder whose last block is full. If too few blocks are
-        #    available, the newest sequences lose their memory, and no sequence starts in this step.
+        #    available, some sequences lose their memory, and no sequence starts in this step.
         decoders, opened, growing = self._split(running)
         if growing and not self._make_room(growing, can_preempt):
             return False
@@ -335,7 +350,7 @@ class Planner:
         return decoders, opened, growing
 
     def _make_room(self, growing: list[Sequence], can_preempt: bool) -> bool:
-        """Give each of these sequences a block; preempt the newest sequences if blocks are missing.
+        """Give each of these sequences a block; preempt sequences if blocks are missing.
 
         Return False if blocks are missing and preemption is not allowed.
         """
@@ -343,12 +358,9 @@ class Planner:
         while len(growing) > memory.num_available:
             if not can_preempt:
                 return False
-            newest = self._table.running[-1]
-            if newest.is_decoding:
-                self._budget.missed["preempted"] += 1
-            self._table.preempt(newest)
-            self.num_preemptions += 1
-            growing = [s for s in growing if s is not newest]
+            victim, _ = self._table.newest_of_largest_client()
+            self._preempt(victim)
+            growing = [s for s in growing if s is not victim]
         for sequence in growing:
             memory.grow(sequence.held)
         return True

@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
@@ -173,6 +174,12 @@ class WaitingQueues:
             self._level = max(self._level, self._used_s[sequence.client])
             self._used_s[sequence.client] += _start_cost(sequence)
 
+    def heads(self, without: Quarantine) -> Iterator[Sequence]:
+        """Yield the first sequence of each client."""
+        for queue in self._queues.values():
+            if (head := next((s for s in queue if s not in without), None)) is not None:
+                yield head
+
     def in_order(self, without: Quarantine | None = None) -> Iterator[Sequence]:
         """Iterate over the sequences in queue order; sequences may start or end meanwhile."""
         queues = {client: queue[:] for client, queue in self._queues.items()}
@@ -248,6 +255,39 @@ class SequenceTable:
             self.waiting.add(sequence)
         else:
             family.waiting.append(sequence)
+
+    def starved(self, now: float) -> Sequence | None:
+        """Return the first waiting sequence of the most starved client, or None.
+
+        A client is starved if another client runs more sequences, and if it runs none itself or
+        its first sequence is past its due time.
+        """
+        if not self.waiting.num_waiting:
+            return None
+        num_running = Counter(s.client for s in self.running)
+        most = max(num_running.values(), default=0)
+        starved = [
+            head
+            for head in self.waiting.heads(without=self.quarantine)
+            if not head.is_background
+            and most > (own := num_running[head.client])
+            and (own == 0 or head.due <= now)
+        ]
+        return min(starved, key=lambda s: (num_running[s.client], s.key), default=None)
+
+    def newest_of_largest_client(self, other: str = "") -> tuple[Sequence, int]:
+        """Return the sequence to preempt, and how many more its client runs than client `other`.
+
+        This is a background sequence, or else the newest sequence of the client that runs most
+        sequences. If clients run the same number, it is the newest of all. So the oldest sequence
+        keeps its memory until it ends.
+        """
+        num_running = Counter(s.client for s in self.running)
+        most = max(num_running.values())
+        victim = self.running[-1]
+        if not victim.is_background:
+            victim = next(s for s in reversed(self.running) if num_running[s.client] == most)
+        return victim, num_running[victim.client] - num_running[other]
 
     def match(self, sequence: Sequence) -> Match:
         """Return the cached prefix that the sequence could reuse if it started now."""
