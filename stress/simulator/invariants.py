@@ -307,6 +307,17 @@ class Invariants:
                 "a step is predicted to exceed its target without a cause"
             )
 
+    def before_commit(self, seconds: float) -> None:
+        """Checks that the oldest step in flight did not take much longer than its stall target.
+
+        `seconds` is its simulated time, which the scheduler does not know when it plans. A step may
+        take longer only for a stated cause, or before the cost model has been measured.
+        """
+        step = self._scheduler._in_flight._steps[0]
+        is_excused = step.cause or step.encoded or self._scenario.faults.slow_step
+        if step.is_awaited and step.stall_target is not None and step.predicted and not is_excused:
+            assert seconds <= 1.15 * step.stall_target, "a step took longer than its target"
+
     def _is_a_span(self, chunk: Chunk) -> bool:
         spans = self._table[chunk.sequence_id].inputs.spans
         return any(s <= chunk.start and e == chunk.start + chunk.length for s, e in spans)

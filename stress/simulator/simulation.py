@@ -209,6 +209,7 @@ class Simulation:
             engine.scheduler.fail(plan, "it broke", self._now)
             engine.in_flight.clear()
         else:
+            engine.invariants.before_commit(seconds[0])
             result = engine.runner.execute(plan, seconds, faults.row_error_at)
             engine.in_flight.popleft()
             engine.scheduler.commit(plan, result, self._now)
@@ -230,7 +231,7 @@ class Simulation:
     def _seconds(self, plan: StepPlan) -> tuple[float, tuple[float, ...]]:
         """Return how many seconds a step computes, and how many seconds each piece encodes."""
         computing = 0.01 + sum(
-            1e-6 * c.start + 5e-4 * c.length + 1e-8 * c.length * (2 * c.start + c.length)
+            1e-6 * c.start + 2e-3 * c.length + 1e-8 * c.length * (2 * c.start + c.length)
             for c in plan.chunks
         )
         encoding = []
