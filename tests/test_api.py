@@ -35,7 +35,7 @@ SEEN = (
 )
 
 
-def test_all_that_is_named_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in headrace.__all__:
         assert getattr(headrace, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Klient'"):
@@ -47,7 +47,7 @@ def test_completion_offers_the_public_names() -> None:
     assert "importlib" not in dir(headrace)
 
 
-def test_a_type_checker_outside_knows_the_classes(tmp_path: Path) -> None:
+def test_a_type_checker_of_another_project_finds_the_classes(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "mypy.ini").write_text(SETTINGS)
     said = subprocess.run(

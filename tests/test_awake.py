@@ -53,9 +53,7 @@ def test_a_limit_is_reached_when_its_seconds_have_passed(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 3, awake.NUM_TICKS - 1])
-def test_a_stop_counts_for_nothing_and_what_came_meanwhile_is_heard_first(
-    loop: Loop, num_before: int
-) -> None:
+def test_time_in_which_the_process_was_stopped_does_not_count(loop: Loop, num_before: int) -> None:
     called: list[float] = []
     Countdown(80, lambda: called.append(loop.now))
     for _ in range(num_before):
@@ -67,7 +65,7 @@ def test_a_stop_counts_for_nothing_and_what_came_meanwhile_is_heard_first(
     assert called == [600 + 80 + 10]  # the tick in which it was stopped, again
 
 
-async def test_a_limit_of_nothing_is_reached_at_once() -> None:
+async def test_a_limit_of_zero_seconds_is_reached_at_once() -> None:
     reached = asyncio.Event()
     Countdown(0.0, reached.set)
     await reached.wait()
@@ -96,7 +94,7 @@ with ProcessStops() as stops:
 """
 
 
-def test_a_process_knows_that_it_was_stopped_before_any_thread_has_run() -> None:
+def test_a_stop_is_noticed_before_any_thread_has_run() -> None:
     with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"False\n"
@@ -106,7 +104,7 @@ def test_a_process_knows_that_it_was_stopped_before_any_thread_has_run() -> None
         assert child.stdout.readline() == b"True False\n"
 
 
-def test_a_long_wait_is_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_does_not_count_as_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(awake, "_TICK_S", 0.01)
     monkeypatch.setattr(awake, "STOPPED_S", 2.0)
     with ProcessStops() as stops:

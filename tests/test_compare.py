@@ -13,7 +13,7 @@ def exists(named: str) -> bool:
     return file.exists() and (not test or f"def {test}(" in file.read_text())
 
 
-def test_each_test_and_target_that_the_pages_name_exists() -> None:
+def test_each_test_and_make_target_named_in_the_docs_exists() -> None:
     concepts = ROOT / "docs" / "concepts"
     said = "".join((concepts / f"{n}.md").read_text() for n in ("promises", "compare", "origins"))
     named = set(re.findall(r"`(tests/[^`]+)`", said))

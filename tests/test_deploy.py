@@ -15,7 +15,7 @@ from tools.run_dockerfile import START, read_steps
 DEPLOY = Path(__file__).parent.parent / "deploy"
 
 
-def test_the_dashboard_is_what_its_tool_writes_and_asks_for_figures_that_exist() -> None:
+def test_the_dashboard_is_up_to_date_and_queries_existing_metrics() -> None:
     assert json.loads(OUT.read_text()) == dashboard(), "run python -m tools.make_grafana_dashboard"
     shown = Metrics().text("ok", ()).decode()
     families = set(re.findall(r"# TYPE (\w+) ", shown))
@@ -35,7 +35,7 @@ def test_compose_and_dockerfile_set_settings_that_exist() -> None:
         assert yaml.safe_load(file.read_text())
 
 
-def test_the_example_for_kuberay_gives_flags_that_exist() -> None:
+def test_the_example_for_kuberay_uses_flags_that_exist() -> None:
     manifest = (DEPLOY / "kuberay.yaml").read_text()
     head = yaml.safe_load(manifest)["spec"]["headGroupSpec"]["template"]["spec"]
     (command,) = next(it["args"] for it in head["containers"] if it["name"] == "gateway")
@@ -44,7 +44,7 @@ def test_the_example_for_kuberay_gives_flags_that_exist() -> None:
     assert "--cluster" in given and given <= flags
 
 
-def test_the_unit_gives_flags_that_exist() -> None:
+def test_the_systemd_unit_uses_flags_that_exist() -> None:
     unit = (DEPLOY / "headrace.service").read_text()
     flags = {flag for setting in settings() for flag in setting.flags}
     (command,) = re.findall("^ExecStart=(.*)$", unit, re.M)
@@ -54,7 +54,7 @@ def test_the_unit_gives_flags_that_exist() -> None:
     assert "Environment=XDG_CACHE_HOME=/var/cache/headrace\n" in unit  # /home is hidden
 
 
-def test_each_step_of_the_dockerfile_is_one_that_is_tried() -> None:
+def test_the_dockerfile_has_only_steps_that_the_image_test_runs() -> None:
     """By `make test-image`, which needs root."""
     steps = list(read_steps((DEPLOY / "Dockerfile").read_text()))
     done = {"FROM", "RUN", "COPY", "ENV", "ARG", "USER", "WORKDIR", *START}

@@ -12,13 +12,13 @@ from headrace_common.system import framing
 LARGE = bytes(range(256)) * 40_000
 
 
-async def test_the_pieces_of_a_frame_come_as_one_and_frames_one_by_one() -> None:
+async def test_the_parts_of_a_frame_are_read_as_one_frame() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(b"".join([*framing.frame(b"a", bytearray(b"b")), *framing.frame()]))
     assert [await framing.read(reader), await framing.read(reader)] == [b"ab", b""]
 
 
-def test_what_is_sent_in_frames_is_received_in_them() -> None:
+def test_frames_are_received_as_they_were_sent() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sending = threading.Thread(target=framing.send, args=(ours, b"", b"head", LARGE))
@@ -33,7 +33,7 @@ def test_pieces_are_not_copied_into_their_frame() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\4\0", struct.pack("<I", 100) + b"cut"])
-def test_a_side_that_left_within_a_frame_reads_as_gone(sent: bytes) -> None:
+def test_a_connection_closed_within_a_frame_reads_as_closed(sent: bytes) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:

@@ -101,11 +101,11 @@ def test_a_strict_tool_may_be_called_or_not(speaker: Speaker) -> None:
         assert is_point(said)
 
 
-def test_text_that_is_no_chat_is_the_structure_alone(speaker: Speaker) -> None:
+def test_a_text_completion_has_the_structure_without_messages(speaker: Speaker) -> None:
     assert speaker._llm.generate("It is", guided_choice=[" near", " far"]).text in (" near", " far")
 
 
-def test_a_begun_message_goes_on_in_its_structure(speaker: Speaker) -> None:
+def test_a_continued_message_follows_its_structure(speaker: Speaker) -> None:
     begun = [
         {"role": "user", "content": "Where?"},
         {"role": "assistant", "content": "It is"},
@@ -115,7 +115,7 @@ def test_a_begun_message_goes_on_in_its_structure(speaker: Speaker) -> None:
     assert answer.text in (" near", " far")
 
 
-def test_a_tokenizer_without_the_markers_is_told(tmp_path: Path) -> None:
+def test_a_tokenizer_without_the_harmony_markers_is_refused(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny", "LlamaForCausalLM")
     described = json.loads((folder / "tokenizer_config.json").read_text())
     described["chat_template"] = HARMONY_TEMPLATE

@@ -43,7 +43,7 @@ def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return function.end_lineno - function.lineno + 1
 
 
-def test_no_file_is_longer_than_a_reader_bears() -> None:
+def test_no_file_is_longer_than_the_limit() -> None:
     lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in SOURCES}
     assert not {name: number for name, number in lines.items() if number > MAX_FILE}
 
@@ -53,7 +53,7 @@ def test_no_function_needs_scrolling() -> None:
     assert not long
 
 
-def test_no_two_classes_have_one_name() -> None:
+def test_no_two_classes_have_the_same_name() -> None:
     places: dict[str, set[str]] = {}
     for path in SOURCES:
         for node in nodes(path):
@@ -65,7 +65,7 @@ def test_no_two_classes_have_one_name() -> None:
     assert twice.keys() <= allowed, {name: twice[name] for name in twice.keys() - allowed}
 
 
-def test_nothing_is_called_by_a_name_that_is_looked_up() -> None:
+def test_no_function_is_called_through_getattr() -> None:
     """An import contract sees no such call, and a reader finds neither end of it."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -227,7 +227,7 @@ def test_help_imports_no_server() -> None:
 
 
 @pytest.mark.parametrize("folder", [*BESIDE, "src"])
-def test_imports_beside_the_package_never_climb(folder: str) -> None:
+def test_code_beside_the_package_imports_only_from_allowed_folders(folder: str) -> None:
     barred = {*BESIDE} - {folder, *BESIDE.get(folder, ())}
     found = [
         f"{path.relative_to(ROOT)}: {name}"
@@ -240,7 +240,7 @@ def test_imports_beside_the_package_never_climb(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [*BESIDE])
-def test_the_kernels_are_known_by_the_names_of_their_package(folder: str) -> None:
+def test_other_code_does_not_import_the_modules_of_the_kernels(folder: str) -> None:
     """And their own tests know nothing else; within src, import contracts hold both."""
     own, hidden = ROOT / "tests" / "kernels", {path.stem for path in KERNELS.glob("*.py")}
 

@@ -95,7 +95,7 @@ def test_samplers_with_state_take_effect(llm: LLM) -> None:
     assert different.token_ids != likeliest.token_ids
 
 
-def test_the_pieces_of_a_stream_are_the_whole_answer(llm: LLM) -> None:
+def test_the_deltas_of_a_stream_join_to_the_whole_answer(llm: LLM) -> None:
     whole = llm.chat(CHAT, temperature=0, max_tokens=20)
     pieces = list(llm.stream(CHAT, temperature=0, max_tokens=20))
     assert "".join(piece.text for piece in pieces) == whole.text
@@ -103,7 +103,7 @@ def test_the_pieces_of_a_stream_are_the_whole_answer(llm: LLM) -> None:
     assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
 
 
-def test_an_answer_speaks_for_its_first_choice(llm: LLM) -> None:
+def test_an_answer_has_the_text_of_its_first_choice(llm: LLM) -> None:
     answer = llm.chat(CHAT, n=3, seed=1, max_tokens=4, logprobs=True)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert (answer.text, answer.token_ids) == (answer.choices[0].text, answer.choices[0].token_ids)
@@ -176,7 +176,7 @@ def test_a_chat_about_nothing_is_refused_with_the_field_that_is_missing(llm: LLM
     assert refused.value.param == "messages"
 
 
-def test_a_load_tells_its_stages(folder: Path) -> None:
+def test_loading_a_model_reports_its_stages(folder: Path) -> None:
     told: list[LoadProgress] = []
     LLM.load(str(folder), threads=1, on_progress=told.append).close()
     assert told[0] == LoadProgress("reading the model's files", seconds=told[0].seconds)
@@ -191,7 +191,7 @@ def test_an_unknown_field_is_refused_with_the_nearest(llm: LLM) -> None:
         llm.stream()
 
 
-def test_calls_from_many_threads_share_steps_and_stay_apart(llm: LLM) -> None:
+def test_calls_from_many_threads_get_the_answers_of_single_calls(llm: LLM) -> None:
     prompts = [f"prompt {number}" for number in range(8)]
     alone = [llm.generate(prompt, seed=5).text for prompt in prompts]
     with ThreadPoolExecutor(8) as threads:
@@ -199,7 +199,7 @@ def test_calls_from_many_threads_share_steps_and_stay_apart(llm: LLM) -> None:
         assert list(together) == alone
 
 
-def test_leaving_the_loop_ends_the_work(llm: LLM) -> None:
+def test_leaving_the_loop_cancels_the_request(llm: LLM) -> None:
     for _ in llm.stream(prompt="go on", **ENDLESS):
         break
     eventually(lambda: num_running(llm) == 0)
@@ -235,7 +235,7 @@ def test_fields_are_checked_as_on_http(
         {"chat_template_kwargs": {"x": object()}},
     ],
 )
-def test_what_no_body_could_hold_is_refused_and_nothing_else_ends(
+def test_a_value_that_json_cannot_hold_is_refused_without_harm(
     llm: LLM, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(RequestFailed) as refused:
@@ -249,7 +249,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(llm: LLM) -> N
         list(llm.stream(prompt="x" * 2000))
 
 
-def test_a_prompt_beyond_the_context_is_told_in_the_words_that_clients_look_for(llm: LLM) -> None:
+def test_the_error_for_a_long_prompt_has_the_words_that_clients_match(llm: LLM) -> None:
     words = "This model's maximum context length is 1024 tokens. However, your prompt resulted in "
     with pytest.raises(RequestFailed, match=f"^{words}2000 tokens.") as refused:
         llm.generate([65] * 2000)
@@ -266,7 +266,7 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
         LLM.load(max_model_length=5)
 
 
-def test_a_model_that_is_not_there_is_refused() -> None:
+def test_a_missing_model_is_refused() -> None:
     with pytest.raises(ModelError, match="No model folder") as refused:
         LLM.load("./nowhere")
     # The message is not buried under the frames of the load's thread.
@@ -298,7 +298,7 @@ def about(value: Any) -> Any:
     return [about(item) for item in value] if isinstance(value, list) else value
 
 
-def test_a_model_that_nobody_refers_to_is_freed(folder: Path) -> None:
+def test_a_model_without_references_is_freed(folder: Path) -> None:
     llm = LLM(str(folder), threads=1)
     thread, pieces = llm._host._thread, llm.stream(prompt="Once", max_tokens=3)
     del llm
@@ -332,7 +332,7 @@ def test_http_and_in_process_give_the_same_answers(llm: LLM, folder: Path) -> No
             assert answer.usage["total_tokens"] == over_http["usage"]["total_tokens"]
 
 
-def test_an_adapter_is_asked_for_as_a_model(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_selected_by_the_model_field(folder: Path, tmp_path: Path) -> None:
     path = make_adapter(tmp_path / "sql", folder, 4, ATTENTION)
     named = {"adapter": (f"sql={path}",), "alias": ["mine=sql"]}
     with LLM.load(str(folder), max_num_seqs=8, **named, **WHOLE) as llm:

@@ -32,7 +32,7 @@ def test_the_tokenizer_converts_and_counts(llm: LLM) -> None:
         assert refused.value.param == "token_ids[0]"
 
 
-def test_a_plan_says_what_the_record_of_the_request_says_later(llm: LLM) -> None:
+def test_a_plan_equals_the_ingestion_record_of_the_request(llm: LLM) -> None:
     long = [{"role": "user", "content": "word " * 40}]
     plan = llm.plan(long)
     record = llm.chat(long, options=GREEDY, return_ingestion=True, cache_prompt=False).ingestion
@@ -81,7 +81,7 @@ async def test_the_event_loop_gets_the_same_answers(llm: LLM, folder: Path) -> N
         assert "AsyncLLM" in repr(other) and other.plan("hi").lane == llm.plan("hi").lane
 
 
-async def test_cancelling_a_call_or_leaving_a_loop_ends_the_work(folder: Path) -> None:
+async def test_cancelling_a_call_or_leaving_a_loop_cancels_the_request(folder: Path) -> None:
     async with AsyncLLM(folder, **WHOLE) as llm:
         asked = asyncio.create_task(llm.chat("hi", **ENDLESS))
         while not num_running(llm):
@@ -127,7 +127,9 @@ async def test_a_cancelled_wait_for_the_load_frees_the_model(folder: Path) -> No
     await asyncio.to_thread(eventually, lambda: not llm._host._thread.is_alive())
 
 
-def test_a_fork_is_told_to_load_its_own_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_is_refused_and_told_to_load_its_own_model(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: -1)
         for call in (lambda: llm.chat("hi"), lambda: list(llm.stream("hi"))):

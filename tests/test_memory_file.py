@@ -22,7 +22,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_common.system.core_lock.can_open_anew", lambda: False)
 
 
-def test_a_file_without_a_name_keeps_what_is_written(elsewhere: None) -> None:
+def test_an_unnamed_memory_file_keeps_written_data(elsewhere: None) -> None:
     fd = open_memory_file("test")
     os.write(fd, b"kept")
     assert os.pread(fd, 10, 0) == b"kept"
@@ -30,7 +30,7 @@ def test_a_file_without_a_name_keeps_what_is_written(elsewhere: None) -> None:
     os.close(fd)
 
 
-def test_a_step_record_is_read_by_another_owner_of_its_file(elsewhere: None) -> None:
+def test_a_step_record_can_be_read_through_a_duplicated_descriptor(elsewhere: None) -> None:
     written = StepRecord()
     read = StepRecord(os.dup(written.fd))
     written.write([SequenceId(5)], 1.0)
@@ -39,7 +39,7 @@ def test_a_step_record_is_read_by_another_owner_of_its_file(elsewhere: None) -> 
     read.close()
 
 
-def test_engines_take_no_turns_where_they_cannot_and_a_line_says_so(
+def test_engines_without_a_core_lock_log_that_they_cannot_take_turns(
     elsewhere: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert open_core_lock() == ()

@@ -8,7 +8,7 @@ import pytest
 from headrace_common.system.race import race, uncut
 
 
-def test_what_is_slower_is_cancelled_and_what_was_given_goes_on() -> None:
+def test_a_race_cancels_slower_coroutines_but_not_the_callers_futures() -> None:
     async def run() -> None:
         given = asyncio.get_running_loop().create_future()
         async with race(asyncio.sleep(0, "first"), asyncio.sleep(1000), given) as (first, slow, _):
@@ -20,7 +20,7 @@ def test_what_is_slower_is_cancelled_and_what_was_given_goes_on() -> None:
     asyncio.run(run())
 
 
-async def test_who_is_cancelled_waits_for_the_end_of_what_must_not_be_cut() -> None:
+async def test_a_cancelled_caller_waits_for_uncut_work_to_end() -> None:
     may_end, done = asyncio.Event(), list[str]()
 
     async def work() -> None:
@@ -38,7 +38,7 @@ async def test_who_is_cancelled_waits_for_the_end_of_what_must_not_be_cut() -> N
     assert done == ["whole"]
 
 
-async def test_the_wait_has_an_end() -> None:
+async def test_a_cancelled_caller_waits_at_most_the_given_time() -> None:
     endless = asyncio.get_running_loop().create_future()
     caller = asyncio.create_task(uncut(endless, 0.01))
     await asyncio.sleep(0)

@@ -41,7 +41,7 @@ def faults(schema: dict[str, Any], text: str) -> list[str]:
     return [error.message for error in Draft202012Validator(exact).iter_errors(value)]
 
 
-def test_what_is_taken_is_kept_to_and_the_rest_is_refused_by_its_path(llm: LLM) -> None:
+def test_answers_follow_accepted_schemas_and_others_are_refused_by_path(llm: LLM) -> None:
     refused: dict[str, str] = {}
     ends = {"stop": 0, "length": 0}
     wrong: list[str] = []

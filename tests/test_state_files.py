@@ -30,7 +30,7 @@ def number(content: bytes) -> int:
 
 
 @pytest.mark.parametrize("what", SPOILED)
-def test_what_cannot_be_read_is_moved_aside_once(what: str, tmp_path: Path) -> None:
+def test_an_unreadable_state_file_is_moved_aside_once(what: str, tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
     SPOILED[what](path)
     assert read_kept(path, number, 4096) is None
@@ -39,13 +39,13 @@ def test_what_cannot_be_read_is_moved_aside_once(what: str, tmp_path: Path) -> N
     assert read_kept(path, number, 4096) is None and list(tmp_path.iterdir()) == [aside]
 
 
-def test_what_can_be_read_stays(tmp_path: Path) -> None:
+def test_a_readable_state_file_stays(tmp_path: Path) -> None:
     (tmp_path / "kept.json").write_text("7")
     assert read_kept(tmp_path / "kept.json", number, 4096) == 7
     assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
 
 
-def test_a_folder_is_for_its_user_alone_and_takes_the_place_of_a_file(tmp_path: Path) -> None:
+def test_a_state_folder_is_private_and_replaces_a_file(tmp_path: Path) -> None:
     (tmp_path / "batches").write_text("a file")
     make_folder(tmp_path / "batches")
     assert (tmp_path / "batches").stat().st_mode & 0o777 == 0o700

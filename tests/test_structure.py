@@ -84,7 +84,7 @@ def test_every_field_constrains(llm: LLM, fields: dict[str, Any], pattern: str) 
         assert re.fullmatch(pattern, choice.text), choice.text
 
 
-def test_a_whole_answer_ends_whatever_asks_for_more(llm: LLM) -> None:
+def test_a_complete_answer_ends_despite_min_tokens_and_ignore_eos(llm: LLM) -> None:
     asked = {"ignore_eos": True, "min_tokens": 40, "max_tokens": 50, "temperature": 0}
     answer = llm.chat("Hi", guided_choice=["yes"], **asked)
     assert (answer.text, answer.finish_reason) == ("yes", "stop")
@@ -160,7 +160,7 @@ SCHEMA = "response_format.json_schema.schema"
         (by_schema({"enum": ["x" * 300_000]}), SCHEMA, "262144"),
     ],
 )
-def test_what_cannot_be_enforced_is_named(
+def test_an_unenforceable_schema_is_refused_by_its_path(
     llm: LLM, fields: dict[str, Any], path: str, word: str
 ) -> None:
     with pytest.raises(RequestFailed) as refused:
@@ -168,7 +168,7 @@ def test_what_cannot_be_enforced_is_named(
     assert refused.value.param == path and word in str(refused.value)
 
 
-def test_a_strict_tools_fault_is_named(llm: LLM) -> None:
+def test_an_invalid_schema_of_a_strict_tool_is_named(llm: LLM) -> None:
     bad = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"not": {}}}}}
     with pytest.raises(RequestFailed) as refused:
         llm.chat("Hi", tools=[{"type": "function", "function": bad}])
@@ -189,6 +189,6 @@ def test_a_strict_tools_fault_is_named(llm: LLM) -> None:
         {"not": False, "properties": {"not": {"type": "null"}}},
     ],
 )
-def test_a_keyword_that_asks_for_nothing_is_no_fault(llm: LLM, idle: Schema) -> None:
+def test_a_keyword_without_effect_is_accepted(llm: LLM, idle: Schema) -> None:
     schema = {"const": [1], **idle}
     assert json.loads(llm.chat("Hi", **by_schema(schema)).text) == [1]

@@ -24,14 +24,14 @@ def test_every_family_and_every_lane_has_its_row() -> None:
     assert ROWS.keys() == families | LANES.keys()
 
 
-def test_the_tests_that_it_names_are_there() -> None:
+def test_the_tests_that_the_table_names_exist() -> None:
     for name, (_, on_trained, on_random) in ROWS.items():
         assert named_in(on_random), name
         for file in named_in(on_trained) + named_in(on_random):
             assert (TESTS / file).is_file(), file
 
 
-def test_the_forms_and_lanes_that_it_names_are_run() -> None:
+def test_the_forms_and_lanes_that_the_table_names_are_run() -> None:
     fixtures = (TESTS / "trained" / "conftest.py").read_text()  # have the types of the files
     for name, (weights, on_trained, _) in ROWS.items():
         texts = [(TESTS / file).read_text() for file in named_in(on_trained)]
@@ -40,7 +40,7 @@ def test_the_forms_and_lanes_that_it_names_are_run() -> None:
         assert name not in LANES or not texts or any(f'"{name}"' in text for text in texts), name
 
 
-def test_trained_weights_are_claimed_where_a_test_runs_them_and_nowhere_else() -> None:
+def test_the_table_claims_trained_weights_only_if_a_test_runs_them() -> None:
     named = set[str]()
     for name, (weights, on_trained, _) in ROWS.items():
         files = named_in(on_trained)

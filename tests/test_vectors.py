@@ -73,14 +73,14 @@ def _add_positions(folder: Path) -> None:
     save_file(load_file(file) | buffer, file, {"format": "pt"})
 
 
-def test_vectors_are_those_of_transformers(case: tuple[LLM, Path, str]) -> None:
+def test_vectors_equal_those_of_transformers(case: tuple[LLM, Path, str]) -> None:
     """Cut in chunks of 24 tokens where the model takes parts, and whole where it does not."""
     llm, folder, pooling = case
     ours = llm.embed(TEXTS)
     assert farthest(ours, [reference(folder, text, pooling) for text in TEXTS]) < 1e-5
 
 
-def test_alone_equals_together(case: tuple[LLM, Path, str]) -> None:
+def test_texts_embedded_alone_or_together_have_equal_vectors(case: tuple[LLM, Path, str]) -> None:
     llm, _, _ = case
     alone = [torch.tensor(llm.embed(text)) for text in TEXTS]
     assert farthest(llm.embed(TEXTS * 4), alone * 4) < 1e-5
@@ -90,7 +90,7 @@ def prompted(folder: Path, *modes: str, **settings: Any) -> Path:
     return write_pooling(make_tiny_encoder(folder), *modes, **settings)
 
 
-def test_a_prompt_by_name_goes_before_the_text(tmp_path: Path) -> None:
+def test_a_named_prompt_is_put_before_the_text(tmp_path: Path) -> None:
     prompts = {"query": "query: ", "passage": "text: "}
     prompted(tmp_path, "mean_tokens", prompts=prompts, default_prompt_name="passage")
     with LLM.load(str(tmp_path), threads=1) as llm:
@@ -101,7 +101,7 @@ def test_a_prompt_by_name_goes_before_the_text(tmp_path: Path) -> None:
             llm.embed("a", prompt_name="other")
 
 
-def test_a_vector_is_cut_where_the_model_allows_it(tmp_path: Path) -> None:
+def test_a_vector_is_shortened_if_the_model_allows_it(tmp_path: Path) -> None:
     make_tiny_encoder(tmp_path, matryoshka_dimensions=[8, 16])
     with LLM.load(str(tmp_path), threads=1) as llm:
         whole = torch.tensor(llm.embed(TEXTS[0]))
@@ -115,7 +115,7 @@ def test_a_vector_is_cut_where_the_model_allows_it(tmp_path: Path) -> None:
         assert len(llm.embed(TEXTS[0], dimensions=9)) == 9
 
 
-def test_what_its_makers_pool_otherwise_is_not_embedded(tmp_path: Path) -> None:
+def test_a_model_with_an_unknown_pooling_layer_is_not_used_for_embeddings(tmp_path: Path) -> None:
     prompted(tmp_path, "max_tokens", stages=("LSTM",))
     with (
         LLM.load(str(tmp_path), threads=1) as llm,
@@ -126,7 +126,7 @@ def test_what_its_makers_pool_otherwise_is_not_embedded(tmp_path: Path) -> None:
         assert farthest([llm.embed("a")], [reference(tmp_path, "a", "cls")]) < 1e-5
 
 
-def test_an_encoder_generates_nothing_and_takes_its_whole_length(tmp_path: Path) -> None:
+def test_an_encoder_refuses_to_generate_and_uses_its_whole_context(tmp_path: Path) -> None:
     make_tiny_encoder(tmp_path, "RobertaModel")
     with LLM.load(str(tmp_path), threads=1, max_step_tokens=16) as llm:
         with pytest.raises(RequestFailed, match="/v1/embeddings"):
@@ -168,7 +168,7 @@ def test_every_pooling_is_computed_whole_and_in_chunks(tmp_path: Path) -> None:
             assert farthest(llm.embed(TEXTS), expected) < 2e-5
 
 
-def test_a_layer_behind_the_pooling_makes_the_vector(tmp_path: Path) -> None:
+def test_a_dense_layer_after_pooling_is_applied(tmp_path: Path) -> None:
     prompted(tmp_path, "cls_token", "mean_tokens", stages=("Dense",))
     layer = load_file(tmp_path / "2_Dense" / "model.safetensors")
     rows = rows_of(tmp_path, TEXTS[0])
@@ -183,7 +183,7 @@ def test_a_layer_behind_the_pooling_makes_the_vector(tmp_path: Path) -> None:
         LLM.load(str(tmp_path), threads=1)
 
 
-def test_a_long_text_is_cut_where_its_makers_cut_it(tmp_path: Path) -> None:
+def test_a_long_text_is_truncated_at_the_published_length(tmp_path: Path) -> None:
     """With the special tokens behind it; ids are taken as they are."""
     prompted(tmp_path, "mean_tokens")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
@@ -195,7 +195,7 @@ def test_a_long_text_is_cut_where_its_makers_cut_it(tmp_path: Path) -> None:
         assert farthest([llm.embed([5] * 21)], [normalize(short.mean(0))]) > 1e-3
 
 
-def test_texts_are_put_in_small_letters_where_the_files_say_so(tmp_path: Path) -> None:
+def test_texts_are_lowercased_if_the_config_says_so(tmp_path: Path) -> None:
     prompted(tmp_path, "mean_tokens")
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     tokenizer["normalizer"]["lowercase"] = False

@@ -8,7 +8,7 @@ import pytest
 from headrace_common.log_context import begin_request, log_request, note
 
 
-def test_what_a_request_s_tasks_note_is_in_its_line_and_in_no_other(
+def test_the_log_line_of_a_request_has_only_the_notes_of_its_own_tasks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def find(model: str) -> None:
@@ -28,5 +28,5 @@ def test_what_a_request_s_tasks_note_is_in_its_line_and_in_no_other(
     assert sorted(told) == ["large", "small"]
 
 
-def test_what_is_noted_outside_of_requests_is_lost_without_harm() -> None:
+def test_a_note_outside_of_requests_is_dropped() -> None:
     note(model="small")

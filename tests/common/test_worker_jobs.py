@@ -25,7 +25,7 @@ from headrace_common.worker_jobs import (
 )
 
 
-def test_the_union_has_every_job_and_each_says_what_it_gives() -> None:
+def test_the_union_has_every_job_and_each_declares_its_result_type() -> None:
     direct = Job.__subclasses__()
     assert set(get_args(AnyJob)) == {
         *direct,
@@ -37,11 +37,11 @@ def test_the_union_has_every_job_and_each_says_what_it_gives() -> None:
 @pytest.mark.parametrize(
     "job", [EncodePrompts(7), PutImages((3, 0)), ListInput("resp_1", 20, True, ""), Tokenize({})]
 )
-def test_a_job_comes_as_it_was_sent(job: AnyJob) -> None:
+def test_a_decoded_job_equals_the_encoded_one(job: AnyJob) -> None:
     assert decode_job(encode_job(job)) == job
 
 
-def test_a_result_is_what_its_job_states() -> None:
+def test_a_result_is_decoded_to_the_type_that_its_job_declares() -> None:
     encoded = Encoded((b"\1\0\0\0",), nums_first=(1,))
     assert decode_result(EncodePairs(7, "tiny"), encode_result(encoded)) == encoded
     assert decode_result(ReadNames(), encode_result(("a", "b"))) == ("a", "b")
@@ -53,11 +53,11 @@ def test_bytes_are_not_packed_again() -> None:
     assert decode_result(Tokenize({}), written) is written
 
 
-def test_only_images_go_to_the_worker_that_is_for_them() -> None:
+def test_only_image_jobs_go_to_the_image_worker() -> None:
     assert [job for job in get_args(AnyJob) if job.is_for_images] == [FitImages, SeeImages]
 
 
-def test_a_refusal_says_the_same_on_the_other_side() -> None:
+def test_a_refusal_keeps_its_code_message_and_param_across_processes() -> None:
     error = RequestError("image_too_large", "Too large.", "input[0]", {"n": 3}).noting(limit=2)
     again = Refusal.of(error).error()
     assert (again.code, again.message, again.param) == (error.code, error.message, error.param)

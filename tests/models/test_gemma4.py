@@ -30,14 +30,14 @@ def config(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "config.json").read_text()))
 
 
-def test_layers_that_share_keys_and_values_hold_none(folder: Path) -> None:
+def test_layers_that_share_another_layers_kv_cache_have_none_of_their_own(folder: Path) -> None:
     local, full = LayerCache(2, 16, 16, 24), LayerCache(2, 32, 32)
     assert NativeText.cache_of(read_spec(folder)) == (local, full) * 2 + (LayerCache(),) * 2
     storage = tiny_runner(folder).lane._storage  # type: ignore[attr-defined]
     assert [len(keys.flatten()) > 0 for keys in storage.keys] == [True] * 4 + [False] * 2
 
 
-def test_keys_in_the_file_of_layers_that_share_them_are_not_read(
+def test_key_weights_of_layers_that_share_a_kv_cache_are_ignored(
     folder: Path, tmp_path: Path
 ) -> None:
     weights = load_file(folder / "model.safetensors")
@@ -50,7 +50,7 @@ def test_keys_in_the_file_of_layers_that_share_them_are_not_read(
     assert torch.equal(row_logits(tiny_runner(tmp_path), PROMPT), expected)
 
 
-def test_a_published_config_reads_as_one_that_transformers_saves(config: dict[str, Any]) -> None:
+def test_a_published_config_needs_no_per_layer_config(config: dict[str, Any]) -> None:
     del config["per_layer_config"]
     published = config | {"global_head_dim": 32, "num_global_key_value_heads": 1}
     read = Gemma4.read(published)
@@ -87,7 +87,7 @@ def test_what_the_code_cannot_run_is_refused(
 @needs_own_kernels
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("form", [{}, GEMMA4_EXPERTS], ids=["dense", "experts"])
-def test_no_cut_changes_a_bit_and_small_steps_are_replayed(
+def test_logits_do_not_depend_on_chunking_and_small_steps_are_replayed(
     tmp_path: Path, form: dict[str, Any], quantize: str
 ) -> None:
     folder = make_tiny_model(tmp_path / "tiny", "Gemma4ForCausalLM", dtype=torch.bfloat16, **form)

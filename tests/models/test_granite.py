@@ -41,6 +41,6 @@ def test_other_granite_4_models_are_refused(change: dict[str, Any], complaint: s
 
 
 @pytest.mark.parametrize("value", ["x", 0, -1.0, None])
-def test_a_multiplier_that_is_no_positive_number_is_damage(value: Any) -> None:
+def test_a_multiplier_that_is_not_a_positive_number_is_corrupt(value: Any) -> None:
     with pytest.raises(ModelError, match="residual_multiplier"):
         Granite.read(DENSE | {"residual_multiplier": value})

@@ -35,7 +35,7 @@ def read(**config: Any):
     return read_text_config(CONFIG | config, (None,) * 3)
 
 
-def test_what_an_old_config_leaves_out_follows_from_the_rest() -> None:
+def test_missing_fields_of_an_old_config_are_derived_from_the_others() -> None:
     config = read()
     assert (config.num_kv_heads, config.head_dim, config.is_tied) == (4, 16, False)
     assert (config.rope.theta, config.rope.kind) == (10_000.0, "default")
@@ -62,7 +62,9 @@ def test_all_three_spellings_of_rope_mean_the_same(config: dict[str, Any]) -> No
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "0.5"),
     ],
 )
-def test_what_is_not_implemented_is_refused_and_named(config: dict[str, Any], word: str) -> None:
+def test_an_unimplemented_config_feature_is_refused_by_name(
+    config: dict[str, Any], word: str
+) -> None:
     with pytest.raises(ModelError, match=word) as caught:
         read(**config)
     assert caught.value.code == "model_unsupported"
@@ -83,13 +85,13 @@ def test_every_family_reads_a_plain_config(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_every_family_misses_the_number_of_layers(architecture: str) -> None:
+def test_every_family_refuses_a_config_without_the_number_of_layers(architecture: str) -> None:
     with pytest.raises(ModelError, match="num_hidden_layers"):
         own = OWN.get(architecture, {})
         family(architecture).read(CONFIG | EXPERTS | own | {"num_hidden_layers": None})
 
 
-def test_windows_follow_the_layer_types_before_the_first_layer_rule() -> None:
+def test_layer_types_take_precedence_over_max_window_layers() -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     assert layer_windows(CONFIG | {"layer_types": kinds}, 8) == (None, 8, None)
     assert layer_windows(CONFIG | {"max_window_layers": 1}, 8) == (None, 8, 8)

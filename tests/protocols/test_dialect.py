@@ -33,13 +33,13 @@ class Toy(SimpleNamespace):
         return (Ids(fields["text"]),)
 
 
-def test_a_wrong_id_is_named_by_the_field_it_stands_in() -> None:
+def test_an_invalid_id_is_named_by_its_field() -> None:
     with pytest.raises(RequestError) as refused:
         parsed(Toy(), {"text": [1, 256, 2]})  # type: ignore[arg-type]
     assert refused.value.param == "text[1]"
 
 
-def test_the_document_shows_the_errors_of_each_dialect() -> None:
+def test_the_openapi_document_has_the_errors_of_each_dialect() -> None:
     toy = routes.generation_route("/v1/toy", Toy())  # type: ignore[arg-type]
     responses = openapi.document([toy])["paths"]["/v1/toy"]["post"]["responses"]
     schemas = [
@@ -58,7 +58,7 @@ def test_a_field_that_a_dialect_takes_is_not_shown_as_unsupported() -> None:
     )
 
 
-def test_the_time_for_a_path_does_not_grow_with_the_square_of_its_length() -> None:
+def test_shortening_a_path_takes_linear_time() -> None:
     class Counted(str):
         """Counts the characters that are read to shorten it."""
 
@@ -76,7 +76,7 @@ def test_the_time_for_a_path_does_not_grow_with_the_square_of_its_length() -> No
     assert Counted.read < 100_000
 
 
-def test_each_job_of_a_dialect_names_one_that_executes_jobs() -> None:
+def test_each_job_of_a_dialect_names_a_dialect_that_executes_jobs() -> None:
     routes_of_jobs = {job.dialect for job in get_args(AnyJob)} - {None}
     assert routes_of_jobs == {"/v1/messages", "/v1/responses"}
     assert all(callable(getattr(dialect_of(route), "do", None)) for route in routes_of_jobs)

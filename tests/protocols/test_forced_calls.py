@@ -210,9 +210,7 @@ def test_strict_calls_in_brackets_need_no_tokens(speaker_of: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_a_grammar_allows_is_a_call_with_arguments_that_its_tool_takes(
-    speaker_of: Any, name: str
-) -> None:
+def test_every_text_of_a_grammar_is_a_call_with_valid_arguments(speaker_of: Any, name: str) -> None:
     speaker = speaker_of(name, True)
     grammar, num_ended = speaker.grammar(), 0
     for seed in range(12):

@@ -148,7 +148,7 @@ def test_an_enum_may_have_thousands_of_numbers(
         assert takes(compiler, checked, f'{{"id": {number}}}') == is_right
 
 
-def test_texts_beside_large_numbers_are_taken_as_they_are(
+def test_texts_in_an_enum_with_large_numbers_are_matched_exactly(
     jobs: Jobs, compiler: GrammarCompiler
 ) -> None:
     texts = ["a/b", "a.b", "(", "\\d", '"', "|", "é ", "\n", "#~&<-", "[x]", "/", ""]
@@ -201,7 +201,7 @@ def test_a_tool_that_is_not_strict_is_never_refused(jobs: Jobs, odd: Any, choice
         assert jobs.read(json.dumps(body).encode(), route)
 
 
-def test_what_a_tool_loses_is_named_by_its_path(jobs: Jobs) -> None:
+def test_a_keyword_dropped_from_a_tool_is_named_by_its_path(jobs: Jobs) -> None:
     lost = {"x": {"type": "string", "pattern": "(?=a)b"}, "y": {"uniqueItems": True}}
     tools = [tool({"type": "object", "properties": lost})]
     names = read(jobs, {"tools": tools, "tool_choice": "required"}).ignored
@@ -220,7 +220,7 @@ def test_what_a_tool_loses_is_named_by_its_path(jobs: Jobs) -> None:
         ("/api/chat", {"format": {"type": "string", "format": "jwt"}}, "format.format"),
     ],
 )
-def test_a_lost_keyword_has_the_path_of_its_own_api(
+def test_a_dropped_keyword_has_the_path_of_its_own_api(
     jobs: Jobs, route: Route, fields: dict[str, Any], path: str
 ) -> None:
     asked = {"model": "headrace-mini", "max_tokens": 9} if route == "/v1/messages" else {}
@@ -249,7 +249,7 @@ def test_a_schema_beside_json_object_takes_effect(jobs: Jobs, compiler: GrammarC
     assert takes(compiler, checked, '{"a": 7}') and not takes(compiler, checked, "{}")
 
 
-def test_a_schema_that_is_said_not_to_be_strict_is_softened(jobs: Jobs) -> None:
+def test_a_schema_with_strict_false_is_softened(jobs: Jobs) -> None:
     described = {"name": "a", "strict": False, "schema": {"uniqueItems": True}}
     asked = {"type": "json_schema", "json_schema": described}
     assert read(jobs, {"response_format": asked}).ignored == (f"{SCHEMA}.uniqueItems",)
@@ -287,7 +287,7 @@ def test_a_schema_that_nothing_satisfies_is_refused(jobs: Jobs, schema: Schema, 
     assert "satisfy" in refused.value.message or "satisfied" in refused.value.message
 
 
-def test_a_part_that_never_ends_is_not_begun(jobs: Jobs, compiler: GrammarCompiler) -> None:
+def test_a_property_that_can_never_end_is_left_out(jobs: Jobs, compiler: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}}
     checked = read(jobs, by_schema({**schema, "$defs": {"N": ENDLESS}}))
     assert takes(compiler, checked, "{}") and not takes(compiler, checked, '{"n": {')
@@ -404,7 +404,7 @@ def test_a_checked_body_can_be_stored(jobs: Jobs) -> None:
         ("multipleOf", "7" * 400),
     ],
 )
-def test_a_number_whose_digits_no_pattern_has_is_refused(
+def test_a_number_that_no_pattern_can_enforce_is_refused(
     jobs: Jobs, keyword: str, number: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
@@ -503,7 +503,7 @@ INNER_WORDS = ("Some(", "fuel", "NoExtension", "Unimplemented", "lexer", "regex 
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
-def test_no_value_of_a_keyword_fails_a_tool(jobs: Jobs, keyword: str) -> None:
+def test_no_keyword_value_makes_a_tool_fail(jobs: Jobs, keyword: str) -> None:
     for value in NONSENSE:
         parameters = {"properties": {"x": {keyword: value}}, "required": ["x"]}
         assert read(jobs, {"tools": [tool(parameters)], "tool_choice": "required"})
@@ -511,7 +511,7 @@ def test_no_value_of_a_keyword_fails_a_tool(jobs: Jobs, keyword: str) -> None:
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
-def test_a_refusal_has_a_path_and_no_words_of_a_library(jobs: Jobs, keyword: str) -> None:
+def test_a_refusal_has_a_path_and_no_library_message(jobs: Jobs, keyword: str) -> None:
     for value in NONSENSE:
         try:
             read(jobs, by_schema({keyword: value}))

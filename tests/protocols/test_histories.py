@@ -74,7 +74,7 @@ def listed(kept: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def test_no_history_is_refused_and_every_text_reaches_the_prompt(tmp_path: Path) -> None:
+def test_every_history_is_accepted_and_all_its_text_reaches_the_prompt(tmp_path: Path) -> None:
     strict = tmp_path / "gemma.jinja"
     strict.write_text(GEMMA)  # no system message, no tools, no two turns of one role
     models = MODEL, ServedModel(ModelConfig(chat_template=str(strict)))
@@ -116,7 +116,7 @@ def test_a_new_turn_leaves_the_prompt_of_earlier_turns_as_it_was() -> None:
     assert num_compared > COUNT // 4
 
 
-def test_an_output_belongs_to_the_same_call_when_a_conversation_has_given_ids() -> None:
+def test_assigned_ids_keep_each_output_with_its_call() -> None:
     for case in map(history, SEEDS):
         if case.route != "/v1/responses":
             continue
@@ -138,7 +138,7 @@ def test_the_tokens_of_every_history_can_be_counted_before_it_is_sent() -> None:
         assert counted == TokenCount(len(packed) // 4, checked.ignored), case.body
 
 
-def test_what_was_stored_comes_back_as_it_came_and_is_continued_as_if_it_were_sent_whole() -> None:
+def test_stored_items_are_listed_as_sent_and_continue_like_a_whole_history() -> None:
     for seed in SEEDS:
         case = history(seed)
         if case.route != "/v1/responses":
@@ -221,7 +221,7 @@ def connected(server: ServerProcess) -> Iterator[tuple[httpx.Client, Asker]]:
 
 
 @pytest.mark.timeout(600)
-def test_a_server_answers_and_stores_them(server: ServerProcess) -> None:
+def test_a_server_answers_and_stores_every_history(server: ServerProcess) -> None:
     with connected(server) as (client, sender):
         for seed in SEEDS[: max(24, COUNT // 10)]:
             case = history(seed)
@@ -264,7 +264,7 @@ def check_items(client: httpx.Client, id: str, items: list[Json]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_conversation_in_parts_has_the_prompt_of_one_that_is_sent_whole(
+def test_a_continued_conversation_has_the_prompt_of_the_whole_history(
     server: ServerProcess,
 ) -> None:
     """Half of the histories are conversations; half continue a response over the WebSocket."""

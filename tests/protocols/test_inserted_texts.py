@@ -27,7 +27,7 @@ def blocks(*texts: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     "system", [f"{BILLING}\nBe brief.\n\n{LEFT}", blocks(BILLING, f"Be brief.\n\n{LEFT}")]
 )
-def test_what_differs_in_each_request_is_no_part_of_the_prompt(system: Any) -> None:
+def test_text_that_changes_with_each_request_is_removed_from_the_prompt(system: Any) -> None:
     body = sent(system)
     assert remove_inserted(body, ROUTE, CLIENT) == {
         "the billing header": BILLING,
@@ -41,7 +41,7 @@ def test_what_differs_in_each_request_is_no_part_of_the_prompt(system: Any) -> N
 @pytest.mark.parametrize(
     ("route", "client"), [(ROUTE, ""), ("/v1/chat/completions", CLIENT), (ROUTE, "another")]
 )
-def test_nothing_that_is_not_in_the_table_is_touched(route: str, client: str) -> None:
+def test_other_routes_and_clients_keep_the_text(route: str, client: str) -> None:
     body = sent(f"{BILLING}\nBe brief.\n\n{LEFT}")
     assert not remove_inserted(body, route, client)
     assert body == sent(f"{BILLING}\nBe brief.\n\n{LEFT}")
@@ -50,16 +50,16 @@ def test_nothing_that_is_not_in_the_table_is_touched(route: str, client: str) ->
 @pytest.mark.parametrize(
     "system", [f"Say {LEFT} at the end.", "a\nx-anthropic-billing-header: b", 7, [None, 7], [{}]]
 )
-def test_it_is_no_such_text_elsewhere_and_other_types_are_left_to_the_dialect(system: Any) -> None:
+def test_text_in_other_places_and_invalid_types_stays_unchanged(system: Any) -> None:
     body = sent(system)
     assert not remove_inserted(body, ROUTE, CLIENT) and body == sent(system)
 
 
-def test_other_browsers_and_tools_are_no_client_of_the_table() -> None:
+def test_other_user_agents_match_no_client_of_the_table() -> None:
     assert (CLIENT, client_of("curl/8"), client_of("")) == ("Claude Code", "", "")
 
 
-def test_a_worker_leaves_them_out_of_prompt_and_count() -> None:
+def test_a_worker_removes_inserted_text_from_prompt_and_count() -> None:
     jobs, body = Jobs(FakeModel()), json.dumps(sent(f"Be brief.\n\n{LEFT}")).encode()  # type: ignore[arg-type]
     plain = json.dumps(sent("Be brief.")).encode()
     checked = jobs.do(ReadBody(ROUTE, client=CLIENT), body)
@@ -70,7 +70,7 @@ def test_a_worker_leaves_them_out_of_prompt_and_count() -> None:
     assert jobs.do(CountTokens(CLIENT), body) == jobs.do(CountTokens(), plain)
 
 
-def test_a_run_of_line_breaks_is_read_once() -> None:
+def test_a_million_line_breaks_take_linear_time() -> None:
     body = {"system": "\n" * 1_000_000 + "Be brief."}
     started = time.thread_time()
     assert not remove_inserted(body, "/v1/messages", "Claude Code")

@@ -25,7 +25,7 @@ def words_of(*seconds: int, **changes: Any) -> list[str]:
     return [line for event in events if (line := words.take(event))]
 
 
-def test_a_line_tells_the_share_and_the_time_left_after_three_seconds_and_every_ten() -> None:
+def test_progress_lines_come_after_three_seconds_and_then_every_ten() -> None:
     lines = words_of(*range(1, 30), 119, 120)
     assert lines == [
         "\u2063Processing the prompt: 2 %, 117 s left\n",
@@ -35,14 +35,14 @@ def test_a_line_tells_the_share_and_the_time_left_after_three_seconds_and_every_
     ]
 
 
-def test_a_long_time_is_told_in_minutes_and_none_before_it_is_known() -> None:
+def test_a_long_time_left_is_in_minutes_and_an_unknown_one_is_omitted() -> None:
     words = ProgressWords(make_record(make_request(response_options=ASKED)))
     assert words.take(progress(512, time_ms=5000)) == "\u2063Processing the prompt: 25 %\n"
     later = progress(612, time_ms=60_000)
     assert words.take(later) == "\u2063Processing the prompt: 29 %, 14 min left\n"
 
 
-def test_nothing_is_told_unasked_beside_a_grammar_or_where_an_answer_goes_on() -> None:
+def test_no_progress_text_unasked_with_a_grammar_or_a_continued_message() -> None:
     begun = Chat(({"role": "assistant", "content": "The"},), continue_final_message=True)
     grammar = msgspec.structs.replace(make_request().sampling, grammar="start: /a/")
     assert not words_of(5, response_options={"return_progress": True})
@@ -51,7 +51,7 @@ def test_nothing_is_told_unasked_beside_a_grammar_or_where_an_answer_goes_on() -
     assert words_of(5)
 
 
-def test_several_choices_are_told_of_once() -> None:
+def test_several_choices_share_one_progress_line() -> None:
     words = ProgressWords(make_record(make_request(response_options=ASKED, n=3)))
     events = [msgspec.structs.replace(progress(600, time_ms=5000), choice=i) for i in range(3)]
     assert [bool(words.take(event)) for event in events] == [True, False, False]
@@ -61,16 +61,16 @@ TEXTS = st.lists(st.text(st.characters(exclude_characters="\u2063")), min_size=1
 
 
 @given(TEXTS)
-def test_what_is_taken_out_is_what_was_put_in(parts: list[str]) -> None:
+def test_exactly_the_inserted_progress_lines_are_removed(parts: list[str]) -> None:
     told = "".join(itertools.chain(*((LINE, part) for part in parts)))
     assert without_progress(told) == "".join(parts)
 
 
-def test_lines_of_an_earlier_version_are_taken_out_too() -> None:
+def test_lines_of_an_earlier_version_are_removed_too() -> None:
     assert without_progress(LINE.replace("Processing", "Reading") + "Hm.") == "Hm."
 
 
-def test_the_models_own_words_stay_whatever_they_are() -> None:
+def test_the_models_own_text_is_never_removed() -> None:
     own = "Processing the prompt: 43 %, 80 s left\n\u2063"
     assert without_progress(own) == own
 
@@ -81,7 +81,7 @@ def chat_of(dialect: Any, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("own", ["", "Hm."])
-def test_progress_that_comes_back_is_not_in_the_prompt(own: str) -> None:
+def test_progress_text_in_a_history_is_removed_from_the_prompt(own: str) -> None:
     user = {"role": "user", "content": "hi"}
     thought, plain = LINE + LINE + own, {"role": "assistant", "content": "Yes."}
     with_own = plain | {"reasoning_content": own, "reasoning": own} if own else plain

@@ -36,7 +36,7 @@ def refusal(body: bytes) -> RequestError:
         b"{'a':1}",
     ],
 )
-def test_what_is_not_strict_json_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_strict_json_is_refused(body: bytes) -> None:
     refusal(body)
 
 
@@ -46,7 +46,7 @@ def test_deep_nesting_is_a_400() -> None:
     assert "64 levels" in refusal(nested(200_000)).message
 
 
-def test_of_equal_keys_the_last_counts() -> None:
+def test_the_last_of_duplicate_keys_counts() -> None:
     assert decode(b'{"a":1,"a":2}') == {"a": 2}
 
 
@@ -62,12 +62,12 @@ def test_a_surrogate_pair_is_one_character() -> None:
         b'{"a":["' + b'","' * (3 * MAX_VALUES) + b'"]}',
     ],
 )
-def test_a_body_of_too_many_values_is_refused_before_they_are_made(body: bytes) -> None:
+def test_a_body_of_too_many_values_is_refused_before_decoding(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         decode(body)
     assert "the limit is" in caught.value.message
 
 
-def test_what_stands_in_a_string_is_no_value() -> None:
+def test_brackets_in_a_string_do_not_count_as_values() -> None:
     text = b"[1,{2}" * MAX_CONTAINERS + b'\\"' * 10
     assert decode(b'{"a":"' + text + b'"}') == {"a": text.replace(b"\\", b"").decode()}

@@ -59,7 +59,7 @@ def chat(has_image: bool = False, **fields: Any) -> tuple[ReadBody, dict[str, An
         (ReadPairs("/v1/rerank", KNOWN), {"query": "q", "documents": ["d", "e"]}, 128, EncodePairs),
     ],
 )
-def test_the_tokens_that_come_ahead_are_those_that_would_be_asked_for(
+def test_tokens_encoded_ahead_equal_those_of_a_separate_job(
     job: ReadJob, body: dict[str, Any], longest: int, asked: type[EncodePrompts | EncodePairs]
 ) -> None:
     checked = read(job, body)
@@ -82,18 +82,18 @@ def test_the_tokens_that_come_ahead_are_those_that_would_be_asked_for(
         (ReadBody("/infill", KNOWN), {"input_prefix": "a", "input_suffix": "b"}),
     ],
 )
-def test_what_needs_more_than_a_known_model_is_read_alone(
+def test_a_body_that_needs_more_than_a_known_model_is_not_encoded_ahead(
     asked: tuple[ReadJob, dict[str, Any]],
 ) -> None:
     assert read(*asked, has_vision=True).ahead is None
 
 
-def test_a_refusal_of_the_tokens_is_none_of_the_body() -> None:
+def test_a_failure_to_encode_ahead_does_not_refuse_the_body() -> None:
     assert read(*chat(), template=Refusing()).ahead is None
     assert read(*chat(), template=None).ahead is None
 
 
-def test_tokens_end_behind_what_is_too_long() -> None:
+def test_encoding_ahead_ends_after_an_input_that_is_too_long() -> None:
     known = {"headrace-mini": KnownModel(3, 2)}
     ahead = read(ReadInputs(known), {"input": ["far too long", "a"]}).ahead
     assert ahead is not None and len(ahead.encoded.prompts) == 1

@@ -45,7 +45,7 @@ def test_answers_in_another_order_are_a_difference(tmp_path: Path) -> None:
     assert compare(one, other) == 1
 
 
-def test_ids_keep_which_of_them_are_equal() -> None:
+def test_equal_ids_stay_equal_after_replacement() -> None:
     first, second = "0" * 32, "1" * 32
     assert normalise(f"a-{first} {second} {first}") == "a-<id-1> <id-2> <id-1>"
 
@@ -59,11 +59,11 @@ def test_ids_keep_which_of_them_are_equal() -> None:
         ('{"seed":42}', '{"seed":42}'),
     ],
 )
-def test_only_what_differs_between_two_runs_is_replaced(text: str, expected: str) -> None:
+def test_only_values_that_differ_between_two_runs_are_replaced(text: str, expected: str) -> None:
     assert normalise(text) == expected
 
 
-def test_of_a_run_of_progress_frames_the_first_and_the_last_stay() -> None:
+def test_only_the_first_and_last_of_consecutive_progress_frames_stay() -> None:
     told = [f'data: {{"prompt_progress":{{"processed":{n}}}}}' for n in range(4)]
     body = "".join(f"{frame}\n\n" for frame in ["data: {}", *told, "data: [DONE]"])
     kept = frames(body, "text/event-stream")

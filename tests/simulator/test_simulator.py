@@ -29,21 +29,21 @@ def test_equal_inputs_give_equal_plans(seed: int) -> None:
     assert run_seed(seed) == run_seed(seed)
 
 
-def test_a_suspect_goes_on_once_the_stream_beside_it_lost_its_memory() -> None:
+def test_a_suspect_continues_after_the_other_stream_is_preempted() -> None:
     """Both had the same step in view: it gave neither a chunk, and no other was planned."""
     run_seed(21148)
 
 
 @pytest.mark.parametrize("seed", [103971, 163535])
-def test_nobody_starts_in_the_plan_of_a_preemption_while_a_suspect_is_read(seed: int) -> None:
+def test_no_request_starts_in_a_preempting_plan_while_a_suspect_prefills(seed: int) -> None:
     run_seed(seed)
 
 
-def test_a_head_that_waits_for_its_turn_to_read_may_be_passed() -> None:
+def test_a_first_request_that_waits_for_its_prefill_turn_may_be_passed() -> None:
     """The turn came free in the very plan that had passed it."""
     run_seed(108711)
 
 
-def test_a_sibling_whose_leader_was_cancelled_is_the_head_of_its_line() -> None:
+def test_a_sibling_of_a_cancelled_leader_comes_first_in_its_queue() -> None:
     """It has come into line in the very plan, before one of its client that had waited longer."""
     run_seed(339323)

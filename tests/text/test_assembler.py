@@ -89,14 +89,14 @@ def test_an_entry_comes_in_the_delta_with_its_last_byte():
     ]
 
 
-def test_stop_strings_and_ends_wait_for_the_minimum_of_tokens():
+def test_stop_strings_and_end_tokens_have_no_effect_before_min_tokens():
     ids = ids_of("stop stop stop")
     num_first = len(ids_of("stop"))
     parts = run(answer("stop", min_tokens=num_first), ids)
     assert (text_of(parts), parts[-1].stop) == ("stop ", "stop")
 
 
-def test_a_stop_string_begun_before_the_minimum_is_none():
+def test_a_stop_string_that_starts_before_min_tokens_is_ignored():
     ids = ids_of("xy")
     assert len(ids) == 2
     assert text_of(run(answer("xy", min_tokens=1), ids)) == "xy"
@@ -123,6 +123,6 @@ def test_entries_are_those_of_the_tokens_in_the_delivered_text(letters, stop):
     assert entries_of(free) == list(range(len(ids)))
 
 
-def test_fed_again_the_answer_is_the_same_token_by_token():
+def test_feeding_the_same_tokens_again_gives_the_same_deltas():
     ids = ids_of("The quick 🦊 jumps")
     assert run(answer("jump"), ids) == run(answer("jump"), ids)

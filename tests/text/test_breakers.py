@@ -40,7 +40,7 @@ def found_by(tokenizer: Tokenizer, texts: list[str]) -> Found:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_breakers_are_those_of_a_search_of_all_tokens(kind: str) -> None:
+def test_breakers_equal_those_of_a_search_of_all_tokens(kind: str) -> None:
     tokenizer = ours(kind)
     assert found_by(tokenizer, TEXTS) == naive(tokenizer, TEXTS)
 
@@ -51,5 +51,5 @@ def test_each_token_of_a_vocabulary_is_looked_at() -> None:
     assert all(":" in tokenizer.token_text(i) for i in found_by(tokenizer, [":"])[()])
 
 
-def test_no_text_breaks_nothing() -> None:
+def test_an_empty_breaker_matches_no_token() -> None:
     assert found_by(ours(KINDS[0]), []) == found_by(ours(KINDS[0]), [""]) == {}

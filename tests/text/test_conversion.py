@@ -41,7 +41,7 @@ def test_a_vocabulary_of_word_pieces_is_converted_once(folder, monkeypatch):
     assert list(Tokenizer.load(folder).encode("fox", False)) == [WORDS.index("fox")]
 
 
-def test_a_failed_conversion_is_a_model_error_and_leaves_nothing(folder, cache, monkeypatch):
+def test_a_failed_conversion_is_a_model_error_and_leaves_no_file(folder, cache, monkeypatch):
     def fail(*_args, **_more):
         raise subprocess.CalledProcessError(1, "convert")
 
@@ -53,6 +53,6 @@ def test_a_failed_conversion_is_a_model_error_and_leaves_nothing(folder, cache, 
     assert list(cache.iterdir()) == []
 
 
-def test_a_folder_without_any_vocabulary_says_what_was_looked_for(folder):
+def test_a_folder_without_any_vocabulary_is_a_model_error(folder):
     with pytest.raises(ModelError, match=r"no tokenizer: .*; download the model again"):
         tokenizer_file(folder)

@@ -24,7 +24,7 @@ def test_joined_deltas_are_the_librarys_own_decode(kind, skip):
 @pytest.mark.parametrize("kind", BYTELESS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_ids_at_all_give_the_librarys_own_decode(kind, data):
+def test_random_ids_decode_as_the_library_decodes_them(kind, data):
     last = ours(kind).vocab_size - 1
     ids = data.draw(st.lists(st.integers(0, last), max_size=12))
     assert "".join(deltas(kind, ids)) == library(kind).decode(ids)
@@ -33,7 +33,7 @@ def test_any_ids_at_all_give_the_librarys_own_decode(kind, data):
 @pytest.mark.parametrize("kind", ["llama2", "metaspace_first", "gemma"])
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=20))
-def test_texts_in_single_bytes_come_back_whole(kind, text):
+def test_texts_of_single_byte_tokens_decode_completely(kind, text):
     ids = library(kind).encode(text).ids
     assert "".join(deltas(kind, ids)) == library(kind).decode(ids)
 

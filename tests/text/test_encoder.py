@@ -60,7 +60,7 @@ def test_a_short_text_over_its_limit_is_known_in_full():
     assert encoding.is_over
 
 
-def test_a_long_prompt_takes_turns():
+def test_two_long_prompts_can_be_encoded_in_turns():
     encoder = Encoder(ours("gpt2"), Sizes(window=200, overlap=100))
     first, second = encoder.begin(LONG, True), encoder.begin(LONG, True)
     while first.advance() | second.advance():

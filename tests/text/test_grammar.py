@@ -43,25 +43,31 @@ def test_the_first_token_is_masked_already(compiler: GrammarCompiler) -> None:
     )
 
 
-def test_ids_beyond_the_tokenizer_and_markers_are_no_text(compiler: GrammarCompiler) -> None:
+def test_a_grammar_allows_no_special_tokens_or_ids_beyond_the_tokenizer(
+    compiler: GrammarCompiler,
+) -> None:
     found = allowed(compiler, "start: /(?s:.*)/")
     assert len(found) == WIDTH and not found[TOKENIZER.vocab_size :].any()
     assert not found[[1, THINK, THOUGHT]].any()
 
 
 @pytest.mark.parametrize("fields", [{}, {"ignore_eos": True}, {"min_tokens": 99}])
-def test_a_whole_answer_may_only_end(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
+def test_a_complete_answer_allows_only_end_tokens(
+    compiler: GrammarCompiler, fields: dict[str, Any]
+) -> None:
     found = allowed(compiler, 'start: "yes"', "yes", **fields)
     assert found.nonzero()[0].tolist() == sorted(ENDS)
 
 
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 99}])
-def test_an_answer_that_may_go_on_does(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
+def test_an_answer_that_can_be_longer_respects_min_tokens(
+    compiler: GrammarCompiler, fields: dict[str, Any]
+) -> None:
     assert allowed(compiler, "start: /a+/", "aa")[list(ENDS)].all()
     assert not allowed(compiler, "start: /a+/", "aa", **fields)[list(ENDS)].any()
 
 
-def test_tokens_at_once_and_one_by_one_lead_to_the_same_place(compiler: GrammarCompiler) -> None:
+def test_tokens_fed_at_once_or_one_by_one_give_the_same_mask(compiler: GrammarCompiler) -> None:
     rules = 'start: %json {"type": "array", "items": {"type": "boolean"}}'
     sampling = Sampling(grammar=rules, end_token_ids=ENDS)
     grammar = compiler.compile(lark(rules))
@@ -84,14 +90,14 @@ def test_reasoning_is_free_until_it_ends(compiler: GrammarCompiler, waits: bool)
     assert texts(state.allowed(begun + array("i", [THOUGHT]))) <= {"y", "ye", "yes"}
 
 
-def test_a_grammar_that_makes_no_sense_is_refused_in_our_words(
+def test_an_invalid_grammar_is_refused_in_our_words(
     compiler: GrammarCompiler,
 ) -> None:
     with pytest.raises(GrammarError, match="a rule that is not defined"):
         compiler.compile(lark("start: foo"))
 
 
-def test_a_model_that_cannot_end_an_answer_takes_no_grammar() -> None:
+def test_a_model_without_end_tokens_refuses_a_grammar() -> None:
     with pytest.raises(GrammarError, match="no end token"):
         GrammarCompiler.load(FOLDER, WIDTH, ())
 
@@ -112,7 +118,7 @@ class Panic(BaseException):
     """Stands for PyO3's PanicException, which is no Exception either."""
 
 
-def test_a_panic_of_the_library_is_a_grammar_that_cannot_go_on(compiler: GrammarCompiler) -> None:
+def test_a_panic_of_the_library_is_a_grammar_error(compiler: GrammarCompiler) -> None:
     state = compiler.compile(lark('start: "yes"')).begin(Sampling(end_token_ids=ENDS))
 
     class Panicking:

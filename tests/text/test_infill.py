@@ -26,7 +26,7 @@ def test_marks_are_found_among_the_tokens(
     assert infill_marks(ids.get) == found
 
 
-def test_a_gap_stands_between_its_marks() -> None:
+def test_an_infill_prompt_has_its_marks_around_the_gap() -> None:
     marks = InfillMarks(90, 91, 92, None, None, ())
     assert list(marks.files(())) == []
     assert list(marks.files([("a.py", "x")])) == [(None, "a.py\nx\n")]

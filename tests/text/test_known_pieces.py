@@ -47,7 +47,7 @@ def hostile_chats(seed: int, template: ChatTemplate):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_give_the_ids_of_one_call_new_and_known(kind):
+def test_new_and_cached_pieces_give_the_ids_of_one_call(kind):
     encoder, share = Encoder(ours(kind), SMALL), NUM_TEXTS // len(KINDS)
     chats = hostile_chats(KINDS.index(kind), ChatTemplate({"default": CHATML}, {}))
     hard = hard_texts(100 + KINDS.index(kind), ours(kind).added_tokens)
@@ -58,7 +58,7 @@ def test_pieces_give_the_ids_of_one_call_new_and_known(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_are_cut_at_special_tokens_if_no_other_token_forbids_it(kind):
+def test_texts_are_cut_at_special_tokens_if_that_is_safe(kind):
     places = list(cuts("a<|im_start|>b<|im_end|>", ours(kind).cut_marks, 1))
     assert places == ([] if kind.startswith("added_") else [1, 14])
 
@@ -109,7 +109,7 @@ TRAPS = {
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_a_token_is_no_mark_if_a_cut_at_it_would_change_the_ids(trap):
+def test_texts_are_not_cut_at_a_token_if_that_changes_the_ids(trap):
     inner, left, right = TRAPS[trap]
     whole, *parts = (
         inner.encode(it, add_special_tokens=False).ids for it in (left + right, left, right)
@@ -147,7 +147,7 @@ def test_only_the_new_messages_of_a_conversation_are_encoded():
 
 
 @pytest.mark.parametrize("salt", [("other", ""), ("key", "salt"), None])
-def test_requests_with_another_salt_share_nothing(salt):
+def test_requests_with_another_cache_salt_share_no_pieces(salt):
     counting = Counting(ours("qwen"))
     encoder = Encoder(counting, SMALL)
     text = "a<|im_start|>b<|im_end|>c"

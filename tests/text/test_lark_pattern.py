@@ -68,7 +68,7 @@ def test_a_grammar_for_patches_becomes_a_pattern(body: str, is_right: bool) -> N
         ),
     ],
 )
-def test_what_lark_can_write_becomes_a_pattern(
+def test_lark_rules_without_recursion_become_a_pattern(
     grammar: str, right: list[str], wrong: list[str]
 ) -> None:
     assert all(is_taken(grammar, text) for text in right)
@@ -95,5 +95,5 @@ def test_what_lark_can_write_becomes_a_pattern(
         "start: " + "|" * 70_000,
     ],
 )
-def test_what_is_recursive_or_not_known_has_no_pattern(grammar: str) -> None:
+def test_a_recursive_or_unknown_rule_has_no_pattern(grammar: str) -> None:
     assert lark_pattern(grammar) == ""

@@ -54,7 +54,7 @@ def test_a_model_is_called_by_the_name_of_its_file_or_folder(
     assert (names_of(given), root_of(given)) == (("a", "b"), "small-Q4_1")
 
 
-def test_models_of_one_name_are_told_apart_by_the_folders_before_it(tmp_path: Path) -> None:
+def test_models_of_the_same_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     a, b = gguf(tmp_path, "a", "m.gguf"), gguf(tmp_path, "b", "m.gguf")
     deep = gguf(tmp_path, "b", "a", "m.gguf")
     other = gguf(tmp_path, "a", "n.gguf")
@@ -70,9 +70,7 @@ def test_one_path_twice_needs_names_of_its_own(tmp_path: Path) -> None:
         check_names(with_unique_names((config, config)))
 
 
-def test_the_path_finds_the_model_and_is_shown_to_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = gguf(tmp_path, "m.gguf")
     monkeypatch.chdir(tmp_path)
     config = ModelConfig(model="./m.gguf")
@@ -126,7 +124,7 @@ def test_a_name_takes_precedence_over_an_alias_and_that_over_patterns(
     assert models.aliases == {"claude-[a]?": "small", "claude-haiku": "small"}
 
 
-def test_an_alias_is_not_a_name_that_is_taken() -> None:
+def test_exact_lookup_ignores_aliases() -> None:
     models = models_named("small", aliases=("claude-*=small", "other=small"))
     assert models.find("claude-x") is None and models.find("other") is None
     with pytest.raises(RequestError):  # such as a model that was removed while a request waited
@@ -139,7 +137,7 @@ def test_one_suffix_may_follow_a_name_and_no_more() -> None:
         assert models.find("small" + number * ":latest") is None
 
 
-def test_a_pattern_with_many_stars_takes_no_long_time() -> None:
+def test_a_pattern_with_many_stars_is_matched_quickly() -> None:
     aliases = Aliases(["*a" * 30 + "=small"])
     assert aliases.model("a" * 200_000 + "b") is None
 
@@ -165,7 +163,7 @@ def test_the_model_of_an_alias_may_be_given_as_it_was_to_the_server(tmp_path: Pa
         (("a=m", "b=a"), "no model or adapter is named 'a'"),
     ],
 )
-def test_an_alias_of_what_is_not_served_is_refused_at_the_start(
+def test_an_alias_of_an_unknown_model_is_refused_at_startup(
     pairs: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     config = ModelConfig(model=gguf(tmp_path, "m.gguf"), adapter=("sql=./a",))

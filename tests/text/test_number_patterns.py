@@ -58,7 +58,7 @@ def test_a_pattern_of_numbers_matches_those_within_the_bounds(
         assert is_matched == bounds.holds(value), (pattern, text)
 
 
-def test_bounds_of_thousands_of_digits_are_narrowed_to_few() -> None:
+def test_bounds_of_thousands_of_digits_are_shortened() -> None:
     bounds = NumberBounds(Decimal(0), Decimal("1e3000"))
     for make in (integer_pattern, number_pattern):
         pattern = make(bounds)

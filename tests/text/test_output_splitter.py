@@ -116,7 +116,7 @@ def splitter_of(name: str, **more: Any) -> TagSplitter:
 @pytest.mark.parametrize("name, text, expected", EXAMPLES)
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.sets(st.integers(1, 250)))
-def test_the_channels_do_not_depend_on_how_the_text_is_cut(
+def test_channels_do_not_depend_on_chunk_boundaries(
     name: str, text: str, expected: list[tuple[str, str, str]], cuts: set[int]
 ) -> None:
     assert joined(splitter_of(name), pieces_of(text, cuts)) == expected
@@ -134,7 +134,7 @@ def bare(text: str) -> str:
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join), st.sets(st.integers(1, 90)))
-def test_nothing_of_an_answer_is_lost_but_markers_and_the_space_beside_them(
+def test_only_markers_and_adjacent_spaces_are_removed_from_an_answer(
     text: str, cuts: set[int]
 ) -> None:
     whole = joined(splitter_of("hermes"), [text])
@@ -142,13 +142,13 @@ def test_nothing_of_an_answer_is_lost_but_markers_and_the_space_beside_them(
     assert bare("".join(piece for _, _, piece in whole)) == bare(text)
 
 
-def test_a_call_of_several_is_sent_when_it_is_complete() -> None:
+def test_the_first_of_several_calls_is_sent_when_it_is_complete() -> None:
     splitter = splitter_of("olmo3")
     pieces = splitter.feed('<function_calls>f(a="x")\ng(b=')
     assert [(d.name, d.text) for d in pieces] == [("f", ""), ("", '{"a": "x"}')]
 
 
-def test_a_marker_with_a_token_counts_by_the_token_alone() -> None:
+def test_the_text_of_a_marker_that_has_a_token_is_plain_text() -> None:
     splitter = splitter_of("hermes", tokens=[*TAGS, "<tool_call>", "</tool_call>"])
     pieces = splitter.feed("<think> is a word. ") + splitter.mark("<tool_call>")
     pieces += splitter.feed('{"name": "f", "arguments": {}}') + splitter.mark("</tool_call>")
@@ -157,7 +157,7 @@ def test_a_marker_with_a_token_counts_by_the_token_alone() -> None:
     assert [(d.name, d.text) for d in pieces if d.channel == "tool"] == [("f", ""), ("", "{}")]
 
 
-def test_arguments_go_out_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     splitter = splitter_of("hermes")
     pieces = splitter.feed('<tool_call>{"name": "f", "arguments": {"text": "abc')
     assert [(d.name, d.text) for d in pieces] == [("f", ""), ("", '{"text": "abc')]
@@ -247,7 +247,7 @@ def test_the_recipient_of_a_harmony_message_may_precede_the_channel() -> None:
     assert in_harmony(OPENED, *written) == [("tool", "get", ""), ("tool", "", "{}")]
 
 
-def test_no_word_of_a_harmony_header_becomes_a_part_of_the_recipient() -> None:
+def test_words_of_a_harmony_header_stay_out_of_the_recipient() -> None:
     header = ("<|channel|>", "commentary to=functions.get", "<|constrain|>", "json", "<|message|>")
     assert in_harmony(OPENED, *header, "{}") == [("tool", "get", ""), ("tool", "", "{}")]
 

@@ -89,7 +89,7 @@ def argument_of(name: str, parameters: dict[str, Any], text: str) -> Any:
 
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("schema, text, expected", CASES)
-def test_an_argument_without_quotes_has_a_type_of_its_schema(
+def test_an_unquoted_argument_gets_a_type_of_its_schema(
     name: str, schema: Any, text: str, expected: Any
 ) -> None:
     found = argument_of(name, {"properties": {"x": schema}, "$defs": DEFINED}, text)
@@ -146,7 +146,7 @@ TEXTS = ["a", "12", "1.5", "true", "None", "null", '["a"]', '{"a": 1}', '"a"', "
 
 @settings(deadline=None, max_examples=100)
 @given(SCHEMAS, st.sampled_from(TEXTS))
-def test_an_argument_fits_its_schema_if_a_reading_of_its_text_fits(schema: Any, text: str) -> None:
+def test_an_argument_is_read_as_a_type_that_fits_its_schema(schema: Any, text: str) -> None:
     types = parameter_types({"properties": {"x": schema}, "$defs": DEFINED}).get("x", ())
     is_valid = Draft202012Validator({"allOf": [schema], "$defs": DEFINED}).is_valid
     # JSON's quotes are part of a string.
@@ -164,6 +164,6 @@ JUNK = st.recursive(
 
 @settings(deadline=None, max_examples=100)
 @given(JUNK)
-def test_a_schema_that_is_not_valid_does_no_harm(schema: Any) -> None:
+def test_a_parameter_with_an_invalid_schema_may_be_a_string(schema: Any) -> None:
     for names in parameter_types({"properties": {"x": schema}, "allOf": [schema]}).values():
         assert "string" in names and set(names) < set(NAMES)

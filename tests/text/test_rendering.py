@@ -39,13 +39,13 @@ def rendered(source: str, *messages: dict[str, Any], **more: Any) -> Rendered:
 
 
 @pytest.mark.parametrize("source", STRICT.values(), ids=STRICT)
-def test_what_the_template_takes_is_rendered_as_it_came(source: str) -> None:
+def test_messages_that_the_template_accepts_stay_unchanged(source: str) -> None:
     messages = (user("one"), assistant("two"), user("three"))
     as_it_is = ChatTemplate({"default": source}, {}).render(Chat(messages))
     assert rendered(source, *messages) == Rendered(as_it_is)
 
 
-def test_the_system_text_leads_the_first_message_of_the_user_where_it_has_no_role() -> None:
+def test_system_text_starts_the_first_user_message_if_there_is_no_system_role() -> None:
     text, changes = rendered(GEMMA, system("Be brief."), user("Hello"))
     assert text == "<start_of_turn>user\nBe brief.\n\nHello<end_of_turn>\n<start_of_turn>model\n"
     assert changes == ("system into user",)
@@ -60,7 +60,9 @@ def test_a_template_with_a_system_role_keeps_it_when_turns_are_joined() -> None:
 
 
 @pytest.mark.parametrize(("source", "role"), [(TWO_ROLES, "user"), (FIRST_SYSTEM, "system")])
-def test_a_system_text_that_would_vanish_is_the_users(source: str, role: str) -> None:
+def test_a_system_message_that_the_template_would_skip_becomes_the_users(
+    source: str, role: str
+) -> None:
     text, changes = rendered(source, system("Be brief."), user("Hello"))
     assert text.startswith(f"<{role}>Be brief.")
     assert changes == (("system into user",) if role == "user" else ())
@@ -71,12 +73,12 @@ def test_a_system_text_that_would_vanish_is_the_users(source: str, role: str) ->
 
 
 @pytest.mark.parametrize("source", [FIRST_SYSTEM, LLAMA])
-def test_two_system_messages_at_the_start_are_one(source: str) -> None:
+def test_two_system_messages_at_the_start_are_joined(source: str) -> None:
     text, changes = rendered(source, system("Be brief."), system("Be kind."), user("Hello"))
     assert "Be brief.\n\nBe kind." in text and changes == ("same role",)
 
 
-def test_results_of_tools_are_the_users_where_the_template_has_no_role_for_them() -> None:
+def test_tool_results_become_user_messages_if_there_is_no_tool_role() -> None:
     result = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
     asked = assistant("", tool_calls=[CALL])
     text, changes = rendered(MISTRAL, user("How is it?"), asked, result, user("Thanks"))
@@ -87,15 +89,13 @@ def test_results_of_tools_are_the_users_where_the_template_has_no_role_for_them(
 
 
 @pytest.mark.parametrize("source", STRICT.values(), ids=STRICT)
-def test_a_conversation_that_the_assistant_begins_gets_an_empty_user(source: str) -> None:
+def test_a_conversation_that_starts_with_the_assistant_gets_an_empty_user(source: str) -> None:
     text, changes = rendered(source, assistant("Welcome!"), user("Hello"))
     assert "Welcome!" in text and text.index("Welcome!") < text.index("Hello")
     assert changes == ("empty user first",)
 
 
-def test_a_conversation_that_the_assistant_ends_is_taken_by_a_template_that_wants_the_user() -> (
-    None
-):
+def test_a_conversation_may_end_with_the_assistant_in_a_strict_template() -> None:
     text, changes = rendered(USER_LAST, user("Hello"), assistant("Hi"))
     assert (text, changes) == ("<user>Hello<model>Hi<user><model>", ("empty user last",))
     with pytest.raises(RequestError, match="The user comes last"):
@@ -115,7 +115,7 @@ def test_a_joined_answer_is_continued() -> None:
     assert text.endswith("<start_of_turn>model\nOne\n\ntwo, ")
 
 
-def test_a_template_that_takes_nothing_is_an_error_in_its_first_words() -> None:
+def test_a_template_that_refuses_everything_gives_its_first_error() -> None:
     source = "{{ raise_exception('I take nothing that ' + messages[0].role + ' says.') }}"
     with pytest.raises(RequestError, match="nothing that system says") as raised:
         rendered(source, system("Be brief."), user("a"), user("b"))
@@ -137,7 +137,7 @@ def test_joined_messages_keep_their_calls_thoughts_and_images() -> None:
 
 
 @pytest.mark.parametrize("name", STRICT)
-def test_every_short_conversation_is_taken_whole_and_begins_the_next_one(name: str) -> None:
+def test_every_short_conversation_is_complete_and_a_prefix_of_the_next(name: str) -> None:
     """Nothing is lost whatever the roles are, and a further turn changes nothing before it."""
     makers = (system, user, assistant)
     for roles in product(makers, repeat=4):

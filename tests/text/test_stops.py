@@ -42,7 +42,7 @@ def test_any_split_gives_the_text_before_the_first_stop(text, stops, places, inc
 
 
 @given(LETTERS, STOPS)
-def test_no_more_is_held_back_than_could_begin_a_stop(text, stops):
+def test_only_text_that_may_start_a_stop_string_is_held_back(text, stops):
     matcher = StopMatcher(stops)
     released, stop = matcher.feed(text)
     if stop is None:
@@ -51,11 +51,11 @@ def test_no_more_is_held_back_than_could_begin_a_stop(text, stops):
         assert held == "" or any(end.startswith(held) for end in stops)
 
 
-def test_the_longer_of_two_that_end_together_wins():
+def test_the_longer_of_two_stop_strings_with_the_same_end_wins():
     assert StopMatcher(("end", "the end")).feed("this is the end") == ("this is ", "the end")
 
 
-def test_the_first_completed_wins_over_an_earlier_begun():
+def test_the_stop_string_that_is_completed_first_wins():
     assert StopMatcher(("abcd", "bc")).feed("xabcd") == ("xa", "bc")
 
 
@@ -63,17 +63,17 @@ def test_a_stop_string_is_kept_if_asked():
     assert StopMatcher(("\n\n",), include=True).feed("a\n\nb") == ("a\n\n", "\n\n")
 
 
-def test_a_possible_beginning_waits_and_is_released_when_it_is_none():
+def test_a_possible_stop_string_is_held_and_released_if_it_is_not_one():
     matcher = StopMatcher(("</end>",))
     assert matcher.feed("a </e") == ("a ", None)
     assert matcher.feed("m>") == ("</em>", None)
 
 
-def test_what_is_held_at_the_end_is_delivered():
+def test_text_held_at_the_end_is_delivered():
     matcher = StopMatcher(("###",))
     assert matcher.feed("a##") == ("a", None)
     assert matcher.flush() == "##"
 
 
-def test_without_stops_everything_passes():
+def test_without_stop_strings_all_text_passes():
     assert StopMatcher(()).feed("anything") == ("anything", None)

@@ -113,7 +113,7 @@ def test_a_template_that_reads_the_tools_from_the_system_message_finds_them_ther
     assert tool_format(SYSTEM_TOOLS) == "phi4"
 
 
-def test_a_text_that_is_no_unicode_is_a_template_failure():
+def test_a_text_that_is_not_unicode_is_a_template_failure():
     assert "surrogate" in failure("{{ '%c' % 55296 }}")
 
 
@@ -133,7 +133,7 @@ def test_special_tokens_are_variables():
     assert render("{{ bos_token }}", USER) == "<s>"
 
 
-def test_a_refusal_is_told_in_the_templates_own_words():
+def test_a_refusal_has_the_templates_own_message():
     assert failure("{{ raise_exception('No system role.') }}") == "No system role."
 
 
@@ -297,7 +297,7 @@ def test_the_sandbox_and_wrong_types_are_template_failures(source):
     assert failure(source)
 
 
-def test_a_template_that_is_no_template_is_a_model_error():
+def test_an_invalid_template_is_a_model_error():
     with pytest.raises(ModelError, match="not valid"):
         ChatTemplate({"default": "{% for %}"}, {})
 
@@ -337,7 +337,7 @@ def test_nothing_is_evaluated_while_a_template_is_compiled(monkeypatch, source):
         "{{ 1 | " + "b" * 10_000 + " }}",
     ],
 )
-def test_what_is_wrong_with_a_template_is_told_in_one_short_line(source):
+def test_a_template_error_is_one_short_line(source):
     with pytest.raises(ModelError) as failed:
         ChatTemplate({"default": source}, {})
     assert len(str(failed.value)) < 500 and "\n" not in str(failed.value)
@@ -374,7 +374,7 @@ def test_templates_are_found_where_models_keep_them(tmp_path):
     assert ChatTemplate.load(tmp_path, {}, str(tmp_path / "mine.jinja")).source == "mine"
 
 
-def test_of_named_templates_the_one_for_tools_is_taken_with_tools(tmp_path):
+def test_the_named_template_for_tools_is_used_with_tools(tmp_path):
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     template = ChatTemplate.load(tmp_path, {})
@@ -382,7 +382,7 @@ def test_of_named_templates_the_one_for_tools_is_taken_with_tools(tmp_path):
     assert template.render(Chat((USER,), tools=({"name": "add"},))) == "tools"
 
 
-def test_a_config_that_is_no_json_is_a_model_error(tmp_path):
+def test_a_config_that_is_not_json_is_a_model_error(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{broken")
     with pytest.raises(ModelError, match="is not valid JSON"):
         ChatTemplate.load(tmp_path, {})
@@ -397,7 +397,7 @@ def test_a_config_of_another_shape_is_a_model_error(tmp_path, config):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_pipe_in_the_place_of_a_template_is_not_waited_for(tmp_path, name):
+def test_a_pipe_in_place_of_a_template_does_not_block(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(ModelError, match="cannot be read"):
         ChatTemplate.load(tmp_path, {})

@@ -31,7 +31,7 @@ def test_ids_are_the_librarys(kind):
             assert list(ours(kind).encode(text, special)) == expected
 
 
-def test_lengths_stored_in_the_file_neither_cut_nor_pad(tmp_path):
+def test_truncation_and_padding_stored_in_the_file_have_no_effect(tmp_path):
     inner = type(library("gpt2")).from_str(library("gpt2").to_str())
     inner.enable_truncation(3)
     inner.enable_padding(length=50)
@@ -79,7 +79,7 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize("config", ["[1]", "not json"])
-def test_a_config_that_cannot_be_read_is_refused_by_its_own_name(tmp_path, config):
+def test_an_unreadable_config_is_refused_by_its_file_name(tmp_path, config):
     save(tmp_path, config=config)
     with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read"):
         Tokenizer.load(tmp_path)
@@ -87,7 +87,7 @@ def test_a_config_that_cannot_be_read_is_refused_by_its_own_name(tmp_path, confi
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path, name):
     save(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
@@ -135,14 +135,14 @@ def test_a_token_of_a_megabyte_is_refused(tmp_path):
     assert len(str(refused.value)) < 300
 
 
-def test_a_decoder_that_is_not_understood_is_refused():
+def test_an_unknown_decoder_is_refused():
     inner = type(library("gpt2")).from_str(library("gpt2").to_str())
     inner.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     with pytest.raises(ModelError, match="ByteLevel with Strip"):
         Tokenizer(inner.to_str().encode())
 
 
-def test_ids_without_a_token_spell_nothing_and_are_not_kept() -> None:
+def test_ids_without_a_token_have_no_text_and_are_not_cached() -> None:
     tokenizer = ours("gpt2")
     table = tokenizer.bytes_by_id
     assert table is not None

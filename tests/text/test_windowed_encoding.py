@@ -42,7 +42,7 @@ def test_prose_is_cut_wherever_a_window_ends(kind):
     assert num_windows(kind, PROSE) == 1 + -(-(len(PROSE) - 200) // 100)
 
 
-def test_a_text_that_cannot_be_cut_is_read_whole_in_ever_wider_windows():
+def test_a_text_without_cuts_is_encoded_whole_in_growing_windows():
     assert num_windows("joined_words", PROSE) < 6
     assert list(in_windows("joined_words", PROSE).token_ids) == in_one_call("joined_words", PROSE)
 
@@ -57,7 +57,7 @@ def test_no_window_adds_outer_tokens(kind):
     assert ids == before + ours(kind).encode(PROSE, False) + after
 
 
-def test_reading_stops_when_the_limit_is_passed():
+def test_encoding_stops_when_the_limit_is_passed():
     encoding = in_windows("gpt2", PROSE, limit=100)
     assert encoding.is_over
     assert 100 < len(encoding.token_ids) < 300
@@ -78,13 +78,13 @@ def test_digits_grouped_from_the_right_wait_for_the_end_of_their_run():
         assert ids == in_one_call("digits_from_the_right", text)
 
 
-def test_blanks_wait_for_the_token_that_eats_them():
+def test_spaces_wait_for_an_added_token_that_strips_them():
     text = PROSE[:300] + " " * 900 + "<mask> more" + " " * 500
     for kind in ("added_metaspace", "added_llama2", "added_qwen"):
         assert list(in_windows(kind, text).token_ids) == in_one_call(kind, text)
 
 
-def test_a_widened_window_that_denies_an_earlier_cut_starts_anew(monkeypatch):
+def test_a_wider_window_that_rejects_an_earlier_cut_starts_again(monkeypatch):
     monkeypatch.setattr(windowed_encoding, "_has_two_classes", lambda text: True)
     text = PROSE[:160] + " " * 900 + "<mask> more"
     ids = list(in_windows("added_metaspace", text).token_ids)
@@ -118,7 +118,7 @@ def by_plain_windows(kind: str, text: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen", "prefix_space", "metaspace_first"])
 @pytest.mark.parametrize("wrong_way", [by_pre_tokenizer_output, by_blanks, by_plain_windows])
-def test_wrong_ways_differ_from_one_call_and_windows_do_not(kind, wrong_way):
+def test_only_windows_give_the_ids_of_one_call_on_trap_texts(kind, wrong_way):
     text = TRAPS * 8
     assert wrong_way(kind, text) != list(ours(kind).encode(text, False))
     assert list(in_windows(kind, text).token_ids) == in_one_call(kind, text)

@@ -66,7 +66,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize(("kind", "name", "parameters", "commands"), TYPED)
-def test_a_tool_that_a_client_names_by_its_type_is_a_function(
+def test_a_client_tool_of_a_known_type_becomes_a_function(
     kind: str, name: str, parameters: list[str], commands: list[str]
 ) -> None:
     function = function_of({"type": kind, "name": name})
@@ -77,7 +77,7 @@ def test_a_tool_that_a_client_names_by_its_type_is_a_function(
     assert function_of({"type": kind})["name"] == name
 
 
-def test_a_computer_has_the_actions_of_its_time_and_the_size_of_its_screen() -> None:
+def test_a_computer_tool_has_the_actions_of_its_version_and_its_screen_size() -> None:
     def actions(kind: str, **more: Any) -> list[str]:
         sized = {
             "type": kind,
@@ -96,7 +96,7 @@ def test_a_computer_has_the_actions_of_its_time_and_the_size_of_its_screen() -> 
     assert "zoom" in actions("computer_20251124", enable_zoom=True)
 
 
-def test_a_type_of_tool_that_is_new_here_is_a_function_if_it_has_a_schema() -> None:
+def test_an_unknown_tool_type_with_a_schema_becomes_a_function() -> None:
     function = function_of(ADD | {"type": "made_in_2030", "defer_loading": True})
     assert function == {"name": "add", "parameters": {"type": "object"}}
 
@@ -151,7 +151,7 @@ def test_a_name_may_have_128_characters() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "between_tools"])
-def test_newer_kinds_of_thinking_are_taken(kind: str) -> None:
+def test_newer_types_of_thinking_are_accepted(kind: str) -> None:
     config = {"effort": "xhigh", "task_budget": {"type": "tokens", "total": 5}}
     fields = read(ADD, thinking={"type": kind, "display": "omitted"}, output_config=config)
     assert fields["chat_template_kwargs"] == {"enable_thinking": True}

@@ -146,7 +146,7 @@ def test_two_calls_are_two_blocks_with_ids_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "un', "{]", '{"a": 1e999}', "{" * 2000])
-def test_arguments_that_are_no_json_are_empty_in_a_whole_answer(arguments: str) -> None:
+def test_arguments_that_are_not_json_are_empty_in_a_whole_answer(arguments: str) -> None:
     call = (piece("", TOOL, 0, "add"), piece(arguments, TOOL, 0))
     (block,) = answer_of(record_of(), *call, ended("length"))["content"]
     assert block["input"] == {}
@@ -157,7 +157,7 @@ def test_cached_tokens_are_counted_apart() -> None:
     assert (answer["usage"]["input_tokens"], answer["usage"]["cache_read_input_tokens"]) == (1, 1)
 
 
-def test_each_end_has_its_reason() -> None:
+def test_each_finish_reason_maps_to_a_stop_reason() -> None:
     request = make_request(ROUTE)
     sampling = msgspec.structs.replace(request.sampling, max_tokens=1)
 
@@ -172,7 +172,7 @@ def test_each_end_has_its_reason() -> None:
     assert reason(ended("length")) == ("model_context_window_exceeded", None)
 
 
-def test_life_is_shown_by_pings_once_the_message_has_started() -> None:
+def test_idle_frames_are_pings_once_the_message_has_started() -> None:
     frames = anthropic_messages.frames(record_of())
     assert frames.idle() == b": ping\n"
     frames.render(log_of(record_of())[0])
@@ -193,7 +193,7 @@ def kinds_of(frames: list[bytes]) -> list[str]:
     return found
 
 
-def test_a_sign_before_the_first_text_opens_the_block_in_which_it_then_stands() -> None:
+def test_a_heartbeat_before_the_first_text_opens_the_text_block() -> None:
     frames = frames_of(record_of(), SIGN, SIGN, tokens("Hi"), ended())
     assert kinds_of(frames) == [
         "message_start",
@@ -207,7 +207,7 @@ def test_a_sign_before_the_first_text_opens_the_block_in_which_it_then_stands() 
     ]
 
 
-def test_a_sign_adds_nothing_to_the_block_that_is_open() -> None:
+def test_a_heartbeat_is_an_empty_delta_of_the_open_block() -> None:
     thought = piece("Hm", REASONING)
     frames = frames_of(record_of(), thought, SIGN, tokens("Hi"), SIGN, ended())
     assert kinds_of(frames)[1:-3] == [
@@ -222,17 +222,17 @@ def test_a_sign_adds_nothing_to_the_block_that_is_open() -> None:
     ]
 
 
-def test_after_the_last_block_a_sign_is_a_ping() -> None:
+def test_a_heartbeat_after_the_last_block_is_a_ping() -> None:
     frames = frames_of(record_of(), tokens("Hi"), ended(), SIGN)
     assert frames[-3] == frame("ping")
 
 
-def test_a_stream_of_an_earlier_version_has_the_bytes_it_began_with() -> None:
+def test_a_stream_of_an_earlier_version_keeps_its_format() -> None:
     frames = frames_of(record_of(rendering=0), SIGN, tokens("Hi"), ended())
     assert frames[1] == frame("ping") and kinds_of(frames)[2] == "content_block_start text"
 
 
-def test_no_sign_comes_where_heartbeats_are_off() -> None:
+def test_no_heartbeat_is_sent_if_heartbeats_are_off() -> None:
     silent = record_of(response_options={"heartbeat": False})
     assert frames_of(silent, SIGN, tokens("Hi"), ended()) == frames_of(
         silent, tokens("Hi"), ended()
@@ -268,7 +268,7 @@ def test_queue_progress_and_recovery_ride_on_pings_if_asked_for() -> None:
     assert early[0].startswith(b"event: message_start\n") and early[1] == pings[0]
 
 
-def test_a_sign_carries_the_progress_until_the_prompt_is_read() -> None:
+def test_a_heartbeat_carries_the_progress_until_the_prompt_is_read() -> None:
     asked = {"response_options": {"return_progress": True}}
     told = ',"prompt_progress":{"total":2048,"cache":512,"processed":1024,"time_ms":900}'
     events = (progress(1024, time_ms=900), SIGN, tokens("Hi", 5), SIGN, ended())
@@ -282,7 +282,7 @@ def test_a_sign_carries_the_progress_until_the_prompt_is_read() -> None:
         assert frame("content_block_delta", empty + told) not in frames_of(other, *events)
 
 
-def test_progress_in_words_is_a_thought_in_which_the_models_own_goes_on() -> None:
+def test_progress_in_words_opens_the_thinking_block_of_the_model() -> None:
     options = {"return_progress": True, "progress_in_words": True}
     slow = progress(1280, time_ms=30_000)
     thought = piece("Hm.", REASONING)
@@ -313,7 +313,7 @@ def test_an_error_in_mid_stream_is_an_event_and_the_last() -> None:
     )
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know() -> None:
+def test_the_message_for_a_too_long_prompt_has_the_words_that_clients_match() -> None:
     extra = {"n_prompt_tokens": 5000, "n_ctx": 4096}
     refused = RequestError("context_length_exceeded", "…", "messages", extra)
     body = json.loads(anthropic_messages.ERRORS.body(refused, "req"))

@@ -46,12 +46,12 @@ def test_a_message_is_a_chat_on_a_route_of_its_own() -> None:
     assert request.response_options.stream and request.response_options.heartbeat
 
 
-def test_no_token_may_be_asked_for() -> None:
+def test_max_tokens_may_be_zero() -> None:
     assert parse(max_tokens=0).sampling.max_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["model", "messages", "max_tokens"])
-def test_what_is_required_is_named(name: str) -> None:
+def test_a_missing_required_field_is_named(name: str) -> None:
     assert refusal(**{name: None}) == ("missing_required_parameter", name)
 
 
@@ -128,7 +128,7 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
     assert called.add_generation_prompt and not called.continue_final_message
 
 
-def test_tools_reach_the_template_as_chats() -> None:
+def test_tools_reach_the_template_in_the_form_of_chat_completions() -> None:
     function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
     own = TOOL | {"cache_control": {"type": "ephemeral"}, "type": "custom"}
     assert chat_of(tools=[own]).tools == ({"type": "function", "function": function},)
@@ -145,7 +145,7 @@ def test_tools_reach_the_template_as_chats() -> None:
         ({"type": "tool", "name": "add"}, ("add",)),
     ],
 )
-def test_a_choice_of_tool_is_chats(choice: dict[str, Any], known: Any) -> None:
+def test_tool_choice_becomes_that_of_chat_completions(choice: dict[str, Any], known: Any) -> None:
     fields = anthropic_messages.read(ASKED | {"tools": [TOOL], "tool_choice": choice})
     assert fields["tool_choice"] == known
 
@@ -198,11 +198,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "code", "path"), WRONG)
-def test_what_is_wrong_is_named_by_its_path(body: dict[str, Any], code: str, path: str) -> None:
+def test_an_invalid_field_is_named_by_its_path(body: dict[str, Any], code: str, path: str) -> None:
     assert refusal(**body) == (code, path)
 
 
-def test_what_clients_send_beside_it_is_tolerated() -> None:
+def test_other_fields_that_clients_send_are_accepted() -> None:
     cached = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     request = parse(
         messages=[_user(cached)],
@@ -221,7 +221,7 @@ def test_what_clients_send_beside_it_is_tolerated() -> None:
     assert request.prompts == parse(system="hi").prompts
 
 
-def test_what_is_counted_is_what_is_asked() -> None:
+def test_count_tokens_counts_the_prompt_of_the_same_message() -> None:
     body = {"system": "Be brief.", "tools": [TOOL], "thinking": {"type": "enabled"}}
     counted = {k: v for k, v in (ASKED | body).items() if k != "max_tokens"}
     fields = anthropic_messages.read_counted(counted)
@@ -237,7 +237,7 @@ def test_a_model_may_lack_tools() -> None:
     assert parsed(anthropic_messages, ASKED | {"tools": [TOOL]}, model).route == "/v1/messages"
 
 
-def test_what_must_be_said_becomes_chats_fields_of_form() -> None:
+def test_output_formats_and_forced_tools_become_grammar_fields() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     asked = {"type": "json_schema", "schema": schema}
     for body in ({"output_config": {"format": asked}}, {"output_format": asked}):

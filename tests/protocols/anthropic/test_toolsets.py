@@ -26,7 +26,7 @@ def functions(*tools: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {tool["function"]["name"]: tool["function"] for tool in chat.tools}
 
 
-def test_a_toolset_stands_for_its_members() -> None:
+def test_a_toolset_is_replaced_by_its_members() -> None:
     found = functions(COMPUTER)
     assert len(found) == 17 and set(found) >= {"computer__zoom", "computer__left_click"}
     scroll = found["computer__scroll"]["parameters"]
@@ -37,7 +37,7 @@ def test_a_toolset_stands_for_its_members() -> None:
     assert found["computer__screenshot"]["parameters"]["properties"] == {}
 
 
-def test_members_that_a_client_has_to_switch_on_are_off() -> None:
+def test_members_that_need_to_be_enabled_are_off_by_default() -> None:
     off = {"file_upload", "read_console", "read_network", "javascript_exec"}
     assert len(functions(BROWSER)) == 27
     assert not {f"browser__{name}" for name in off} & set(functions(BROWSER))
@@ -47,7 +47,7 @@ def test_members_that_a_client_has_to_switch_on_are_off() -> None:
     assert set(functions(BROWSER)) - set(functions(fewer)) == {"browser__zoom"}
 
 
-def test_two_toolsets_may_have_members_of_one_name() -> None:
+def test_two_toolsets_may_have_members_of_the_same_name() -> None:
     found = functions(COMPUTER, BROWSER, {"name": "screenshot", "input_schema": {}})
     assert {"computer__screenshot", "browser__screenshot", "screenshot"} <= set(found)
     target = found["browser__left_click"]["parameters"]["properties"]["target"]
@@ -68,7 +68,7 @@ def test_a_member_can_be_forced_by_its_own_name() -> None:
     assert caught.value.code == "invalid_value"
 
 
-def test_a_call_in_a_history_has_the_name_that_the_model_knows() -> None:
+def test_a_call_in_a_history_has_the_name_shown_to_the_model() -> None:
     call = {"type": "tool_use", "id": "t1", "name": "screenshot", "toolset_name": "computer"}
     result = {"type": "tool_result", "tool_use_id": "t1", "toolset_name": "computer"}
     turns = [

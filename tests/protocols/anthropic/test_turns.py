@@ -209,7 +209,7 @@ def test_a_call_that_a_provider_ran_is_shown_with_its_result(
     assert (messages[3]["content"], skipped) == ("I have looked.", ())
 
 
-def test_a_call_that_a_provider_did_not_finish_is_left_out_and_the_turn_goes_on() -> None:
+def test_an_unfinished_call_of_a_provider_is_left_out_of_its_turn() -> None:
     messages, skipped = read(USER, assistant(text("I look."), SEARCHED))
     assert messages == (USER, {"role": "assistant", "content": "I look."})
     assert skipped == ("messages[1].content[1]",)
@@ -228,7 +228,7 @@ def test_a_call_without_a_result_is_shown() -> None:
     assert messages[1]["tool_calls"][0]["function"]["name"] == "add"
 
 
-def test_a_summary_stands_for_all_that_came_before_it() -> None:
+def test_a_summary_replaces_all_messages_before_it() -> None:
     summary = {"type": "compaction", "content": "They met.", "signature": "x"}
     messages, skipped = read(
         USER, assistant(CALL), assistant(text("Old."), summary, text("Go on.")), USER
@@ -247,7 +247,7 @@ def test_a_message_of_an_unknown_role_is_the_users() -> None:
     assert skipped == ("messages[2].role",)
 
 
-def test_a_system_message_may_stand_between_turns() -> None:
+def test_a_system_message_may_come_between_turns() -> None:
     said = {"role": "system", "content": "Be brief."}
     cleared = said | {"clear_at": "next_user_message"}
     assert read(USER, said, assistant(text("Yes.")), USER)[0][1] == said
@@ -280,7 +280,7 @@ def test_an_image_within_a_document_is_seen() -> None:
     assert [part["type"] for part in messages[0]["content"]] == ["text", "text", "image", "text"]
 
 
-def test_what_a_conversation_shows_is_the_beginning_of_what_its_next_turn_shows() -> None:
+def test_the_messages_of_a_turn_are_a_prefix_of_those_of_the_next_turn() -> None:
     turns = [
         user(document(PLAIN), text("?")),
         assistant(SEARCHED, FOUND, text("Found."), CALL),
@@ -293,7 +293,7 @@ def test_what_a_conversation_shows_is_the_beginning_of_what_its_next_turn_shows(
 
 
 @pytest.mark.parametrize("call_id", [None, 5, [], ""])
-def test_a_call_or_result_of_a_provider_without_a_sound_id_is_no_call(call_id: Any) -> None:
+def test_a_provider_call_with_an_invalid_id_is_left_out(call_id: Any) -> None:
     turn = assistant(SEARCHED | {"id": call_id}, FOUND | {"tool_use_id": call_id}, text("Found."))
     messages, skipped = read(USER, turn, USER)
     assert messages[1] == {"role": "assistant", "content": "Mills\nhttp://m\nFound."}

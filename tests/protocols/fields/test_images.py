@@ -36,7 +36,7 @@ def refusal(has_vision: bool, *urls: str) -> tuple[str, str | None]:
     return refused.value.code, refused.value.param
 
 
-def test_a_model_without_vision_refuses_every_image_whatever_is_in_it():
+def test_a_model_without_vision_refuses_every_image():
     place = "messages[0].content[1].type"
     assert refusal(False, "data:image/png;base64,AAAA") == ("unsupported_content", place)
     assert refusal(False, "data:") == ("unsupported_content", place)
@@ -65,7 +65,7 @@ def test_an_address_or_a_broken_uri_is_refused_with_its_place(url: str, code: st
     assert refusal(True, good, url) == (code, "messages[0].content[2]")
 
 
-def test_an_address_stands_for_its_image_until_that_is_put_there():
+def test_an_image_address_is_kept_until_the_downloaded_image_replaces_it():
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
     checked = jobs.read(body("https://example.com/a.png", "data:image/png;base64,AQID"), ROUTE)
     (stub,) = checked.stubs
@@ -76,7 +76,7 @@ def test_an_address_stands_for_its_image_until_that_is_put_there():
     assert chat.images == (b"pixels", bytes([1, 2, 3])) and not chat.addresses
 
 
-def test_images_travel_beside_the_messages_and_only_their_number_stays():
+def test_images_are_taken_out_of_the_messages_and_counted():
     jobs = Jobs(FakeModel(has_vision=True))  # type: ignore[arg-type]
     checked = jobs.read(body("data:image/png;base64,AAAA", "data:image/png;base64,AQID"), ROUTE)
     (chat,) = msgspec.msgpack.decode(checked.packed, type=tuple[Chat, ...])
@@ -143,7 +143,7 @@ def test_other_routes_name_a_bad_image_by_its_place_in_their_body(
     assert (refused.value.code, refused.value.param) == (code, param)
 
 
-def test_anthropic_s_blocks_become_parts_in_their_order_also_over_joined_turns():
+def test_anthropic_blocks_become_parts_in_order_across_joined_turns():
     sent = anthropic(HELLO, block("AQID"), HELLO, system="Be brief.")
     sent["messages"].append({"role": "user", "content": [HELLO]})
     chat, checked = chat_of("/v1/messages", sent)
@@ -153,7 +153,7 @@ def test_anthropic_s_blocks_become_parts_in_their_order_also_over_joined_turns()
     assert chat.images == (bytes([1, 2, 3]),) and checked.stubs[0].num_images == 1
 
 
-def test_tools_may_give_images():
+def test_tool_results_may_contain_images():
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": [HELLO, block()]}
     sent = anthropic(result | {"is_error": True})
@@ -181,7 +181,7 @@ def test_a_route_that_counts_text_refuses_images():
     assert refused.value.code == "unsupported_content"
 
 
-def test_a_response_goes_on_from_the_images_before_it_and_lists_them():
+def test_a_continued_response_includes_and_lists_the_earlier_images():
     earlier = chat_of("/v1/responses", response(part("data:image/png;base64,AQID")))[1]
     new = chat_of("/v1/responses", response(HELLO, part()))[1]
     packed = msgspec.msgpack.encode((earlier.kept, b"[]", new, {}))

@@ -39,7 +39,7 @@ def test_repeat_penalty_is_the_repetition_penalty() -> None:
     assert refusal(repeat_penalty=-1) == ("invalid_value", "repeat_penalty")
 
 
-def test_a_request_without_them_is_drawn_as_before() -> None:
+def test_a_request_without_sampler_fields_is_sampled_as_before() -> None:
     assert sampling() == Sampling(seed=1, temperature=sampling().temperature)
     off = {"typical_p": 1.5, "top_n_sigma": -3, "xtc_probability": 0, "dynatemp_range": -1}
     assert sampling(**off, repeat_last_n=-1, min_keep=0, samplers=[]) == sampling()
@@ -50,7 +50,9 @@ def test_a_request_without_them_is_drawn_as_before() -> None:
     "asked",
     [{"typical_p": 0.5}, {"top_n_sigma": 1}, {"xtc_probability": 0.5}, {"dynatemp_range": 0.5}],
 )
-def test_a_sampler_of_llama_cpp_brings_its_order(asked: dict[str, float]) -> None:
+def test_a_sampler_of_llama_cpp_brings_the_sampler_order_of_llama_cpp(
+    asked: dict[str, float],
+) -> None:
     without_dry = tuple(name for name in LLAMA_CPP_ORDER if name != "dry")
     assert sampling(**asked).samplers == without_dry
     assert sampling(**asked, dry_multiplier=1).samplers == LLAMA_CPP_ORDER
@@ -61,7 +63,7 @@ def test_min_keep_alone_keeps_the_order() -> None:
     assert sampling(min_keep=1).samplers == ()
 
 
-def test_samplers_that_are_not_named_are_off() -> None:
+def test_samplers_missing_from_the_list_are_off() -> None:
     asked = sampling(
         samplers=["top_k", "temp"], top_k=5, top_p=0.5, repeat_penalty=2, typical_p=0.1
     )
@@ -70,21 +72,21 @@ def test_samplers_that_are_not_named_are_off() -> None:
     assert sampling(samplers=["top_k"], temperature=0).temperature == 1
 
 
-def test_an_order_of_letters_is_one_of_names() -> None:
+def test_an_order_in_letters_equals_the_order_in_names() -> None:
     assert sampling(samplers="edskypmxt", dry_multiplier=1).samplers == LLAMA_CPP_ORDER
     assert named(samplers="edskypmxt") == ()
     names = ["Top-K", "topp", "typical", "Temp"]
     assert sampling(samplers=names).samplers == ("top_k", "top_p", "typ_p", "temperature")
 
 
-def test_samplers_that_we_lack_are_named() -> None:
+def test_unsupported_samplers_are_named() -> None:
     asked = ["top_k", "infill", "adaptive_p", "a, b", "infill"]
     assert named(samplers=asked) == ("samplers.infill",)
     assert named(samplers="kiz") == ("samplers.infill", "samplers.z")
     assert sampling(samplers=asked).samplers == ("top_k",)
 
 
-def test_what_has_no_effect_is_named_where_it_asks_for_something() -> None:
+def test_a_field_without_effect_is_named_unless_its_value_is_neutral() -> None:
     assert named(adaptive_target=0.5, dry_multiplier=0.8, id_slot=3, n_keep=0) == (
         "adaptive_target",
         "id_slot",
@@ -113,7 +115,7 @@ def sampling_on_mini(**body: Any) -> Sampling:
     return to_request(openai_chat, checked, MINI).sampling
 
 
-def test_dry_has_its_breakers_in_tokens_where_it_is_on() -> None:
+def test_dry_breakers_are_tokenized_only_if_dry_is_on() -> None:
     asked = {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3}
     breakers = sampling_on_mini(**asked).dry_breakers
     assert [one.tail for one in breakers] == [()] and breakers[0].heads
@@ -150,7 +152,7 @@ def test_a_value_of_another_type_is_refused_by_its_path(name: str) -> None:
     assert refusal(**{name: {"a": 1}}) == ("invalid_type", name)
 
 
-def test_a_name_that_is_no_string_is_refused_by_its_path() -> None:
+def test_a_name_that_is_not_a_string_is_refused_by_its_path() -> None:
     assert refusal(samplers=["top_k", 3]) == ("invalid_type", "samplers[1]")
     assert refusal(samplers=["x"] * 65) == ("invalid_value", "samplers")
     assert refusal(repeat_last_n=-2) == ("invalid_value", "repeat_last_n")

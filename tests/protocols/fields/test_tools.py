@@ -50,7 +50,7 @@ def test_one_of_the_allowed_tools_may_be_required_and_paths_stay_those_of_the_bo
     assert [tool.path for tool in found.calls.tools] == ["tools[2].function.parameters"]
 
 
-def test_responses_narrow_tools_and_show_them_as_they_were_sent() -> None:
+def test_responses_restrict_tools_but_return_them_as_sent() -> None:
     tools = [{"type": "web_search"}, *({"type": "function", **t["function"]} for t in TOOLS)]
     choice = flat_allowed("required", "sub")
     body = {"input": "hi", "tools": tools, "tool_choice": choice}
@@ -73,7 +73,7 @@ def test_responses_narrow_tools_and_show_them_as_they_were_sent() -> None:
         ({"type": "tool", "name": "add"}, "invalid_value", "tool_choice"),
     ],
 )
-def test_a_fault_of_a_choice_names_its_path(choice: Any, code: str, param: str) -> None:
+def test_an_invalid_tool_choice_is_named_by_its_path(choice: Any, code: str, param: str) -> None:
     with pytest.raises(RequestError) as refused:
         openai_chat.read(ASKED | {"tool_choice": choice})
     assert (refused.value.code, refused.value.param) == (code, param)

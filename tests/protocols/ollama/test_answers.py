@@ -46,7 +46,7 @@ def test_a_stream_has_these_bytes() -> None:
     assert lines[1:] == [HEAD % b"012Z" + said % (b"", b"true") + figures]
 
 
-def test_generate_has_its_text_in_another_place() -> None:
+def test_generate_puts_its_text_in_another_field() -> None:
     lines = lines_of(record_of("/api/generate"), piece("hm", REASONING), tokens("Hi", 5), ended())
     thought, said, last = map(json.loads, lines)
     assert (thought["thinking"], thought["response"]) == ("hm", "")
@@ -66,7 +66,7 @@ def test_a_call_is_one_line_with_an_object_as_arguments() -> None:
 
 
 @pytest.mark.parametrize("form", ["data", "comment"])
-def test_every_sign_of_life_is_a_line_without_content(form: str) -> None:
+def test_every_heartbeat_is_a_line_without_content(form: str) -> None:
     lines = lines_of(
         record_of(), Heartbeat(seq=0, at_ms=3, state="queued", form=form), tokens("Hi", 5), ended()
     )
@@ -75,7 +75,7 @@ def test_every_sign_of_life_is_a_line_without_content(form: str) -> None:
     assert json.loads(WireFrames(record_of()).idle(form))["message"]["content"] == ""
 
 
-def test_a_cut_stream_ends_in_an_error_and_never_in_done() -> None:
+def test_a_stream_that_was_cut_ends_with_an_error_instead_of_done() -> None:
     *_, last = lines_of(record_of(), tokens("Hi", 5), error())
     assert json.loads(last) == {
         "error": "The engine stopped and could not be restarted.",
@@ -83,7 +83,7 @@ def test_a_cut_stream_ends_in_an_error_and_never_in_done() -> None:
     }
 
 
-def test_a_line_of_a_stream_that_can_be_found_again_names_its_place() -> None:
+def test_lines_of_a_resumable_stream_carry_its_id_and_offset() -> None:
     record = record_of()
     named = Record(**{f: getattr(record, f) for f in record.__struct_fields__ if f != "names"},
                    names=Names(conversation="c"))  # fmt: skip

@@ -34,7 +34,7 @@ def refusal(**body: Any) -> str:
     return shown
 
 
-def test_an_answer_is_streamed_unless_it_is_not_wanted() -> None:
+def test_an_answer_is_streamed_by_default() -> None:
     assert parse().response_options.stream and parse().route == "/api/chat"
     assert not parse(stream=False).response_options.stream
 
@@ -66,13 +66,13 @@ def test_a_format_is_any_object_or_a_schema() -> None:
     assert refusal(format="yaml") == 'format is "yaml"; it must be "json" or a JSON schema.'
 
 
-def test_thinking_is_a_wish_of_the_template() -> None:
+def test_think_becomes_a_variable_of_the_template() -> None:
     assert chat_of(parse(think=False)).template_kwargs == {"enable_thinking": False}
     wanted = {"reasoning_effort": "low", "enable_thinking": True}
     assert chat_of(parse(think="low")).template_kwargs == wanted
 
 
-def test_calls_and_their_results_find_each_other() -> None:
+def test_calls_and_their_results_are_matched() -> None:
     calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("add", "sub")]
     turns = [{"role": "assistant", "tool_calls": calls, "thinking": "hm"}]
     turns += [{"role": "tool", "tool_name": name, "content": name} for name in ("sub", "add")]
@@ -90,18 +90,18 @@ def test_images_are_base64_in_their_message() -> None:
     assert refusal(messages=[USER | {"images": ["?"]}]) == "The image is not valid base64."
 
 
-def test_a_last_message_of_the_assistant_goes_on() -> None:
+def test_a_last_message_of_the_assistant_is_completed() -> None:
     begun = {"role": "assistant", "content": "The"}
     assert chat_of(parse(messages=[USER, begun])).continue_final_message
 
 
-def test_who_asks_nothing_has_the_model_loaded() -> None:
+def test_a_request_without_a_prompt_loads_the_model() -> None:
     assert parse(messages=[]).sampling.max_tokens == 0
     assert parse_generate().sampling.max_tokens == 0
 
 
 @pytest.mark.parametrize("nothing", [0, 0.0, "0", "0s", "-0m0.0s"])
-def test_no_time_at_all_without_a_question_unloads_the_model(nothing: object) -> None:
+def test_keep_alive_zero_without_a_prompt_unloads_the_model(nothing: object) -> None:
     for body in ({"keep_alive": nothing}, {"keep_alive": nothing, "prompt": ""}):
         checked = requests.pack(GENERATE, GENERATE.read({"model": "m", **body}))
         assert checked.fields["unloads"] and checked.ignored == ()
@@ -110,24 +110,24 @@ def test_no_time_at_all_without_a_question_unloads_the_model(nothing: object) ->
 
 
 @pytest.mark.parametrize("time", [5, -1, 0.5, "5m", "-1", "1h30m", "1.5h", ".5s", "60"])
-def test_any_other_time_is_named_as_without_effect(time: object) -> None:
+def test_any_other_keep_alive_is_named_as_without_effect(time: object) -> None:
     body = {"model": "m", "options": {"num_ctx": 1}, "keep_alive": time}
     checked = requests.pack(GENERATE, GENERATE.read(body))
     assert not checked.fields["unloads"]
     assert checked.ignored == ("options.num_ctx", "keep_alive")
 
 
-def test_no_time_with_a_question_is_named_as_without_effect() -> None:
+def test_keep_alive_zero_with_a_prompt_is_named_as_without_effect() -> None:
     checked = requests.pack(CHAT, CHAT.read({"model": "m", "messages": [USER], "keep_alive": 0}))
     assert not checked.fields.get("unloads") and checked.ignored == ("keep_alive",)
 
 
 @pytest.mark.parametrize("time", ["soon", "", "5 m", "s", "1.s", "1d", True, [], {}, 9 * "1" + "x"])
-def test_a_time_that_is_none_is_refused_by_its_name(time: object) -> None:
+def test_an_invalid_keep_alive_is_refused_by_its_name(time: object) -> None:
     assert refusal(keep_alive=time).startswith("keep_alive is ")
 
 
-def test_generate_is_a_chat_a_text_or_a_gap() -> None:
+def test_generate_takes_a_chat_a_raw_text_or_an_infill() -> None:
     asked = chat_of(parse_generate(prompt="hi", system="Be brief."))
     assert [it["role"] for it in asked.messages] == ["system", "user"]
     raw = parse_generate(prompt="hi", raw=True)

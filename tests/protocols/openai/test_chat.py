@@ -69,12 +69,12 @@ def test_null_equals_absent(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [16.5, True, "16", [], {}])
-def test_no_type_is_taken_for_an_integer(value: Any) -> None:
+def test_a_value_of_another_type_is_not_accepted_as_an_integer(value: Any) -> None:
     assert refusal(max_tokens=value) == ("invalid_type", "max_tokens")
 
 
 @pytest.mark.parametrize("value", [True, "0.7", []])
-def test_no_type_is_taken_for_a_number(value: Any) -> None:
+def test_a_value_of_another_type_is_not_accepted_as_a_number(value: Any) -> None:
     assert refusal(temperature=value) == ("invalid_type", "temperature")
 
 
@@ -92,7 +92,7 @@ def test_an_integer_is_a_number() -> None:
     assert parse(temperature=0).sampling.is_greedy
 
 
-def test_the_message_has_the_figure_and_the_limit() -> None:
+def test_the_error_message_has_the_value_and_the_limit() -> None:
     with pytest.raises(RequestError) as caught:
         parse(temperature=101)
     assert caught.value.message == "temperature is 101; it must be from 0 to 100."
@@ -115,7 +115,7 @@ def test_a_neutral_unsupported_value_passes_and_another_does_not(name: str) -> N
     assert refusal(**{name: [{"x": 1}]}) == ("unsupported_parameter", name)
 
 
-def test_true_is_not_the_neutral_one() -> None:
+def test_true_is_not_the_neutral_value_one() -> None:
     assert refusal(length_penalty=True) == ("unsupported_parameter", "length_penalty")
     parse(length_penalty=1.0)
 
@@ -135,7 +135,7 @@ def test_more_min_tokens_than_max_tokens_is_refused() -> None:
     assert refusal(min_tokens=6, max_tokens=5) == ("invalid_value", "min_tokens")
 
 
-def test_the_models_defaults_stand_in_for_what_is_absent() -> None:
+def test_the_defaults_of_the_model_replace_missing_fields() -> None:
     model = FakeModel(defaults=Defaults(temperature=0.6, top_k=20))
     assert parse(model).sampling.temperature == 0.6
     assert parse(model).sampling.top_k == 20
@@ -158,17 +158,17 @@ def test_top_k_off_is_zero(top_k: int) -> None:
     assert parse(top_k=top_k).sampling.top_k == 0
 
 
-def test_a_seed_is_drawn_where_none_is_given() -> None:
+def test_a_seed_is_drawn_if_the_request_has_none() -> None:
     assert parse().sampling.seed != parse(seed=-1).sampling.seed
     assert parse(seed=-2).sampling.seed == -2
 
 
-def test_the_model_is_named_as_it_was_asked_for() -> None:
+def test_the_answer_names_the_model_as_the_request_did() -> None:
     assert parse().model == "headrace-mini"
     assert parse(model="org/other").model == "org/other"
 
 
-def test_more_choices_than_run_at_once_wait_for_their_turn() -> None:
+def test_n_may_exceed_the_number_of_slots_up_to_128() -> None:
     assert parse(n=9).n == 9 and parse(n=128).n == 128
     assert refusal(n=129) == ("invalid_value", "n")
 
@@ -228,7 +228,7 @@ def test_stream_options_without_a_stream_are_refused_if_they_ask_for_chunks() ->
     )
 
 
-def test_heartbeats_are_on_as_stream_is() -> None:
+def test_heartbeats_are_on_if_the_request_streams() -> None:
     assert parse(stream=True).response_options.heartbeat
     assert not parse().response_options.heartbeat
     assert parse(heartbeat=True).response_options.heartbeat
@@ -253,7 +253,7 @@ def test_text_parts_may_be_named_as_in_responses(kind: str) -> None:
     assert chat.messages[0]["content"] == "a"
 
 
-def test_what_templates_look_at_reaches_them_as_it_is() -> None:
+def test_message_fields_that_templates_read_are_passed_unchanged() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         USER | {"name": "Ann", "unknown": 1},
@@ -315,7 +315,7 @@ def test_template_variables_cannot_replace_the_conversation() -> None:
 
 
 @pytest.mark.parametrize("number", [1 << 64, -(1 << 63) - 1, 10**300])
-def test_an_integer_that_cannot_be_stored_is_refused_wherever_it_stands(number: int) -> None:
+def test_an_integer_that_cannot_be_stored_is_refused_in_any_field(number: int) -> None:
     inside = {"x": [{"y": number}]}
     assert refusal(chat_template_kwargs=inside) == ("invalid_value", "chat_template_kwargs")
     said = {"role": "assistant", "tool_calls": [inside]}
@@ -342,7 +342,7 @@ def test_any_json_is_a_request_or_a_400(body: dict[str, Any], has_messages: bool
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
 
 
-def test_a_history_of_another_provider_is_shown_as_what_templates_know() -> None:
+def test_a_history_of_another_provider_becomes_messages_that_templates_know() -> None:
     patch = {"type": "custom", "id": "c1", "custom": {"name": "apply_patch", "input": 'a "b"'}}
     file = {"filename": "a.txt", "file_data": "data:text/plain;base64,aGk="}
     messages = [

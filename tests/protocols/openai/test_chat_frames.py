@@ -77,7 +77,7 @@ def test_a_stream_has_these_bytes() -> None:
     ]
 
 
-def test_usage_comes_last_and_takes_the_timings_along() -> None:
+def test_usage_comes_last_together_with_the_timings() -> None:
     frames = frames_of(record_of(response_options={"include_usage": True}), *HI)
     assert frames[-3:] == [
         chunk(STOP),
@@ -102,7 +102,7 @@ def test_a_heartbeat_has_these_bytes() -> None:
     assert openai_chat.frames(record_of()).idle() == chunk(idle)
 
 
-def test_a_recovery_has_these_bytes_and_names_itself_only_if_asked_to() -> None:
+def test_a_recovery_has_these_bytes_and_is_named_only_on_request() -> None:
     event = Heartbeat(seq=0, at_ms=0, state="recovering", form="data", attempt=2)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
     named = record_of(response_options={"return_progress": True})
@@ -123,7 +123,7 @@ def test_progress_in_words_is_reasoning() -> None:
     assert said == chunk(b'{"index":0,"delta":' + delta + b',"finish_reason":null}')
 
 
-def test_a_load_has_these_bytes_and_tells_its_share_only_if_asked_to() -> None:
+def test_a_load_has_these_bytes_and_its_progress_only_on_request() -> None:
     event = Heartbeat(seq=0, at_ms=0, state="loading", form="data", progress=0.25)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
     named = record_of(response_options={"return_progress": True})
@@ -131,7 +131,7 @@ def test_a_load_has_these_bytes_and_tells_its_share_only_if_asked_to() -> None:
     assert frames_of(record_of(), event)[1] == chunk(idle)
 
 
-def test_chunks_name_the_fingerprint_from_when_it_is_known() -> None:
+def test_chunks_carry_the_fingerprint_once_it_is_known() -> None:
     record = msgspec.structs.replace(record_of(), system_fingerprint="")
     served = Served(seq=0, at_ms=0, system_fingerprint="fp_1", served=ServedSetup())
     frames = frames_of(record, served, tokens("hi"), ended())
@@ -143,7 +143,7 @@ def test_chunks_name_the_fingerprint_from_when_it_is_known() -> None:
     assert body.whole()["system_fingerprint"] == "fp_1"
 
 
-def test_progress_has_these_bytes_and_comes_only_if_asked_for() -> None:
+def test_progress_has_these_bytes_and_is_sent_only_on_request() -> None:
     event = progress(1024, time_ms=900)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
     more = b',"prompt_progress":{"total":2048,"cache":512,"processed":1024,"time_ms":900}'
@@ -160,7 +160,7 @@ def test_progress_in_the_form_of_llama_cpp_has_no_choices() -> None:
     assert told["choices"] == [] and told["prompt_progress"]["processed"] == 1024
 
 
-def test_the_place_in_the_queue_has_these_bytes_and_comes_only_if_asked_for() -> None:
+def test_the_queue_position_has_these_bytes_and_is_sent_only_on_request() -> None:
     event = Queued(seq=0, at_ms=0, position=3, waiting=7, eta_ms=1200)
     idle = b'{"index":0,"delta":{},"finish_reason":null}'
     more = b',"queue":{"position":3,"waiting":7,"eta_ms":1200}'
@@ -179,7 +179,7 @@ def test_an_error_in_mid_stream_has_no_done() -> None:
     assert len(frames) == 3
 
 
-def test_each_choice_has_its_role_its_end_and_the_last_one_the_timings() -> None:
+def test_each_choice_has_a_role_and_an_end_and_the_last_frame_has_timings() -> None:
     events = (tokens("a", 1), tokens("b", 2, choice=1), ended(choice=1), ended("length"))
     frames = parsed(frames_of(record_of(n=2), *events))
     assert [frame["choices"][0]["index"] for frame in frames] == [0, 1, 0, 1, 1, 0]
@@ -192,13 +192,13 @@ def test_held_text_precedes_the_finish() -> None:
     assert frames[2]["choices"][0]["delta"] == {}
 
 
-def test_a_stop_string_is_the_reason() -> None:
+def test_the_finish_reason_of_a_stop_string_is_stop() -> None:
     (choice,) = parsed(frames_of(record_of(), ended("stop", "\n\n")))[-1]["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "\n\n")
     assert json.loads(answer_of(record_of(), ended("stop", 7)))["choices"][0]["stop_reason"] == 7
 
 
-def test_tokens_without_text_are_silent() -> None:
+def test_tokens_without_text_send_no_frame() -> None:
     assert len(frames_of(record_of(), tokens("", 5), tokens("", 6), ended())) == 3
 
 
@@ -221,7 +221,7 @@ def test_timings_per_token_ride_on_every_text() -> None:
     assert [f["timings"]["predicted_n"] for f in frames[1:]] == [1, 2, 2]
 
 
-def test_timings_tell_of_guesses_where_there_were_some() -> None:
+def test_timings_count_draft_tokens_if_there_were_any() -> None:
     guessed = msgspec.structs.replace(tokens("ab", 1, 2), num_guessed=4, num_accepted=1)
     for event, expected in ((guessed, (4, 1)), (tokens("ab", 1, 2), (None, None))):
         *_, last = parsed(frames_of(record_of(), event, ended()))
@@ -242,7 +242,7 @@ def test_joined_token_ids_are_the_counted_tokens() -> None:
 ENTRIES = (logprob("H", -0.5, logprob("H", -0.5)), logprob("ï", -0.25))
 
 
-def test_log_probabilities_stand_before_the_finish_reason() -> None:
+def test_log_probabilities_come_before_the_finish_reason() -> None:
     frames = frames_of(record_of(num_logprobs=1), tokens("Hï", 5, 6, logprobs=ENTRIES), ended())
     entry = b'{"token":"H","logprob":-0.5,"bytes":[72]'
     assert frames[1] == chunk(

@@ -138,7 +138,7 @@ def test_echo_starts_with_null() -> None:
     assert shown["text_offset"] == [0, 1, 2]
 
 
-def test_a_special_token_that_is_not_shown_moves_no_later_offset() -> None:
+def test_a_hidden_special_token_does_not_shift_later_offsets() -> None:
     prompt = (logprob("<s>", None), logprob("p"))
     events = (tokens("p", logprobs=prompt), tokens("r", 1, logprobs=(logprob("r"),)), ended())
     assert logprobs_of(*events)["text_offset"][-1] == 1

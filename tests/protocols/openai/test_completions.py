@@ -28,7 +28,7 @@ def test_a_prompt_has_four_forms() -> None:
     assert parse(prompt=[[1], [2, 3]]).prompts == (Ids((1,)), Ids((2, 3)))
 
 
-def test_a_request_has_no_more_choices_than_a_server_can_bear() -> None:
+def test_more_than_1024_choices_over_all_prompts_are_refused() -> None:
     assert parse(prompt=["hi"] * 128, n=8).num_choices == 1024
     with pytest.raises(RequestError) as refused:
         parse(prompt=["hi"] * 129, n=8)
@@ -68,7 +68,7 @@ def test_an_id_outside_the_vocabulary_is_shown_with_the_limit() -> None:
         parse(prompt=[256])
 
 
-def test_sixteen_tokens_by_default_and_none_if_asked() -> None:
+def test_max_tokens_is_sixteen_by_default_and_may_be_zero() -> None:
     assert parse().sampling.max_tokens == 16
     assert parse(max_tokens=0).sampling.max_tokens == 0
     assert parse(max_tokens=-1).sampling.max_tokens is None
@@ -95,7 +95,7 @@ def test_special_tokens_can_be_left_out_of_text() -> None:
     assert parse(add_special_tokens=False).prompts == (Text("hi", False),)
 
 
-def test_a_suffix_needs_a_model_that_has_marks_for_it_and_a_text_before() -> None:
+def test_a_suffix_needs_a_model_with_infill_tokens_and_a_text_prompt() -> None:
     assert parse(suffix="").prompts == (Text("hi"),)
     with pytest.raises(RequestError, match="was trained to fill in the middle") as refused:
         parse(suffix="x")

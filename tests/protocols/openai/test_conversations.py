@@ -33,7 +33,7 @@ def kept_by_a_response(*items: dict[str, Any], num_past: int) -> bytes:
     return msgspec.msgpack.encode(StoredBody(encode(items), b"{}", num_past=num_past))
 
 
-def test_a_response_that_failed_or_runs_adds_nothing() -> None:
+def test_a_failed_or_running_response_adds_no_items() -> None:
     kept = kept_by_a_response(said("old", id="msg_1"), said("new"), num_past=1)
     assert [it["content"] for it in items_in(use("copy", kept))] == ["old"]
 
@@ -47,7 +47,7 @@ def test_a_response_that_completed_adds_its_input_and_output() -> None:
     assert msgspec.json.decode(whole.items) == listed["data"]
 
 
-def test_items_with_equal_ids_get_distinct_ids_that_stay() -> None:
+def test_items_with_equal_ids_get_stable_distinct_ids() -> None:
     made = use("create", body={"items": [said("a", id="x"), said("b", id="x")]})
     assert [it["id"] for it in items_in(made)] == ["x", "msg_bi1"]
     again = use("add", made.kept, body={"items": [said("c", id="x")]})
@@ -55,7 +55,7 @@ def test_items_with_equal_ids_get_distinct_ids_that_stay() -> None:
     assert msgspec.json.decode(again.answer)["data"][0]["id"] == "msg_bi2"
 
 
-def test_an_output_that_names_its_call_by_its_own_id_keeps_its_call() -> None:
+def test_an_output_with_the_id_of_its_call_gets_that_call_id() -> None:
     action = {"type": "exec", "command": ["ls"]}
     call = {"type": "local_shell_call", "id": "lsh_1", "call_id": "call_1", "action": action}
     output = {"type": "local_shell_call_output", "id": "lsh_1", "output": "a.txt"}
@@ -64,7 +64,7 @@ def test_an_output_that_names_its_call_by_its_own_id_keeps_its_call() -> None:
     assert items == [call, output | {"id": "item_bi1", "call_id": "lsh_1"}]
 
 
-def test_metadata_are_replaced_and_null_removes_them() -> None:
+def test_metadata_is_replaced_and_null_removes_it() -> None:
     made = use("create", body={"metadata": {"a": "b"}, "items": None})
     for metadata in ({"c": "d"}, None):
         changed = use("update", made.kept, body={"metadata": metadata})
@@ -73,7 +73,7 @@ def test_metadata_are_replaced_and_null_removes_them() -> None:
         use("update", made.kept)
 
 
-def test_a_conversation_with_too_many_items_still_lets_items_be_removed(
+def test_items_can_be_removed_from_a_conversation_with_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = use("create", body={"items": [said(str(number)) for number in range(20)]})

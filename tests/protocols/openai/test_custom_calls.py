@@ -21,7 +21,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 @given(st.text(), st.lists(st.integers(0, 1000), max_size=8), st.booleans())
 @example('a "b" \\ \n \U0001f600', list(range(80)), True)
-def test_the_text_of_input_is_the_same_for_any_cut(
+def test_the_input_text_does_not_depend_on_chunk_boundaries(
     text: str, places: list[int], is_ascii: bool
 ) -> None:
     found = InputText()
@@ -42,7 +42,7 @@ def test_the_text_of_input_is_the_same_for_any_cut(
         ("no JSON", "no JSON"),
     ],
 )
-def test_what_a_model_wrote_otherwise_is_passed_on(arguments: str, text: str) -> None:
+def test_arguments_in_another_form_are_passed_on_unchanged(arguments: str, text: str) -> None:
     found = InputText()
     assert found.feed(arguments) + found.end() == text
 
@@ -57,7 +57,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_custom_calls_of_a_chat_are_streamed_as_they_are_answered_whole(size: int) -> None:
+def test_streamed_custom_calls_of_a_chat_equal_the_whole_answer(size: int) -> None:
     calls = CallDeltas(PLACE, ("sql",))
     deltas = [it for i in range(0, 5, size) for it in calls.add(PIECES[i : i + size])]
     deltas += calls.end()
@@ -74,7 +74,7 @@ def test_custom_calls_of_a_chat_are_streamed_as_they_are_answered_whole(size: in
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
-def test_calls_are_whole_however_many_pieces_they_have_and_in_any_order(size: int) -> None:
+def test_calls_are_complete_for_any_number_and_order_of_pieces(size: int) -> None:
     pieces = [
         ChannelPiece('{"q"', TOOL, 0, "look"),
         ChannelPiece('{"input": "sel', TOOL, 1, "sql"),
@@ -151,7 +151,7 @@ def test_a_fixed_tool_answers_with_an_item_of_its_type(
     assert added["item"]["id"] == done["item"]["id"]
 
 
-def test_the_text_of_a_custom_call_is_told_as_it_grows() -> None:
+def test_the_input_of_a_custom_call_is_streamed() -> None:
     events = events_of("custom", '{"input": "select"}')
     assert [it["type"].removeprefix("response.") for it in events] == [
         "output_item.added",

@@ -197,7 +197,7 @@ def test_an_answer_that_runs_out_of_tokens_is_incomplete() -> None:
     assert last["response"]["output"][0]["status"] == "incomplete"
 
 
-def test_an_answer_of_no_text_is_a_message_of_none() -> None:
+def test_an_answer_without_text_is_an_empty_message() -> None:
     (item,) = answer_of(record_of(), ended(ids=(2,)))["output"]
     assert (item["type"], item["content"][0]["text"]) == ("message", "")
 
@@ -213,7 +213,7 @@ def test_a_stream_that_was_stopped_is_cancelled() -> None:
     assert answer_of(record_of(), error("cancelled"))["status"] == "cancelled"
 
 
-def test_a_background_response_is_queued_until_something_is_done() -> None:
+def test_a_background_response_is_queued_until_work_starts() -> None:
     record = record_of(response_options={"background": True})
     events = told(frames_of(record, progress(600), *HI))
     kinds = [event["type"] for event in events[:4]]
@@ -232,7 +232,7 @@ def test_a_keepalive_repeats_the_last_number() -> None:
     )
 
 
-def test_a_keepalive_before_the_first_resumed_event_has_the_number_of_the_cursor() -> None:
+def test_a_keepalive_before_the_first_resumed_event_repeats_the_cursor() -> None:
     """A client may take the number of any event as its next cursor."""
     resumed = _FramesAfter(record_of(), 23)
     resumed.render(progress(600))
@@ -257,7 +257,7 @@ def test_queue_progress_and_recovery_ride_on_keepalives_if_asked_for() -> None:
     assert len(told(frames_of(record_of(), queued, progress(1024)))) == 3
 
 
-def test_a_call_into_a_namespace_names_both() -> None:
+def test_a_call_of_a_function_in_a_namespace_names_both() -> None:
     kept = msgspec.msgpack.encode(StoredBody(namespaces={"mcp__w__get": "mcp__w"}))
     call = (piece("", TOOL, 0, "mcp__w__get"), piece("{}", TOOL, 0), ended("tool_calls"))
     events = told(frames_of(record_of(kept=kept), *call))
@@ -268,7 +268,7 @@ def test_a_call_into_a_namespace_names_both() -> None:
     assert plain["name"] == "mcp__w__get" and "namespace" not in plain
 
 
-def test_progress_stands_on_a_numbered_event_that_clients_count() -> None:
+def test_progress_is_sent_on_a_numbered_event() -> None:
     options = {"return_progress": True}
     record = msgspec.structs.replace(record_of(response_options=options), rendering=RENDERING)
     event = told(frames_of(record, progress(1024)))[2]
@@ -277,7 +277,7 @@ def test_progress_stands_on_a_numbered_event_that_clients_count() -> None:
     assert event["prompt_progress"]["processed"] == 1024
 
 
-def test_progress_in_words_is_a_reasoning_item_in_which_the_models_own_goes_on() -> None:
+def test_progress_in_words_opens_the_reasoning_item_of_the_model() -> None:
     options = {"return_progress": True, "progress_in_words": True}
     record = msgspec.structs.replace(record_of(response_options=options), rendering=RENDERING)
     slow = progress(1280, time_ms=30_000)
@@ -291,7 +291,7 @@ def test_progress_in_words_is_a_reasoning_item_in_which_the_models_own_goes_on()
     assert numbers == list(range(len(numbers)))
 
 
-def test_logprobs_stand_on_deltas_and_on_the_text() -> None:
+def test_deltas_and_the_final_text_carry_logprobs() -> None:
     entry = logprob("H", -0.5, logprob("J", -1.5))
     events = told(frames_of(record_of(num_logprobs=1), tokens("H", 5, logprobs=(entry,)), ended()))
     shown = {"token": "H", "bytes": [72], "logprob": -0.5}

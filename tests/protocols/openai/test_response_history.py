@@ -26,7 +26,7 @@ def said(role: str) -> dict[str, Any]:
     return {"type": "message", "role": role}
 
 
-def test_no_cut_separates_a_call_from_its_output() -> None:
+def test_truncation_never_separates_a_call_from_its_output() -> None:
     items = [said("user"), call("a"), call("b"), output("b"), output("a"), call("c"), output("c")]
     assert cut_points(items) == [0, 1, 5]
 
@@ -62,7 +62,7 @@ def test_ids_of_a_wrong_type_are_ignored() -> None:
     ]
 
 
-def test_runs_of_numbers_have_a_first_and_a_last() -> None:
+def test_runs_of_numbers_are_stored_as_first_and_last() -> None:
     assert runs_of([1, 2, 3, 6, 8, 9]) == [[1, 3], [6, 6], [8, 9]] and runs_of([]) == []
 
 

@@ -54,7 +54,7 @@ def refused(**body: Any) -> tuple[str, str | None]:
     return error.value.code, error.value.param
 
 
-def test_a_string_is_a_message_of_the_users_after_the_instructions() -> None:
+def test_a_string_input_is_a_user_message_after_the_instructions() -> None:
     assert chat_of(instructions="Be brief.").messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "hi"},
@@ -125,7 +125,7 @@ def test_a_call_into_a_namespace_comes_back_as_the_model_wrote_it() -> None:
     assert turn["tool_calls"][0]["function"]["name"] == "mcp__weather__get_weather"
 
 
-def test_an_effort_switches_thought_on_or_off() -> None:
+def test_reasoning_effort_turns_thinking_on_or_off() -> None:
     kwargs = chat_of(reasoning={"effort": "none"}).template_kwargs
     assert kwargs == {"reasoning_effort": "none", "enable_thinking": False}
     assert chat_of(reasoning={"effort": "low"}).template_kwargs["enable_thinking"] is True
@@ -213,7 +213,7 @@ def test_items_are_listed_in_pages_of_either_order() -> None:
         items_page(2, True, "msg_unknown")
 
 
-def test_an_old_record_without_what_was_kept_still_opens() -> None:
+def test_an_old_record_without_kept_items_can_be_opened() -> None:
     raw = msgspec.msgpack.decode(msgspec.msgpack.encode(request_of()))
     del raw["kept"]
     assert msgspec.convert(raw, Request, strict=False).kept == b""
@@ -268,7 +268,7 @@ SHOT = {"type": "computer_screenshot", "image_url": "data:image/png;base64,AA=="
         ),
     ],
 )
-def test_calls_of_every_type_are_shown_as_calls_of_functions_with_their_results(
+def test_calls_of_every_type_become_function_calls_with_results(
     call: dict[str, Any], output: dict[str, Any], shown: Any, result: str
 ) -> None:
     turn, told = chat_of([call, output]).messages
@@ -324,7 +324,7 @@ def test_calls_of_every_type_are_shown_as_calls_of_functions_with_their_results(
         ),
     ],
 )
-def test_what_another_provider_made_is_shown_where_it_carries_text(
+def test_items_of_another_provider_are_shown_if_they_have_text(
     foreign: dict[str, Any], messages: list[tuple[str, str]]
 ) -> None:
     shown = chat_of([foreign]).messages
@@ -351,7 +351,7 @@ SEARCHED = item("tool_search_output", call_id="s1", tools=[FOUND, {"type": "web_
 ADDED = item("additional_tools", role="developer", tools=[{"type": "custom", "name": "sql"}])
 
 
-def test_tools_that_items_bring_along_are_offered() -> None:
+def test_tools_defined_in_input_items_are_offered() -> None:
     first = [{"role": "user", "content": "x"}, SEARCHED, ADDED]
     checked = checked_of(input=first, tools=[ADD | {"name": "look"}])
     assert [tool["function"]["name"] for tool in chat_of(first).tools] == ["look", "sql"]
@@ -362,7 +362,7 @@ def test_tools_that_items_bring_along_are_offered() -> None:
     assert open_kept(checked.kept).kinds == {"sql": "custom"}
 
 
-def test_a_conversation_that_goes_on_keeps_the_tools_that_were_found() -> None:
+def test_a_continued_conversation_keeps_the_tools_found_by_search() -> None:
     first = checked_of(input=[SEARCHED, ADDED])
     for asked, names in [({}, ["look", "sql"]), ({"tool_choice": "none"}, [])]:
         more = checked_of(input="y", previous_response_id="resp_1", **asked)
@@ -397,7 +397,7 @@ def test_items_of_earlier_responses_take_the_place_of_references_to_them() -> No
     assert [it["id"] for it in kept[:3]] == [asked["id"], sent[1]["id"], unknown["id"]]
 
 
-def test_the_last_ids_that_a_client_gave_its_items_are_indexed() -> None:
+def test_the_newest_client_item_ids_are_indexed() -> None:
     texts = [{"role": "user", "content": "x", "id": f"msg_{i}"} for i in range(1010)]
     odd = [texts[0] | {"id": id} for id in ("with blanks", "", "x" * 129, "é", None)]
     referred = [item("item_reference", id="msg_of_another")]
@@ -412,7 +412,7 @@ def test_an_image_that_another_provider_stores_is_skipped_and_named() -> None:
     assert checked.ignored == ("input[0].content[1]",)
 
 
-def test_what_carries_no_text_is_skipped_and_named_and_comes_back_as_it_came() -> None:
+def test_items_without_text_are_skipped_but_returned_as_sent() -> None:
     said = item("message", role="user", content=[item("input_text", text="x", own=1)])
     checked = checked_of(input=[*TEXTLESS, said])
     assert checked.ignored == tuple(f"input[{i}]" for i in range(len(TEXTLESS)))

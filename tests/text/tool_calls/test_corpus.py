@@ -40,7 +40,7 @@ def test_every_format_has_its_cases() -> None:
 
 
 @pytest.mark.parametrize("name, text, expected", CASES)
-def test_a_call_comes_out_as_a_client_expects_it_in_every_cut(
+def test_every_call_of_the_corpus_is_parsed_at_any_chunk_boundaries(
     name: str, text: str, expected: Expected
 ) -> None:
     assert found(name, [text]) == expected
@@ -61,7 +61,7 @@ SCRAPS = [
 @pytest.mark.parametrize("name", CORPUS)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), cuts=st.sets(st.integers(1, 150)))
-def test_scraps_of_calls_in_any_order_come_out_the_same_in_any_cut(
+def test_random_call_fragments_do_not_depend_on_chunk_boundaries(
     name: str, data: st.DataObject, cuts: set[int]
 ) -> None:
     made = format_of(name)

@@ -34,13 +34,13 @@ def rendered(*messages: dict[str, Any], template: ChatTemplate = SYSTEMLESS, **m
     return render(template, with_tools_as_text(chat)).text
 
 
-def test_a_template_without_tools_is_served_by_the_generic_form_and_none_by_nothing() -> None:
+def test_a_template_without_tools_uses_the_generic_tool_format() -> None:
     assert tool_format(TURNS_TEMPLATE) == "generic"
     assert tool_format("") == ""
     assert tool_format("{{ tools }}") == "hermes"
 
 
-def test_the_model_is_told_each_tool_before_the_conversation() -> None:
+def test_the_prompt_describes_each_tool_before_the_conversation() -> None:
     text = rendered({"role": "system", "content": "Be brief."}, ASKED, template=WITH_SYSTEM)
     head, _, question = text.partition("<user>")
     assert head.startswith("<system>Be brief.\n\n") and question == ASKED["content"]
@@ -48,13 +48,13 @@ def test_the_model_is_told_each_tool_before_the_conversation() -> None:
     assert json.loads(lines[0]) == {"name": "weather", "parameters": PARAMETERS}
 
 
-def test_where_the_system_has_no_place_the_user_says_it_all() -> None:
+def test_tools_are_described_in_the_user_message_if_there_is_no_system_role() -> None:
     assert WITH_SYSTEM.shows_system and not SYSTEMLESS.shows_system
     text = rendered({"role": "system", "content": "Be brief."}, ASKED)
     assert text.startswith("[user]Be brief.\n\n") and text.endswith(ASKED["content"] + "[model]")
 
 
-def test_calls_and_results_are_turns_of_a_template_that_knows_only_two_roles() -> None:
+def test_calls_and_results_become_turns_of_a_template_with_two_roles() -> None:
     said = {"role": "assistant", "content": "", "tool_calls": [call(), call("call_2")]}
     thanks = {"role": "user", "content": "Thanks!"}
     text = rendered(ASKED, said, result("sunny"), result("rain", "call_2"), thanks)
@@ -63,7 +63,7 @@ def test_calls_and_results_are_turns_of_a_template_that_knows_only_two_roles() -
     assert text.endswith(f"[model]{written}\n{written}[user]{told}[model]")
 
 
-def test_a_conversation_goes_on_in_words_when_no_tools_are_sent_any_more() -> None:
+def test_calls_stay_in_the_history_if_a_request_sends_no_tools() -> None:
     said = {"role": "assistant", "content": "Let me see.", "tool_calls": [call(arguments={})]}
     text = rendered(ASKED, said, result("sunny"), tools=())
     assert '[model]Let me see.\n{"name": "weather", "arguments": {}}[user]Result' in text

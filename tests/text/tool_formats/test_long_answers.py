@@ -38,7 +38,7 @@ def parsed(name: str, *parts: str) -> list[CallDelta]:
     ],
     ids=["no value ends", "no key ends", "spaces", "ends"],
 )
-def test_a_call_of_glm_that_never_ends_is_given_up_soon(text: str) -> None:
+def test_a_glm_call_that_never_ends_is_given_up_early(text: str) -> None:
     parsed("glm", text + "</tool_call>")
 
 
@@ -55,7 +55,7 @@ def test_a_call_of_glm_that_never_ends_is_given_up_soon(text: str) -> None:
     ],
     ids=["no quotes", "quotes", "no text ends", "deep", "a word", "spaces"],
 )
-def test_a_call_of_gemma_4_that_is_damaged_is_given_up_soon(text: str) -> None:
+def test_a_damaged_gemma_4_call_is_given_up_early(text: str) -> None:
     parsed("gemma4", "call:f{" + text + "<tool_call|>")
 
 
@@ -77,9 +77,7 @@ def test_a_call_of_gemma_4_that_is_damaged_is_given_up_soon(text: str) -> None:
 )
 @pytest.mark.parametrize("start", ["", "f(", "f(x='"])
 @pytest.mark.parametrize("size", [7, 1 << 20])
-def test_a_call_of_olmo_3_that_is_damaged_is_given_up_soon(
-    start: str, text: str, size: int
-) -> None:
+def test_a_damaged_olmo_3_call_is_given_up_early(start: str, text: str, size: int) -> None:
     whole = start + text + ")</function_calls>"
     parsed("olmo3", *(whole[at : at + size] for at in range(0, len(whole), size)))
 
@@ -101,7 +99,7 @@ def test_a_start_of_a_call_that_goes_on_for_ever_is_matched_once(text: str) -> N
 
 
 @pytest.mark.usefixtures("limited")
-def test_a_call_of_qwen_that_forgets_its_ends_is_parsed_soon() -> None:
+def test_a_qwen_call_without_end_tags_is_parsed_quickly() -> None:
     parsed("qwen3-coder", "<function=f>" + "<parameter=a>\n" * 5_000 + "</tool_call>")
 
 
