@@ -1,4 +1,4 @@
-"""Streams side by side on a server with several engines, and what its state says of these."""
+"""Concurrent streams on a server with several engines, and the state of its replicas."""
 
 import json
 import time
@@ -15,7 +15,7 @@ LIMIT_S = 240
 
 
 def up(url: str) -> list[dict[str, Any]]:
-    """The replicas that are up."""
+    """Return the replicas that are up."""
     state = httpx.get(f"{url}/manage/state", timeout=LIMIT_S).json()
     return [it for it in state["replicas"] if it["state"] == "up"]
 
@@ -57,7 +57,7 @@ class Following:
 
 
 def at_once(url: str, number: int, max_tokens: int, act: Callable[[], None]) -> list[Following]:
-    """Streams side by side; `act` is called once each of them has text."""
+    """Follow concurrent streams; call `act` once each of them has received text."""
     streams = [Following(url, f"stream {n % 4}", max_tokens) for n in range(number)]
     with ThreadPoolExecutor(number) as pool:
         running = [pool.submit(stream.follow) for stream in streams]

@@ -1,4 +1,4 @@
-"""JSON schemas for tests: those whose answers are short, and those that may go on."""
+"""JSON schemas for tests: some have short answers, others have unbounded ones."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def _trees(leaves: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
 
 
 bounded = _trees(st.one_of(_LEAVES))
-"""Every answer ends after a few hundred characters, white space included."""
+"""Schemas whose answers have at most a few hundred characters with white space."""
 
 endless = _trees(st.one_of([*_LEAVES, *_ENDLESS]))
 
@@ -109,4 +109,4 @@ ZOD_EMAIL = (
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]"
     r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 )
-"""What `z.email()` of Zod 4 writes beside `"format": "email"`."""
+"""The pattern that Zod 4's `z.email()` adds to `"format": "email"`."""

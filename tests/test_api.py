@@ -1,4 +1,4 @@
-"""The names of `import headrace`, as a type checker and a program outside see them."""
+"""Tests the public names of `import headrace` as another project uses them."""
 
 import subprocess
 import sys

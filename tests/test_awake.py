@@ -1,4 +1,4 @@
-"""Limits that count only while this process runs."""
+"""Tests time limits that count only while this process runs."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from headrace_common.system.awake import Countdown, ProcessStops, within
 
 
 class Loop:
-    """One whose clock the test moves; timers run when they are told to."""
+    """A fake event loop whose clock and timers the test controls."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class Loop:
         self.due.clear()
 
     def run(self, late_s: float = 0.0) -> None:
-        """The next timer, that late."""
+        """Run the next timer, late by this many seconds."""
         at, callback, arguments = self.due.pop(0)
         self.now = at + late_s
         callback(*arguments)  # type: ignore[operator]
@@ -62,7 +62,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(loop: Loop, num_be
     assert not called
     while loop.due:
         loop.run()
-    assert called == [600 + 80 + 10]  # the tick in which it was stopped, again
+    assert called == [600 + 80 + 10]  # the tick during which the process was stopped is repeated
 
 
 async def test_a_limit_of_zero_seconds_is_reached_at_once() -> None:
@@ -99,7 +99,7 @@ def test_a_stop_is_noticed_before_any_thread_has_run() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == b"False\n"
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        time.sleep(awake.STOPPED_S + 1.5)  # a stop has a length
+        time.sleep(awake.STOPPED_S + 1.5)  # only a pause longer than STOPPED_S counts as a stop
         child.send_signal(signal.SIGCONT)
         assert child.stdout.readline() == b"True False\n"
 
@@ -108,5 +108,5 @@ def test_a_long_wait_does_not_count_as_a_stop(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(awake, "_TICK_S", 0.01)
     monkeypatch.setattr(awake, "STOPPED_S", 2.0)
     with ProcessStops() as stops:
-        time.sleep(2.5)  # the thread ticks meanwhile
+        time.sleep(2.5)  # the thread keeps ticking
         assert not stops.take()

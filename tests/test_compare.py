@@ -1,4 +1,4 @@
-"""Every test and suite that these pages mention exists."""
+"""Tests that every test and suite named in the docs exists."""
 
 import re
 import tomllib

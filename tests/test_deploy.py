@@ -1,4 +1,4 @@
-"""The files that others start a server with, as far as they can be checked without starting it."""
+"""Checks the deployment files without starting a server."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_the_systemd_unit_uses_flags_that_exist() -> None:
 
 
 def test_the_dockerfile_has_only_steps_that_the_image_test_runs() -> None:
-    """By `make test-image`, which needs root."""
+    """Allows only the instructions that `make test-image`, which needs root, can run."""
     steps = list(read_steps((DEPLOY / "Dockerfile").read_text()))
     done = {"FROM", "RUN", "COPY", "ENV", "ARG", "USER", "WORKDIR", *START}
     assert {step.name for step in steps} <= done

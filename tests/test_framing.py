@@ -1,4 +1,4 @@
-"""Frames come as they were sent, blocking and not, or not at all."""
+"""Tests that frames are received completely or not at all, blocking and in asyncio."""
 
 import asyncio
 import socket

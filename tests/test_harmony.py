@@ -1,4 +1,4 @@
-"""Grammars behind gpt-oss's reasoning: every answer of a tiny random model is a message of it."""
+"""Tests that a tiny random model writes valid Harmony messages after its reasoning."""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ TOOLS = [
 
 
 class Speaker:
-    """A model that often reasons, for about ten tokens: ends of messages are likely."""
+    """A model biased to reason often, for about ten tokens."""
 
     def __init__(self, llm: LLM, ids: dict[str, int]) -> None:
         self._llm = llm
@@ -36,9 +36,9 @@ class Speaker:
         self.ids = ids
 
     def answers(self, analysis: float = 2.0, **fields: Any) -> list[Any]:
-        """Asks six times; returns the answers that came to their end.
+        """Ask six times; return the answers that ended before the length limit.
 
-        `analysis` is the bias of its first letter.
+        `analysis` is the logit bias of the first letter of the word "analysis".
         """
         bias = {str(self.ids["<|end|>"]): 5.0, str(self.ids["a"]): analysis}
         fields = self._fields | {"logit_bias": bias} | fields

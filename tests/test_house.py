@@ -1,4 +1,4 @@
-"""The house rules that a test can hold: sizes, words, empty package files, light imports."""
+"""Tests the code style: sizes, names, empty package files and light imports."""
 
 import ast
 import subprocess
@@ -20,17 +20,17 @@ BESIDE = {
     "tools": (),
     "mini": (),
 }
-"""Folders of code beside the package, and those of them that each may import."""
+"""Folders of code beside the package, and the folders that each may import."""
 
 WRITTEN_AND_READ = {
     *("Accepted", "Error", "Event", "Finish", "Heartbeat", "Progress", "Queued", "Tokens"),
 }
-"""Events of a stream: the server writes them, and the client reads them, who share no code."""
+"""Stream events that the server writes and the client reads; the two share no code."""
 
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """All nodes of a file's tree, the module first."""
+    """Return all nodes of a file's syntax tree, the module first."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 
@@ -66,7 +66,7 @@ def test_no_two_classes_have_the_same_name() -> None:
 
 
 def test_no_function_is_called_through_getattr() -> None:
-    """An import contract sees no such call, and a reader finds neither end of it."""
+    """Forbids such calls because import contracts and readers cannot follow them."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in SOURCES
@@ -79,10 +79,10 @@ def test_no_function_is_called_through_getattr() -> None:
 
 @pytest.mark.parametrize("package", ["headrace", "headrace_common", "headrace_engine"])
 def test_only_the_module_of_a_class_writes_the_fields_of_its_objects(package: str) -> None:
-    """So an object is whole once it is built, and a reader finds all writes beside its class.
+    """Keeps all writes to a field in the module of its class, where a reader finds them.
 
-    Excepted are objects of libraries, plain data that the function itself makes, and the models,
-    since torch's modules are put together by assignment.
+    Exceptions are objects of libraries, plain data that the function itself creates, and models,
+    since torch modules are assembled by assignment.
     """
     ours = {name for path in SOURCES if is_imported_by(package, path) for name in fields(path)}
     found = [
@@ -98,7 +98,7 @@ OF_LIBRARIES = {
     "headrace": {"chat_live.py: child.type", "chat_live.py: task.total"},
     "headrace_common": {"load_bar.py: task.total"},
 }
-"""Objects of libraries with a field that one of our classes has, too, under the same name."""
+"""Writes to library objects whose field has the same name as a field of our classes."""
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def is_imported_by(package: str, path: Path) -> bool:
 
 @cache
 def fields(path: Path) -> set[str]:
-    """The fields of a module's classes: what they declare, and what their methods assign."""
+    """Return the fields that a module's classes declare or assign in their methods."""
     found = set()
     for each in (node for node in nodes(path) if isinstance(node, ast.ClassDef)):
         found |= {t.id for n in each.body for t in assigned(n) if isinstance(t, ast.Name)}
@@ -132,7 +132,7 @@ def fields(path: Path) -> set[str]:
 
 
 def foreign_writes(tree: list[ast.AST], fields: set[str]) -> list[ast.Attribute]:
-    """The assignments to these fields, but of `self` and of new objects of plain data."""
+    """Return assignments to these fields of objects other than `self` and new plain data."""
     written = [
         target
         for node in tree
@@ -148,7 +148,7 @@ def foreign_writes(tree: list[ast.AST], fields: set[str]) -> list[ast.Attribute]
 
 
 def assigned(node: ast.AST) -> list[ast.expr]:
-    """The targets of a statement, without the tuples around them."""
+    """Return the targets of a statement, with tuples unpacked."""
     targets = list(node.targets) if isinstance(node, ast.Assign) else []
     if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.AsyncFor):
         targets = [node.target]
@@ -169,7 +169,7 @@ def root_of(target: ast.expr) -> str:
 
 
 def made_in(function: ast.AST) -> set[str]:
-    """The variables that hold plain data, or a library's object, which the function made."""
+    """Return the variables that hold plain data or library objects created in the function."""
     found = set()
     for node in ast.walk(function):
         value = getattr(node, "value", None) if assigned(node) else None
@@ -188,7 +188,7 @@ def defined() -> set[str]:
 
 @cache
 def plain_data() -> set[str]:
-    """The classes that only name their fields, with msgspec or as dataclasses."""
+    """Return the names of dataclasses and msgspec structs."""
     classes = [n for path in SOURCES for n in nodes(path) if isinstance(n, ast.ClassDef)]
     marks = ("msgspec.Struct", "dataclass")
     return {
@@ -241,7 +241,7 @@ def test_code_beside_the_package_imports_only_from_allowed_folders(folder: str) 
 
 @pytest.mark.parametrize("folder", [*BESIDE])
 def test_other_code_does_not_import_the_modules_of_the_kernels(folder: str) -> None:
-    """And their own tests know nothing else; within src, import contracts hold both."""
+    """Also forbids tests of kernels to import the server; contracts check this in src."""
     own, hidden = ROOT / "tests" / "kernels", {path.stem for path in KERNELS.glob("*.py")}
 
     def is_barred(path: Path, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The engine in this process, against a server with the same model, and from many threads."""
+"""Tests the in-process engine, from many threads and against a server."""
 
 import gc
 import threading
@@ -32,7 +32,7 @@ from tools.harness.tiny_adapters import ATTENTION, make_adapter
 CHAT = [{"role": "user", "content": "hi"}]
 ENDLESS = {"ignore_eos": True, "max_tokens": 800}
 WHOLE = {"threads": 1, "max_model_len": 1024, "max_stall_ms": "off", "max_step_ms": "off"}
-"""Prompts are computed in one chunk, however slow the machine is just now."""
+"""Settings that compute each prompt in one chunk, even on a slow machine."""
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,7 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
 def test_a_missing_model_is_refused() -> None:
     with pytest.raises(ModelError, match="No model folder") as refused:
         LLM.load("./nowhere")
-    # The message is not buried under the frames of the load's thread.
+    # The traceback does not include the frames of the loading thread.
     assert {it.path.name for it in refused.traceback} <= {
         "test_llm.py", "llm.py", "loaded_model.py", "host.py"
     }  # fmt: skip
@@ -290,7 +290,7 @@ def test_closing_ends_calls_and_refuses_new_ones(folder: Path) -> None:
 
 
 def about(value: Any) -> Any:
-    """Equal to what differs in no number by more than 1e-4."""
+    """Return a value that compares equal if no number differs by more than 1e-4."""
     if isinstance(value, float):
         return pytest.approx(value, abs=1e-4)
     if isinstance(value, dict):

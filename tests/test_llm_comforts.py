@@ -1,4 +1,4 @@
-"""The library's comforts: tokenizer, plan, progress, short descriptions, and the event loop."""
+"""Tests the library's tokenizer, plan, progress, descriptions and event loop."""
 
 import asyncio
 import os

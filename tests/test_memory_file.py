@@ -1,4 +1,4 @@
-"""The files that shared memory is made of, also where Linux's own ways are missing."""
+"""Tests the files behind shared memory, also on systems without memfd_create and /proc."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from headrace_common.system.step_record import StepRecord
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system with neither memfd_create nor /proc."""
+    """Simulate a system with neither memfd_create nor /proc."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr(image_file, "can_open_anew", lambda: False)
     monkeypatch.setattr("headrace_common.system.core_lock.can_open_anew", lambda: False)

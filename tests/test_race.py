@@ -1,4 +1,4 @@
-"""Waiting for the first of several things, or for the end of one."""
+"""Tests waiting for the first of several coroutines and for uncut work."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Options of an answer: the same names, types and ranges as the fields of the routes."""
+"""Tests that sampling options have the names, types and ranges of the routes' fields."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Answers by the schemas of the JSON Schema test suite, draft 2020-12.
+"""Tests answers that follow the schemas of the JSON Schema test suite, draft 2020-12.
 
 `make test-structure` gets the suite and says where it lies; without it there is nothing to run.
 """
@@ -26,7 +26,7 @@ def llm() -> Iterator[LLM]:
 
 
 def schemas() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Schemas that are objects and refer to no other document."""
+    """Yield the schemas that are objects and do not refer to other documents."""
     for path in sorted(Path(SUITE).glob("*.json")):
         for group in json.loads(path.read_text()):
             schema = group["schema"]
@@ -35,7 +35,7 @@ def schemas() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def faults(schema: dict[str, Any], text: str) -> list[str]:
-    """Numbers are read as written: 5.3 is a multiple of 0.0001, though not in floats."""
+    """Check with exact decimals: 5.3 is a multiple of 0.0001, but not in floats."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     value = json.loads(text, parse_float=Decimal)
     return [error.message for error in Draft202012Validator(exact).iter_errors(value)]

@@ -1,4 +1,4 @@
-"""The parts of a server, as they are built for `headrace serve`."""
+"""Tests building the parts of a server as `headrace serve` does."""
 
 import asyncio
 import threading

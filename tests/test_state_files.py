@@ -1,4 +1,4 @@
-"""Files that outlive a server, when a pipe, a folder or damaged data has replaced them."""
+"""Tests state files that were damaged or replaced by a pipe or a folder."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Answers in a form that was asked for, by headrace-mini at temperature 1.
+"""Tests structured outputs of headrace-mini at temperature 1.
 
 `make test-structure` runs 500 schemas; here are the first few.
 """

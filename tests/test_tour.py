@@ -1,4 +1,4 @@
-"""The tour quotes the code as it is, and the source tree's table is complete."""
+"""Tests that the tour quotes the current code and the source table is complete."""
 
 from pathlib import Path
 

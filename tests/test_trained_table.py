@@ -1,4 +1,4 @@
-"""tests/trained/README.md states truly which weights each family and lane were run on."""
+"""Checks the table in tests/trained/README.md against the tests of trained weights."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Vectors and scores of tiny models in process: against transformers, alone and together."""
+"""Compares embeddings and scores of tiny models with those of transformers."""
 
 import json
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from tools.harness.tiny_models import (
 )
 
 TEXTS = ["a river", "the mill race is running, the wheel turns " * 2, "x", "over and over again."]
-"""Of lengths that fall into several forwards."""
+"""Texts whose lengths need several forward passes."""
 
 
 def reference(folder: Path, text: str, pooling: str, **kwargs: Any) -> torch.Tensor:
-    """By transformers, one text at a time, in float32."""
+    """Return the vector that transformers computes for one text in float32."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     fed = tokenizer(text, return_tensors="pt", truncation=False, padding=False)
@@ -67,14 +67,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tupl
 
 
 def _add_positions(folder: Path) -> None:
-    """As old exporters did it: a buffer of whole numbers among the weights."""
+    """Add a buffer of integers to the weights, as old exporters did."""
     file = folder / "model.safetensors"
     buffer = {"embeddings.position_ids": torch.arange(128)[None]}
     save_file(load_file(file) | buffer, file, {"format": "pt"})
 
 
 def test_vectors_equal_those_of_transformers(case: tuple[LLM, Path, str]) -> None:
-    """Cut in chunks of 24 tokens where the model takes parts, and whole where it does not."""
+    """Uses chunks of 24 tokens if the model supports chunking."""
     llm, folder, pooling = case
     ours = llm.embed(TEXTS)
     assert farthest(ours, [reference(folder, text, pooling) for text in TEXTS]) < 1e-5
@@ -148,7 +148,7 @@ def rows_of(folder: Path, text: str, **options: Any) -> torch.Tensor:
 
 
 def test_every_pooling_is_computed_whole_and_in_chunks(tmp_path: Path) -> None:
-    """All of them joined, and as their makers left it: not of length 1."""
+    """Concatenates all pooling modes, without normalization."""
     write_pooling(make_tiny_model(tmp_path, "Qwen3Model"), *POOLING_MODES, stages=())
     expected = []
     for text in TEXTS:
@@ -184,7 +184,7 @@ def test_a_dense_layer_after_pooling_is_applied(tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_truncated_at_the_published_length(tmp_path: Path) -> None:
-    """With the special tokens behind it; ids are taken as they are."""
+    """Counts the special tokens in that length; token ids are not truncated."""
     prompted(tmp_path, "mean_tokens")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
     short = rows_of(tmp_path, TEXTS[1], truncation=True, max_length=20)

@@ -1,4 +1,4 @@
-"""A user's program, for a type checker only: every call has the type that the docs state."""
+"""A user's program for the type checker: every call has the documented type."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""The line that a request gets: what was noted on its way, whoever noted it."""
+"""Tests the log line of a request, with the notes of all its tasks."""
 
 import asyncio
 import logging

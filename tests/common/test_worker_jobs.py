@@ -1,4 +1,4 @@
-"""Jobs survive the way to a worker, and their results the way back."""
+"""Tests that jobs and their results are encoded and decoded without loss."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""Tests what the code of the Granite family reads and refuses."""
+"""Tests which Granite configs are read and which are refused."""
 
 from typing import Any
 

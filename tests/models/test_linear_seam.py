@@ -1,4 +1,4 @@
-"""The linear layers of every family that see the step, and so can be adapted."""
+"""Tests which linear layers of each family receive the step and can have adapters."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tools.harness.tiny_models import make_tiny_model
 
 
 class Recorder:
-    """A step that computes nothing but linear layers, and notes which they are."""
+    """A fake step that computes only linear layers and records their names."""
 
     positions = torch.arange(3)
 

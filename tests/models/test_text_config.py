@@ -28,7 +28,7 @@ OWN: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 96,
     }
 }
-"""What the config of an architecture must have besides CONFIG and EXPERTS."""
+"""Config fields that an architecture needs besides CONFIG and EXPERTS."""
 
 
 def read(**config: Any):

@@ -1,4 +1,4 @@
-"""Dialects unlike OpenAI's: what the code around a dialect must not take for granted."""
+"""Tests that shared code assumes nothing that is true only for OpenAI's dialects."""
 
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -19,7 +19,7 @@ ERRORS = SimpleNamespace(SCHEMA={"title": "ToyError"}, status=lambda error: erro
 
 
 class Toy(SimpleNamespace):
-    """As much of a dialect as is looked at before a request is made."""
+    """A fake dialect with the attributes that parsing a body reads."""
 
     SUMMARY, REQUIRED, KEYS, ERRORS = "Toy", ("text",), ("text",), ERRORS
     FRAMING = SSE

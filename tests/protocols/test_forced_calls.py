@@ -1,4 +1,4 @@
-"""Grammars of the tool formats: they take the calls of the format, and nothing else is a call."""
+"""Tests the grammars of tool formats, which must match exactly the format's calls."""
 
 import json
 import random
@@ -167,7 +167,7 @@ def test_a_forced_call_has_the_notation_and_the_arguments_of_its_tool(
 
 
 def without_tokens(name: str, text: str) -> str:
-    """Return the text as models without tokens for the markers write it."""
+    """Return the text as written by models that have no tokens for the markers."""
     if name == "gemma4":
         # Without a token for the quote, strings are JSON.
         return text.replace("\n", " ").replace('"b"', "b").replace('<|"|>', '"')

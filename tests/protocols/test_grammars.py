@@ -1,4 +1,4 @@
-"""Grammars of schemas: exact numbers, softened tools, refusals in our own words."""
+"""Tests grammars of schemas: exact numbers, softened tools and error messages."""
 
 import json
 import time
@@ -48,7 +48,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 
 def by_schema(schema: Schema | str) -> str:
-    """A body whose schema is sent as it is written."""
+    """Return a chat body with this schema; a string is inserted unchanged."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     described = f'{{"type": "json_schema", "json_schema": {{"name": "a", "schema": {text}}}}}'
     return f'{{"messages": {json.dumps(HELLO)}, "response_format": {described}}}'
@@ -59,7 +59,7 @@ def tool(parameters: Any, **fields: Any) -> dict[str, Any]:
 
 
 def takes(compiler: GrammarCompiler, checked: CheckedBody, text: str) -> bool:
-    """Whether the grammar that was made takes a whole answer."""
+    """Return whether the compiled grammar accepts the text as a complete answer."""
     grammar = compiler.compile(checked.fields["constraint"][0])
     return is_whole(grammar, MINI, text)
 
@@ -160,7 +160,7 @@ def test_texts_in_an_enum_with_large_numbers_are_matched_exactly(
 
 
 def bodies(schema: Any, choice: str) -> Iterator[tuple[Route, dict[str, Any]]]:
-    """A request with this tool, that is not strict, to each API that takes tools."""
+    """Yield a request with this non-strict tool for each API that accepts tools."""
     messages = {"messages": HELLO}
     anthropic = {"name": "f", "input_schema": schema}
     named = {"auto": "auto", "required": "any"}[choice]
@@ -337,7 +337,7 @@ def test_required_names_that_are_not_listed_do_not_multiply_a_schema(
 
 
 def chain(length: int, end: Schema) -> Schema:
-    """Definitions of which each refers to the next."""
+    """Return definitions of which each refers to the next."""
     found: Schema = {f"a{length}": end}
     for i in range(length):
         properties = {"x": {"$ref": f"#/$defs/a{i + 1}"}}
@@ -352,7 +352,7 @@ def test_a_chain_of_thousands_of_definitions_is_refused_for_its_length(
     before = time.process_time()
     with pytest.raises(RequestError, match="characters; the limit is 262144"):
         read(jobs, by_schema(chain(3000, end)))
-    assert time.process_time() - before < 10  # it took minutes
+    assert time.process_time() - before < 10  # took minutes before the limit
 
 
 def test_parts_that_share_a_large_definition_are_refused_before_they_take_memory(

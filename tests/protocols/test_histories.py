@@ -1,6 +1,6 @@
-"""Histories that began at another provider: none is refused, and none of their texts is lost.
+"""Tests that histories of other providers are accepted and keep all their text.
 
-`make test-histories HISTORIES=2000 SEED=7` tries more of them, and others.
+`make test-histories HISTORIES=2000 SEED=7` tests more histories, from another seed.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def chat_of(checked: CheckedBody) -> Chat:
 
 
 def as_stored(item: dict[str, Any]) -> dict[str, Any]:
-    """The item as clients get it back: with its type, an id, and with a text as a part."""
+    """Return the item as clients receive it: with a type, an id and its text as a part."""
     item = {name: value for name, value in item.items() if name != "id" or value is not None}
     if "type" not in item:
         item = {"type": "message" if "role" in item else "item_reference"} | item
@@ -267,7 +267,7 @@ def check_items(client: httpx.Client, id: str, items: list[Json]) -> None:
 def test_a_continued_conversation_has_the_prompt_of_the_whole_history(
     server: ServerProcess,
 ) -> None:
-    """Half of the histories are conversations; half continue a response over the WebSocket."""
+    """Uses conversations for half of the histories and the WebSocket for the others."""
     cases = [case for case in map(history, SEEDS) if case.route == "/v1/responses"]
     num_compared = 0
     with connected(server) as (client, sender):

@@ -35,7 +35,7 @@ def test_text_that_changes_with_each_request_is_removed_from_the_prompt(system: 
     }
     shown = body["system"] if isinstance(system, str) else "".join(b["text"] for b in system)
     assert shown == "Be brief."
-    assert body["messages"] == sent("")["messages"]  # of what stands behind it nothing is taken
+    assert body["messages"] == sent("")["messages"]  # text after the system prompt is not removed
 
 
 @pytest.mark.parametrize(

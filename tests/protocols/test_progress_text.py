@@ -18,7 +18,7 @@ ASKED = {"return_progress": True, "progress_in_words": True}
 
 
 def words_of(*seconds: int, **changes: Any) -> list[str]:
-    """The lines of a prompt that reads ten tokens a second."""
+    """Return the progress lines of a prompt that is prefilled at ten tokens per second."""
     options = changes.pop("response_options", ASKED)
     words = ProgressWords(make_record(make_request(response_options=options, **changes)))
     events = (progress(10 * s, total=1200, cache=0, time_ms=1000 * s) for s in seconds)

@@ -1,4 +1,4 @@
-"""Bodies in a worker: tokenized as they are read if that will be asked; refused no earlier."""
+"""Tests bodies that a worker parses and, if tokens will be needed, encodes ahead."""
 
 import json
 from array import array

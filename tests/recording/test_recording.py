@@ -1,4 +1,4 @@
-"""Recordings of equal answers agree, and each planted difference is found."""
+"""Tests that recordings of equal answers are equal and planted differences are found."""
 
 import json
 from pathlib import Path

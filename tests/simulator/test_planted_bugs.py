@@ -1,4 +1,4 @@
-"""The simulator earns its trust: bugs planted one at a time, and each is seen."""
+"""Tests that the simulator finds bugs that are planted one at a time."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Faults planted in the server are found by the simulated system."""
+"""Tests that the simulated system finds faults planted in the server."""
 
 import pytest
 

@@ -30,7 +30,7 @@ def test_equal_inputs_give_equal_plans(seed: int) -> None:
 
 
 def test_a_suspect_continues_after_the_other_stream_is_preempted() -> None:
-    """Both had the same step in view: it gave neither a chunk, and no other was planned."""
+    """Seed of a deadlock: both waited for one step, which gave neither of them a chunk."""
     run_seed(21148)
 
 
@@ -40,10 +40,10 @@ def test_no_request_starts_in_a_preempting_plan_while_a_suspect_prefills(seed: i
 
 
 def test_a_first_request_that_waits_for_its_prefill_turn_may_be_passed() -> None:
-    """The turn came free in the very plan that had passed it."""
+    """Seed of a plan that passed the request and, later on, freed its prefill turn."""
     run_seed(108711)
 
 
 def test_a_sibling_of_a_cancelled_leader_comes_first_in_its_queue() -> None:
-    """It has come into line in the very plan, before one of its client that had waited longer."""
+    """Seed of a sibling that joins the queue during the plan, ahead of an older request."""
     run_seed(339323)

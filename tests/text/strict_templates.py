@@ -1,4 +1,4 @@
-"""Chat templates that refuse, or skip, as those of older models do."""
+"""Chat templates that refuse or skip messages, like those of older models."""
 
 GEMMA = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}"
@@ -9,7 +9,7 @@ GEMMA = (
     "{{ m.content | trim }}<end_of_turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-"""Like Gemma 2's: no system, and turns."""
+"""Like Gemma 2's: no system role, and alternating turns."""
 
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}"
@@ -20,7 +20,7 @@ MISTRAL = (
     "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}"
     "{% endfor %}"
 )
-"""Like the first Mistral's: turns, and two roles by name."""
+"""Like the first Mistral's: alternating turns of two named roles."""
 
 LLAMA = (
     "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
@@ -32,19 +32,19 @@ LLAMA = (
     "{{ m.content.strip() }} [/INST]"
     "{% else %} {{ m.content.strip() }} {{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Like Llama 2's: one system message at the start, and turns."""
+"""Like Llama 2's: one system message at the start, then alternating turns."""
 
 TWO_ROLES = (
     "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}"
     "{% elif m.role == 'assistant' %}<model>{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<model>{% endif %}"
 )
-"""Skips every role but two without a word."""
+"""Silently skips every role except two."""
 
 FIRST_SYSTEM = (
     "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% endif %}" + TWO_ROLES
 )
-"""Skips each system message but the first."""
+"""Skips each system message except the first."""
 
 USER_LAST = (
     "{% if messages[-1].role != 'user' %}{{ raise_exception('The user comes last') }}{% endif %}"

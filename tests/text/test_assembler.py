@@ -14,7 +14,7 @@ END = library("gpt2").token_to_id("</s>")
 
 
 class Fed(NamedTuple):
-    """The output of a machine for one token."""
+    """Return the engine's output for one token."""
 
     text: str
     entries: tuple[int, ...]
@@ -33,7 +33,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def run(machine: TextAssembler[int], ids: list[int]) -> list[Fed]:
-    """Each token's own number is its entry."""
+    """Feed tokens, each with its position as its entry; return the outputs until the end."""
     given_out = []
     for number, token_id in enumerate(ids):
         given_out.append(fed(machine, machine.feed(token_id, number)))

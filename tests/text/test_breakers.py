@@ -1,4 +1,4 @@
-"""Sequence breakers in tokens, against a search of the whole vocabulary."""
+"""Compares the tokens of sequence breakers with a search of the whole vocabulary."""
 
 import zlib
 
@@ -16,7 +16,7 @@ TEXTS = [*DEFAULTS, "the ", "aa", "the wheel", "\n\n", "Ende.", "é…", "", "e 
 
 
 def naive(tokenizer: Tokenizer, texts: list[str]) -> Found:
-    """As llama.cpp finds them, in the bytes of one token after the other."""
+    """Find the breakers as llama.cpp does, in the bytes of each token."""
     found: Found = {}
     for text in (text.encode() for text in texts if text):
         for token_id in range(tokenizer.vocab_size):

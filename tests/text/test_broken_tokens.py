@@ -1,4 +1,4 @@
-"""With --special-tokens-in-text escape, no text of a client's becomes a special token."""
+"""Tests that no client text becomes a special token with --special-tokens-in-text escape."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ def models() -> dict[str, ServedModel]:
 
 
 def ends_in(model: ServedModel, **body: Any) -> int:
-    """How many end markers the prompt of a chat has."""
+    """Return the number of end markers in the prompt of a chat."""
     tokens = json.loads(Jobs(model).tokenize(json.dumps(body).encode(), {}))["tokens"]
     return tokens.count(model.tokenizer.token_id(END))
 

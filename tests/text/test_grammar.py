@@ -1,4 +1,4 @@
-"""A grammar's state is a function of the answer's tokens, whoever feeds them and how often."""
+"""Tests that a grammar's state depends only on the tokens of the answer."""
 
 import json
 from array import array
@@ -115,7 +115,7 @@ def test_forced_tokens_spell_what_must_follow(compiler: GrammarCompiler) -> None
 
 
 class Panic(BaseException):
-    """Stands for PyO3's PanicException, which is no Exception either."""
+    """A fake of PyO3's PanicException, which does not derive from Exception either."""
 
 
 def test_a_panic_of_the_library_is_a_grammar_error(compiler: GrammarCompiler) -> None:

@@ -1,4 +1,4 @@
-"""A Lark grammar without recursion and its pattern take the same texts."""
+"""Tests that a Lark grammar without recursion and its pattern match the same texts."""
 
 import re
 
@@ -28,7 +28,7 @@ eof_line: "*** End of File" LF
 
 %import common.LF
 """
-"""The form of a grammar for patches, as coding agents send it."""
+"""A grammar for patches like those that coding agents send."""
 
 
 def is_taken(grammar: str, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Names of models, by files and folders that are there, and what finds them."""
+"""Tests the names of models, which come from files and folders, and their lookup."""
 
 from pathlib import Path
 

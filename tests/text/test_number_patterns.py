@@ -1,4 +1,4 @@
-"""Patterns of numbers against exact comparison."""
+"""Compares patterns of numbers with exact arithmetic."""
 
 import random
 import re

@@ -126,7 +126,7 @@ WORDS = [*TAGS, "<tool_call>", "</tool_call>", "<", "think>", "{", '"name"', ":"
 
 
 def bare(text: str) -> str:
-    """Without the tags of reasoning and without white space."""
+    """Return the text without reasoning tags and white space."""
     for tag in TAGS:
         text = text.replace(tag, "")
     return "".join(text.split())

@@ -1,4 +1,4 @@
-"""The types of parameters, and the arguments in formats that write strings without quotes."""
+"""Tests parameter types, and arguments in formats that write strings without quotes."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Conversations that a template refuses or skips a part of are rewritten, and nothing is lost."""
+"""Tests rewriting a conversation for templates that refuse or skip some messages."""
 
 from itertools import product
 from typing import Any
@@ -138,7 +138,7 @@ def test_joined_messages_keep_their_calls_thoughts_and_images() -> None:
 
 @pytest.mark.parametrize("name", STRICT)
 def test_every_short_conversation_is_complete_and_a_prefix_of_the_next(name: str) -> None:
-    """Nothing is lost whatever the roles are, and a further turn changes nothing before it."""
+    """Checks that no text is lost and that a new turn leaves earlier text unchanged."""
     makers = (system, user, assistant)
     for roles in product(makers, repeat=4):
         messages = [make(f"text {i}") for i, make in enumerate(roles)]

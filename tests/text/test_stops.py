@@ -10,7 +10,7 @@ STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4).ma
 
 
 def naive(text: str, stops: tuple[str, ...], include: bool = False) -> tuple[str, str | None]:
-    """The rule itself: the earliest end wins, of those the longest."""
+    """Search naively: the stop string with the earliest end wins, then the longest."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -20,7 +20,7 @@ def naive(text: str, stops: tuple[str, ...], include: bool = False) -> tuple[str
 
 
 def run(parts: list[str], stops: tuple[str, ...], include: bool = False) -> list[str]:
-    """The released text, part by part."""
+    """Return the text released after each part."""
     matcher, released = StopMatcher(stops, include), []
     for part in parts:
         text, stop = matcher.feed(part)

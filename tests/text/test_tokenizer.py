@@ -96,7 +96,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path, name):
 
 
 def changed_mini(tmp_path: Path, **sections: object) -> Path:
-    """A folder with headrace-mini's tokenizer.json, in which these sections are others."""
+    """Write headrace-mini's tokenizer.json with these sections replaced; return the folder."""
     content = json.loads((find_model(MINI) / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer.json").write_text(json.dumps(content | sections))
     return tmp_path

@@ -91,7 +91,7 @@ def test_a_wider_window_that_rejects_an_earlier_cut_starts_again(monkeypatch):
     assert ids == in_one_call("added_metaspace", text)
 
 
-# Ways to encode in parts that look right and are not.
+# Ways to encode in parts that look right but give other ids.
 
 TRAPS = "<s>Hello  there,\n\n  world e\u0301 12345<|im_end|> it's   x"
 

@@ -183,7 +183,7 @@ SIGN = Heartbeat(seq=0, at_ms=0, state="prompt", form="sign")
 
 
 def kinds_of(frames: list[bytes]) -> list[str]:
-    """The events' names, with the kind of each block and delta, and its text."""
+    """Return each event's name with the type and the text of its block or delta."""
     found = []
     for one in frames:
         told = json.loads(one.split(b"data: ")[1])

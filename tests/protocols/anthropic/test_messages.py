@@ -21,7 +21,7 @@ def parse(**body: Any) -> Request:
 
 
 def refusal(**body: Any) -> tuple[str, str | None]:
-    """Code and path, as the client sees them."""
+    """Return the code and the path of the error that the client receives."""
     with pytest.raises(RequestError) as caught:
         parse(**body)
     shown = json.loads(anthropic_messages.ERRORS.body(caught.value))["error"]

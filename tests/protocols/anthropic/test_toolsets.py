@@ -1,4 +1,4 @@
-"""Toolsets: one entry of `tools` that stands for many tools of the client's."""
+"""Tests toolsets: entries of `tools` that contain several client tools."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ ASKED: dict[str, Any] = {
 
 
 def functions(*tools: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what the model is shown of these tools, by name."""
+    """Return the functions that the model is offered for these tools, by name."""
     (chat,) = parsed(anthropic_messages, ASKED | {"tools": list(tools)}).prompts
     assert isinstance(chat, Chat)
     return {tool["function"]["name"]: tool["function"] for tool in chat.tools}

@@ -14,7 +14,7 @@ CALL = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
 
 
 def read(*turns: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...], tuple[str, ...]]:
-    """The messages that the template sees, and the paths that are left out."""
+    """Return the messages that the template receives and the paths that are left out."""
     body = ASKED | {"messages": list(turns)}
     skipped = anthropic_messages.read(body)["skipped"]
     (chat,) = parsed(anthropic_messages, body).prompts

@@ -1,4 +1,4 @@
-"""Tools that the client runs are functions to the model; formats that fail refuse no request."""
+"""Tests client tools that become functions, and formats that cannot be enforced."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Images in a chat before anything is decoded: who takes them, and which addresses."""
+"""Tests which routes accept images, and from which addresses, before decoding."""
 
 import json
 from typing import Any, cast

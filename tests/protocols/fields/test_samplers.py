@@ -108,7 +108,7 @@ def test_only_the_temperature_runs_before_mirostat(version: int) -> None:
 
 
 def sampling_on_mini(**body: Any) -> Sampling:
-    """Return the sampling that the gateway makes of a body after a worker has read it."""
+    """Return the sampling that the gateway builds from a body that a worker has parsed."""
     sent = msgspec.json.encode({"messages": [USER], "seed": 1} | body)
     packed = msgspec.msgpack.encode(Jobs(MINI).read(sent, openai_chat.ROUTE))
     checked = msgspec.msgpack.decode(packed, type=CheckedBody)

@@ -1,4 +1,4 @@
-"""The tools that a body offers: their choice, and what is allowed of them."""
+"""Tests `tool_choice` and allowed tools."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fields that have no effect are named by their path, in few bytes that a header can hold."""
+"""Tests the header that names ignored fields by their path."""
 
 from typing import Any
 

@@ -32,7 +32,7 @@ def answer_of(record: Record, *events: AnyEvent) -> Any:
 
 
 def logprobs_of(*events: AnyEvent) -> Any:
-    """The joined log probabilities of a stream, which must equal those of the whole answer."""
+    """Join the log probabilities of a stream; assert that the whole answer has the same."""
     record = record_of(num_logprobs=1)
     joined: dict[str, list[Any]] = {}
     for frame in frames_of(record, *events)[:-1]:

@@ -1,4 +1,4 @@
-"""Conversations in a worker: which items a stream leaves behind, and how they get their ids."""
+"""Tests which items a response adds to a conversation and how items get their ids."""
 
 from typing import Any
 

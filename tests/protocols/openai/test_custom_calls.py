@@ -1,4 +1,4 @@
-"""Calls of tools that are no functions come back in their own form, however they are cut."""
+"""Tests that calls of custom tools have their own form at any chunk boundaries."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The bytes of /v1/responses: what is streamed, numbered from 0, and the response it ends with."""
+"""Tests the bytes of /v1/responses: numbered events and the final response."""
 
 import json
 from typing import Any
@@ -67,7 +67,7 @@ def answer_of(record: Record, *events: AnyEvent) -> Any:
 
 
 def told(frames: list[bytes]) -> list[Any]:
-    """The data of each frame, whose name must be its type."""
+    """Return the data of each frame; assert that the event's name is its type."""
     found = []
     for frame in frames:
         name, data = frame.decode().removesuffix("\n\n").split("\n")
@@ -77,7 +77,7 @@ def told(frames: list[bytes]) -> list[Any]:
 
 
 def numbered(*events: dict[str, Any]) -> list[bytes]:
-    """The frames of these events, the first one being number 0."""
+    """Return the frames of these events, numbered from 0."""
     return [
         f"event: {event['type']}\ndata: ".encode()
         + encode({"type": event["type"], "sequence_number": number} | event)
@@ -233,7 +233,7 @@ def test_a_keepalive_repeats_the_last_number() -> None:
 
 
 def test_a_keepalive_before_the_first_resumed_event_repeats_the_cursor() -> None:
-    """A client may take the number of any event as its next cursor."""
+    """Uses any number as the cursor, since a client may resume after any event."""
     resumed = _FramesAfter(record_of(), 23)
     resumed.render(progress(600))
     (beat,) = told([resumed.idle()])

@@ -1,4 +1,4 @@
-"""Old items are dropped from a conversation without separating a call from its output."""
+"""Tests that truncation drops old items but keeps calls and outputs together."""
 
 import random
 from typing import Any

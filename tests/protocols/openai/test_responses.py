@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses: items become messages, faults name their path, chains are the whole."""
+"""Tests bodies of /v1/responses: messages from items, errors by path, and chains."""
 
 import json
 from typing import Any

@@ -1,7 +1,7 @@
-"""Tool calls as models write them, well and badly, by format, and what a client should get.
+"""Valid and damaged tool calls in each format, and the output that a client should get.
 
-Expected are pieces in order: a text is content, `Thought` reasoning, `Call` a call. Arguments that
-are text are those of a call that was cut, as far as they came.
+The expected pieces are in order: a string is content, `Thought` reasoning, `Call` a call. Arguments
+that are a string belong to a call that was cut: they are the part that was generated.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class Call(NamedTuple):
 
 Expected = list["str | Thought | Call"]
 Case = tuple[str, str, Expected]
-"""What the case is about, the model's text, and what comes of it."""
+"""A case's description, the model's text and the expected pieces."""
 
 F = Call("f", {"x": 1})
 G = Call("g", {})
@@ -34,7 +34,7 @@ F_JSON, G_JSON = object_of('{"x": 1}'), object_of("{}", "g")
 
 
 def of_objects(begin: str, end: str, key: str = "arguments") -> list[Case]:
-    """Cases of every format whose calls are JSON objects between `begin` and `end`."""
+    """Return the cases for formats whose calls are JSON objects between two markers."""
 
     def one(what: str, body: str, *expected: Any) -> Case:
         return what, begin + body + end, list(expected)
@@ -77,7 +77,7 @@ def of_objects(begin: str, end: str, key: str = "arguments") -> list[Case]:
 
 
 def broken(begin: str, end: str) -> list[Case]:
-    """Texts that are no call: each comes back whole."""
+    """Return texts that are not calls, and must be returned unchanged."""
     bodies = {
         "words": "not a call at all",
         "a name that is no string": '{"name": 5, "arguments": {}}',

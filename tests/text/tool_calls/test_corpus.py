@@ -1,4 +1,4 @@
-"""Every call of the corpus comes out as a client expects it, in whatever pieces the text comes."""
+"""Tests that every call of the corpus is parsed correctly at any chunk boundaries."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Tools in words, for templates that take turns of user and assistant and nothing else."""
+"""Tests tools described in text for templates that know only user and assistant turns."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Answers that are no calls, or not yet, cost time in proportion to their length."""
+"""Tests that parsing an incomplete or damaged call takes linear time."""
 
 import json
 import time
