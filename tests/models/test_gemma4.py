@@ -61,7 +61,7 @@ def test_a_published_config_needs_no_per_layer_config(config: dict[str, Any]) ->
     assert Gemma4.read({"text_config": published}) == Gemma4.read(published)
 
 
-def test_numbers_of_layers_in_a_config_may_have_leading_zeros(config: dict[str, Any]) -> None:
+def test_layer_numbers_in_a_config_may_have_leading_zeros(config: dict[str, Any]) -> None:
     padded = {f"{int(layer):03}": own for layer, own in config["per_layer_config"].items()}
     assert Gemma4.read(config | {"per_layer_config": padded}) == Gemma4.read(config)
 
@@ -77,7 +77,7 @@ def test_numbers_of_layers_in_a_config_may_have_leading_zeros(config: dict[str, 
         ({"enable_moe_block": True}, "num_experts"),
     ],
 )
-def test_what_the_code_cannot_run_is_refused(
+def test_unsupported_gemma_4_configs_are_refused(
     config: dict[str, Any], changes: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ModelError, match=complaint):

@@ -123,7 +123,7 @@ def test_the_last_message_of_an_assistant_is_continued_if_the_setting_says_so(
     assert json.loads(shown)["prompt"].endswith("One, tw") is continues
 
 
-def test_calls_at_the_end_of_a_conversation_are_not_continued() -> None:
+def test_a_last_message_with_tool_calls_is_not_continued() -> None:
     jobs = Jobs(ServedModel(ModelConfig(prefill_assistant=True)))
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     last = {"role": "assistant", "content": "x", "tool_calls": [call]}

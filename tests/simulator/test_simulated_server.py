@@ -12,7 +12,9 @@ from stress.simulated_server.campaign import outcomes
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_seeds", [15, pytest.param(100, marks=pytest.mark.slow)])
-def test_no_seed_breaks_a_promise(num_seeds: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_seed_of_the_simulated_server_breaks_a_promise(
+    num_seeds: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     totals = Totals()
     for seed, outcome in outcomes(range(num_seeds), os.cpu_count() or 1):
         totals.add(seed, outcome)

@@ -68,7 +68,7 @@ def test_two_long_prompts_can_be_encoded_in_turns():
     assert first.token_ids == second.token_ids
 
 
-def test_memory_stays_within_its_bound():
+def test_encoding_a_long_text_uses_bounded_memory():
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, check=True)
     used, text_bytes, num_ids = map(int, done.stdout.split())
     assert used <= text_bytes + 4 * num_ids + (64 << 20)

@@ -37,7 +37,7 @@ def texts(found: Allowed) -> set[str]:
     return {TOKENIZER.token_text(i) for i in found.nonzero()[0].tolist()}
 
 
-def test_the_first_token_is_masked_already(compiler: GrammarCompiler) -> None:
+def test_the_first_token_is_already_masked(compiler: GrammarCompiler) -> None:
     assert texts(allowed(compiler, 'start: "ye" "s"')) == {"y", "ye", "yes"} & texts(
         allowed(compiler, "start: /(?s:.*)/")
     )

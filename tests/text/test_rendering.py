@@ -108,7 +108,7 @@ def test_a_conversation_may_end_with_the_assistant_in_a_strict_template() -> Non
         )
 
 
-def test_a_joined_answer_is_continued() -> None:
+def test_an_assistant_message_that_was_joined_can_be_continued() -> None:
     messages = (system("Be brief."), user("Hello"), assistant("One"), assistant("two, "))
     options = {"add_generation_prompt": False, "continue_final_message": True}
     text, _ = rendered(GEMMA, *messages, **options)

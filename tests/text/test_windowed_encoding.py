@@ -48,7 +48,7 @@ def test_a_text_without_cuts_is_encoded_whole_in_growing_windows():
 
 
 @pytest.mark.parametrize("kind", ["llama2", "llama3", "unigram", "wordpiece"])
-def test_no_window_adds_outer_tokens(kind):
+def test_begin_and_end_tokens_are_added_only_around_the_whole_text(kind):
     before, after = ours(kind).outer_ids
     ids = in_windows(kind, PROSE).token_ids
     assert len(before) + len(after) > 0

@@ -126,7 +126,7 @@ def test_a_whole_answer_has_these_bytes() -> None:
     assert encode(body.whole()).decode() == "{" + HEAD % (blocks, '"tool_use"', "null", usage) + "}"
 
 
-def test_a_call_of_a_toolset_names_the_toolset_and_its_member() -> None:
+def test_a_toolset_call_names_the_toolset_and_its_member() -> None:
     channels = Channels("hermes", toolsets={"computer__wait": "computer"})
     record = make_record(make_request(ROUTE, channels=channels))
     events = (piece("", TOOL, 0, "computer__wait"), piece("{}", TOOL, 0), ended("tool_calls"))
@@ -138,7 +138,7 @@ def test_a_call_of_a_toolset_names_the_toolset_and_its_member() -> None:
     assert begin(0, encode(call).decode()) in frames_of(record, *events)
 
 
-def test_two_calls_are_two_blocks_with_ids_of_their_own() -> None:
+def test_two_calls_are_two_blocks_with_different_ids() -> None:
     other = (piece("", TOOL, 1, "add"), piece("{}", TOOL, 1))
     first, second = answer_of(record_of(), *CALL, *other, ended("tool_calls"))["content"]
     assert first["id"] != second["id"]

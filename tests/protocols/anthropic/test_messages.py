@@ -38,7 +38,7 @@ def messages_of(*turns: dict[str, Any], **body: Any) -> tuple[dict[str, Any], ..
     return chat_of(messages=list(turns), **body).messages
 
 
-def test_a_message_is_a_chat_on_a_route_of_its_own() -> None:
+def test_a_message_becomes_a_chat_request() -> None:
     request = parse(stop_sequences=["x", "y"], temperature=0.5, top_k=3, stream=True)
     assert (request.route, request.model) == ("/v1/messages", "headrace-mini")
     assert request.stop == ("x", "y")
@@ -98,7 +98,7 @@ def test_a_tool_loop_becomes_calls_and_results_in_order() -> None:
     )
 
 
-def test_turns_of_one_role_are_joined() -> None:
+def test_consecutive_turns_of_one_role_are_joined() -> None:
     said = {"role": "assistant", "content": "a"}
     assert messages_of(USER, USER, said, {"role": "assistant", "content": [CALL]}, _user(RESULT))[
         :2

@@ -215,7 +215,7 @@ def test_an_unfinished_call_of_a_provider_is_left_out_of_its_turn() -> None:
     assert skipped == ("messages[1].content[1]",)
 
 
-def test_a_result_whose_call_is_missing_is_the_users_text() -> None:
+def test_a_result_without_its_call_becomes_user_text() -> None:
     result = {"type": "tool_result", "tool_use_id": "t9", "content": "3"}
     messages, skipped = read(USER, assistant(text("Yes.")), user(result, text("?")))
     assert messages[2:] == ({"role": "user", "content": "Result of t9:\n3\n?"},)
@@ -241,7 +241,7 @@ def test_a_summary_replaces_all_messages_before_it() -> None:
     assert skipped == ()
 
 
-def test_a_message_of_an_unknown_role_is_the_users() -> None:
+def test_a_message_of_an_unknown_role_becomes_a_user_message() -> None:
     messages, skipped = read(USER, assistant(text("Yes.")), {"role": "critic", "content": "No."})
     assert messages[2] == {"role": "user", "content": "No."}
     assert skipped == ("messages[2].role",)
@@ -261,7 +261,7 @@ def test_a_system_message_may_come_between_turns() -> None:
     assert read(USER, only_config)[0] == (USER,)
 
 
-def test_a_thought_that_was_withheld_is_named() -> None:
+def test_a_thinking_block_without_text_is_left_out_and_named() -> None:
     withheld = {"type": "thinking", "thinking": "", "signature": "x"}
     messages, skipped = read(USER, assistant(withheld, text("Yes.")), USER)
     assert messages[1] == {"role": "assistant", "content": "Yes."}
@@ -274,7 +274,7 @@ def test_a_turn_may_be_empty(content: Any) -> None:
     assert messages[1] == {"role": "assistant", "content": ""}
 
 
-def test_an_image_within_a_document_is_seen() -> None:
+def test_an_image_within_a_document_reaches_the_model() -> None:
     image = {"type": "image", "source": {"type": "url", "url": "http://x/a.png"}}
     messages, _ = read(user(document({"type": "content", "content": [text("See:"), image]})))
     assert [part["type"] for part in messages[0]["content"]] == ["text", "text", "image", "text"]

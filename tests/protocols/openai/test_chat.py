@@ -187,7 +187,7 @@ def test_logit_bias_keys_are_decimal_ids() -> None:
     assert refusal(logit_bias={str(i): 0 for i in range(1025)}) == ("invalid_value", "logit_bias")
 
 
-def test_stop_is_one_string_or_several_within_limits() -> None:
+def test_stop_is_a_string_or_a_limited_list() -> None:
     assert parse(stop="a").stop == ("a",)
     assert parse(stop=["a", "b"]).stop == ("a", "b")
     assert parse(stop=[]).stop == ()
@@ -199,7 +199,7 @@ def test_stop_is_one_string_or_several_within_limits() -> None:
     assert refusal(stop="a" * 1001) == ("invalid_value", "stop")
 
 
-def test_a_stop_that_is_empty_or_null_stops_nothing() -> None:
+def test_an_empty_or_null_stop_has_no_effect() -> None:
     assert parse(stop="").stop == parse(stop=[""]).stop == parse(stop=[None]).stop == ()
     assert parse(stop=["", "a", None, "b"]).stop == ("a", "b")
     assert refusal(stop=["", 1]) == ("invalid_type", "stop[1]")
@@ -240,7 +240,7 @@ def test_progress_without_a_stream_has_no_effect() -> None:
     assert parse(stream=True, return_progress=True).response_options.return_progress
 
 
-def test_text_parts_are_joined_with_nothing_between() -> None:
+def test_text_parts_are_joined_without_a_separator() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     chat = chat_of(parse(messages=[{"role": "user", "content": parts}]))
     assert chat.messages[0]["content"] == "ab"

@@ -186,7 +186,7 @@ def test_each_choice_has_a_role_and_an_end_and_the_last_frame_has_timings() -> N
     assert ["timings" in frame for frame in frames] == [False] * 5 + [True]
 
 
-def test_held_text_precedes_the_finish() -> None:
+def test_held_text_is_sent_before_the_finish_reason() -> None:
     frames = parsed(frames_of(record_of(), tokens("held", 4, end=ended().end)))
     assert frames[1]["choices"][0]["delta"] == {"content": "held"}
     assert frames[2]["choices"][0]["delta"] == {}

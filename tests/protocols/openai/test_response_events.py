@@ -174,7 +174,7 @@ def test_a_streamed_call_has_these_bytes() -> None:
     assert shown["id"].startswith("fc_") and shown["call_id"].startswith("call_")
 
 
-def test_items_come_one_after_the_other() -> None:
+def test_output_items_keep_their_order_and_have_different_ids() -> None:
     two_calls = (*THOUGHT[:2], *CALL[:3], piece("{}", TOOL, 1, "sub"), ended("tool_calls"))
     response = told(frames_of(record_of(), *two_calls))[-1]["response"]
     kinds = ["reasoning", "message", "function_call", "function_call"]
@@ -202,7 +202,7 @@ def test_an_answer_without_text_is_an_empty_message() -> None:
     assert (item["type"], item["content"][0]["text"]) == ("message", "")
 
 
-def test_a_stream_that_was_cut_fails_and_shows_what_came() -> None:
+def test_a_response_that_was_cut_fails_with_its_partial_output() -> None:
     last = told(frames_of(record_of(), tokens("Hi", 5), error()))[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["error"]["code"] == "engine_failed"

@@ -182,7 +182,7 @@ def checked_of(**body: Any) -> CheckedBody:
     return pack(openai_responses, openai_responses.read(body))  # type: ignore[arg-type]
 
 
-def test_a_chain_equals_the_same_conversation_sent_whole() -> None:
+def test_chained_responses_equal_the_same_conversation_sent_whole() -> None:
     first = [{"role": "user", "content": "x"}]
     output = [THOUGHT, said("a"), CALL]
     own = {"instructions": "Be brief.", "tools": [ADD]}
