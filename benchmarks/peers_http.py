@@ -5,10 +5,10 @@
 `vllm bench serve` generates the load: "16x512+128" sends 16 requests at the same time, each with a
 prompt of 512 tokens and an answer of 128. The generator shares the cores with the server. Only one
 server runs at a time; a round measures all servers, and rounds reverse their order. All servers
-draw at temperature 1 and otherwise use their defaults. On processors that cannot multiply bfloat16,
-vLLM computes in float32 and llama.cpp reads the weights in float16, because both are quicker then.
-Each run is written to OUT/peers_http.json as soon as it ends. If the script is interrupted, the
-same command continues after the last run.
+draw at temperature 1 and otherwise use their defaults, but vLLM computes in float32 on processors
+that cannot multiply bfloat16, because it is quicker then. llama.cpp reads a GGUF file with the same
+weights. Each run is written to OUT/peers_http.json as soon as it ends. If the script is
+interrupted, the same command continues after the last run.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from gguf import GGMLQuantizationType
 
 from benchmarks.peer_report import p99
 from benchmarks.peer_setup import write_gguf
@@ -44,6 +43,9 @@ _NAMES = {"headrace": "Headrace", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
 _VLLM = Path("build/vllm-venv")
 # The name that clients use for the model.
 _SERVED = "peer"
+# Headrace would send events without text while a request waits, and the generator would count the
+# first of them as the first token.
+_EXTRA = {"heartbeat": False}
 # vLLM compiles for some minutes when it starts for the first time.
 _LOAD_TIMEOUT_S = 900
 _FIGURES = {
@@ -101,20 +103,20 @@ def _measured(
     """Start a server, and yield the figures of each load as soon as they are measured."""
     loads = [_load(name) for name in names]
     with _SERVERS[peer](given, loads) as url:
-        empty = _empty_events(url)
+        after = _empty_events(url)
         for name, load in zip(names, loads, strict=True):
             # No two rounds and loads have the same prompts.
-            run = _bench(url, load, zlib.crc32(f"{number} {name}".encode()), empty, given.model)
+            run = _bench(url, load, zlib.crc32(f"{number} {name}".encode()), after, given.model)
             said = ", ".join(f"{key} {run[key]}" for key in _FIGURES)
             print(f"round {number + 1}, {name}, {peer}: {said}", file=sys.stderr, flush=True)
             yield name, run
 
 
-def _bench(url: str, load: Load, seed: int, empty: tuple[int, int], model: Path) -> dict[str, Any]:
+def _bench(url: str, load: Load, seed: int, after: int, model: Path) -> dict[str, Any]:
     """Run the load generator and return its figures.
 
-    `empty` is the number of events without text before and after the answer. The generator counts
-    them as tokens, so the times are computed again without them.
+    The generator also counts gaps before the `after` events without text at the end of an answer.
+    These gaps are left out.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {
@@ -126,6 +128,7 @@ def _bench(url: str, load: Load, seed: int, empty: tuple[int, int], model: Path)
             "random-output-len": load.answer,
             "num-prompts": load.streams,
             "temperature": 1,
+            "extra-body": json.dumps(_EXTRA),
             "seed": seed,
             "result-dir": folder,
             "result-filename": "run.json",
@@ -139,10 +142,8 @@ def _bench(url: str, load: Load, seed: int, empty: tuple[int, int], model: Path)
         run = json.loads((Path(folder) / "run.json").read_text())
     if run["completed"] != load.streams:
         raise SystemExit(f"Some requests failed: {run['errors']}")
-    before, after = empty
-    pairs = zip(run["ttfts"], run["itls"], strict=True)
-    firsts = [first + sum(gaps[:before]) for first, gaps in pairs]
-    gaps = [gap for own in run["itls"] for gap in own[before : len(own) - after]]
+    firsts = run["ttfts"]
+    gaps = [gap for own in run["itls"] for gap in own[: len(own) - after]]
     found = {
         "tokens_per_s": load.streams * load.answer / run["duration"],
         "first_p50_s": statistics.median(firsts),
@@ -154,13 +155,14 @@ def _bench(url: str, load: Load, seed: int, empty: tuple[int, int], model: Path)
     return rounded | {"seed": seed, "prompt_tokens": run["input_lens"], "gaps": len(gaps)}
 
 
-def _empty_events(url: str) -> tuple[int, int]:
-    """Return the number of events without text before and after the text of an answer."""
-    body = {"model": _SERVED, "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+def _empty_events(url: str) -> int:
+    """Return the number of events without text at the end of an answer."""
+    body = _EXTRA | {"model": _SERVED, "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body | {"stream": True}, timeout=300)
     events = data_of(answer.raise_for_status().text.splitlines())
     texts = [bool(event["choices"][0]["text"]) for event in events if event["choices"]]
-    return texts.index(True), texts[::-1].index(True)
+    assert texts[0], "An event without text would count as the first token."
+    return texts[::-1].index(True)
 
 
 @contextlib.contextmanager
@@ -178,7 +180,9 @@ def _vllm(given: argparse.Namespace, loads: list[Load]) -> Iterator[str]:
     cores = f"0-{given.threads - 1}"
     # 4 GiB hold the keys and values of about 18,000 tokens in float32.
     own = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "4"}
-    options = ("--port", str(port), "--dtype", _formats()["vLLM"], "--served-model-name", _SERVED)
+    # vLLM only starts if one sequence of the largest length fits into the cache.
+    options = ("--max-model-len", "8192", "--dtype", _vllm_format(), "--port", str(port))
+    options += ("--served-model-name", _SERVED)
     with (given.out / "vllm.log").open("w") as log:
         process = subprocess.Popen(
             [str(_VLLM / "bin" / "vllm"), "serve", str(given.model), *options],
@@ -205,9 +209,8 @@ def _vllm(given: argparse.Namespace, loads: list[Load]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _llama(given: argparse.Namespace, loads: list[Load]) -> Iterator[str]:
-    kind = _formats()["llama.cpp"]
-    if not (file := given.out / f"{kind}.gguf").exists():
-        write_gguf(given.model, half := given.out / "half.gguf", GGMLQuantizationType[kind])
+    if not (file := given.out / "BF16.gguf").exists():
+        write_gguf(given.model, half := given.out / "half.gguf")
         half.rename(file)
     streams = max(load.streams for load in loads)
     # A few more positions, because a prompt's last tokens may be divided differently.
@@ -223,26 +226,22 @@ _SERVERS: dict[str, Callable[..., contextlib.AbstractContextManager[str]]] = {
 }
 
 
-def _formats() -> dict[str, str]:
-    """Return the formats in which the other servers compute fastest with weights in bfloat16."""
+def _vllm_format() -> str:
     features = Path("/proc/cpuinfo").read_text()
-    has_bfloat16 = "avx512_bf16" in features or "amx_bf16" in features
-    names = ("bfloat16", "BF16") if has_bfloat16 else ("float32", "F16")
-    return dict(zip(("vLLM", "llama.cpp"), names, strict=True))
+    return "bfloat16" if "avx512_bf16" in features or "amx_bf16" in features else "float32"
 
 
 def _about(given: argparse.Namespace) -> dict[str, Any]:
     sites = [str(path) for path in _VLLM.glob("lib/*/site-packages")]
     (vllm,) = importlib.metadata.distributions(path=sites, name="vllm-cpu")
-    llama, formats = importlib.metadata.version("xllamacpp"), _formats()
+    llama = importlib.metadata.version("xllamacpp")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "revision": commit(),
         "machine": machine(),
         "threads": given.threads,
         "model": given.model.name,
-        "servers": f"vLLM {vllm.version} ({formats['vLLM']}), "
-        f"llama.cpp of xllamacpp {llama} ({formats['llama.cpp']})",
+        "servers": f"vLLM {vllm.version} ({_vllm_format()}), llama.cpp of xllamacpp {llama}",
     }
 
 

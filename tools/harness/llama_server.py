@@ -29,6 +29,8 @@ params.n_batch = given["batch"]
 params.n_ubatch = min(params.n_ubatch, given["batch"])
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given["threads"]
 params.warmup = True
+# The load generator of vLLM 0.32.0 reads no event after a ping.
+params.sse_ping_interval = -1
 server = xllamacpp.Server(params)
 print(xllamacpp.get_system_info(), server.listening_address, flush=True)
 signal.pause()
