@@ -2,13 +2,13 @@
 
     python -m benchmarks.peers_http MODEL [--rounds 2] [--loads 1x512+128 4x512+128]
 
-`vllm bench serve` generates the load: "16x512+128" sends 16 requests at the same time, each with a
-prompt of 512 tokens and an answer of 128. The generator shares the cores with the server. Only one
-server runs at a time; a round measures all servers, and rounds reverse their order. All servers
-draw at temperature 1 and otherwise use their defaults, but vLLM computes in float32 on processors
-that cannot multiply bfloat16, because it is quicker then. llama.cpp reads a GGUF file with the same
-weights. Each run is written to OUT/peers_http.json as soon as it ends. If the script is
-interrupted, the same command continues after the last run.
+`vllm bench serve` generates the load. The load "16x512+128" has 16 requests that are sent together.
+Each has a prompt of 512 tokens and an answer of 128. The generator shares the cores with the
+server. Only one server runs at a time; a round measures all servers, and rounds reverse their
+order. All servers draw at temperature 1, and otherwise use their defaults. On processors that
+cannot multiply bfloat16, vLLM computes in float32, because it is quicker then. llama.cpp reads a
+GGUF file with the same weights. Each run is written to OUT/peers_http.json as soon as it ends. If
+the script is interrupted, the same command continues after the last run.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,17 +99,20 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Case
 
 
 @pytest.fixture(scope="module")
-def theirs(case: Case, tmp_path_factory: Any) -> Iterator[dict[str, Theirs]]:
+def theirs(case: Case, tmp_path_factory: Any) -> Iterator[Callable[[str], Theirs]]:
+    """Yield a function that returns llama.cpp's logits of a text, given its name."""
     folder: Path = tmp_path_factory.mktemp("logits")
-    yield {
-        text: Theirs(
-            *(
-                torch.from_numpy(llama_logits(file, ids, folder / f"{text}-{number}.npy"))
-                for number, file in enumerate((case.file, case.unpacked))
-            )
+
+    @cache
+    def logits_of(text: str) -> Theirs:
+        files = {"file": case.file, "exactly": case.unpacked}
+        logits = (
+            llama_logits(file, case.texts[text], folder / f"{text}-{name}.npy")
+            for name, file in files.items()
         )
-        for text, ids in case.texts.items()
-    }
+        return Theirs(*map(torch.from_numpy, logits))
+
+    yield logits_of
     shutil.rmtree(folder)
 
 
@@ -132,10 +136,10 @@ def unpack(source: Path, target: Path) -> None:
 
 
 def test_in_float32_a_text_is_as_likely_as_to_llama_cpp(
-    case: Case, exact: Runner, theirs: dict[str, Theirs]
+    case: Case, exact: Runner, theirs: Callable[[str], Theirs]
 ) -> None:
     """llama.cpp keeps its cache in float16, which may part us."""
-    expected = perplexity(theirs["prose"].exactly, case.text_ids)
+    expected = perplexity(theirs("prose").exactly, case.text_ids)
     share = of_runner(exact, case.text_ids) / expected - 1
     print(f"{case.name} in float32, llama.cpp {expected:.4f}: {100 * share:+.4f} %")
     assert abs(share) < 5e-4
@@ -143,14 +147,14 @@ def test_in_float32_a_text_is_as_likely_as_to_llama_cpp(
 
 @pytest.mark.parametrize("quantize", ["auto", "none"])
 def test_a_file_has_llama_cpps_perplexity(
-    case: Case, theirs: dict[str, Theirs], quantize: str
+    case: Case, theirs: Callable[[str], Theirs], quantize: str
 ) -> None:
     """As the file has its weights, and unpacked to bfloat16.
 
     On such a file llama.cpp rounds what goes into a product to 8 bits, which costs it some of
     what it knows; so the text may be likelier to us than to it.
     """
-    by_file, exactly = (perplexity(logits, case.text_ids) for logits in theirs["prose"])
+    by_file, exactly = (perplexity(logits, case.text_ids) for logits in theirs("prose"))
     ours = of_runner(tiny_runner(find_model(str(case.file)), quantize=quantize), case.text_ids)
     lost, share = ours / exactly - 1, ours / by_file - 1
     print(f"{case.name}, {quantize}: {ours:.4f} ({100 * lost:+.3f} % to float32),", end=" ")
@@ -158,16 +162,19 @@ def test_a_file_has_llama_cpps_perplexity(
     assert abs(lost) < 5e-3 and -1e-2 < share < 5e-3
 
 
-def test_the_best_token_is_llama_cpps(case: Case, exact: Runner, theirs: dict[str, Theirs]) -> None:
-    """In float32, and with the file's weights as often as llama.cpp's own rounding permits."""
+@pytest.mark.slow
+def test_the_best_token_is_llama_cpps(
+    case: Case, exact: Runner, theirs: Callable[[str], Theirs]
+) -> None:
+    """Compare best tokens in float32, and print how often those of the file are the same."""
     by_file = tiny_runner(find_model(str(case.file)), threads=2)
     float32 = files = ours = others = Agreement()
     for text, ids in case.texts.items():
         rounded, exactly = (row_logits(runner, ids, 256) for runner in (by_file, exact))
-        float32 = float32.plus(exactly, theirs[text].exactly)
-        files = files.plus(rounded, theirs[text].by_file)
-        ours = ours.plus(rounded, theirs[text].exactly)
-        others = others.plus(theirs[text].by_file, theirs[text].exactly)
+        float32 = float32.plus(exactly, theirs(text).exactly)
+        files = files.plus(rounded, theirs(text).by_file)
+        ours = ours.plus(rounded, theirs(text).exactly)
+        others = others.plus(theirs(text).by_file, theirs(text).exactly)
         print(f"{case.name}, up to {text}: both in float32 {float32}; both with the file {files};")
         print(f"the file to float32: Headrace {ours}; llama.cpp {others}")
     assert float32.num > 1000 and float32.num_same >= 0.99 * float32.num
