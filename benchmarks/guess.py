@@ -7,8 +7,7 @@ stream copies a text, repeats code with another name in it, fills a JSON schema 
 without repetition; then eight streams do the same. Both requests of a pair go to one server, in
 alternating order. The ratio is the rate with guesses divided by the rate without guesses. A
 rate is counted from the first token to the last; for eight streams, over the wall-clock time.
-The exit code is 1 if a text differs. With --llama-server, the server of the wheel xllamacpp is
-measured instead. It runs with and without its n-gram lookup, and with one stream at a time.
+The exit code is 1 if a text differs.
 """
 
 import argparse
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from tools.harness.llama_server import llama_server
 from tools.harness.servers import running_server
 
 ROUTE = "/v1/completions"
@@ -155,19 +153,6 @@ class Pair(NamedTuple):
     off: Answer
 
 
-async def ask_llama(
-    client: httpx.AsyncClient, kind: str, seed: int, tokens: int, guess: bool
-) -> Answer:
-    """Send the request to llama-server. An option at the server's start turns guesses on."""
-    asked = {**KINDS[kind], "seed": seed, "n_predict": tokens}
-    asked["json_schema"] = asked.pop("guided_json", None) or {}
-    body = {key: value for key, value in asked.items() if value != {}}
-    shown = (await client.post("/completion", json=body)).raise_for_status().json()
-    timings = shown["timings"]
-    guessed = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
-    return Answer(shown["content"], timings["predicted_per_second"], *guessed)
-
-
 async def pairs(clients: Clients, ask: Any, kind: str, options: Any) -> list[Pair]:
     """Return pairs of answers, without the first pair, which warms up."""
     made = []
@@ -196,15 +181,15 @@ def show(name: str, found: list[Pair]) -> bool:
 async def measure(on_url: str, off_url: str, options: argparse.Namespace) -> bool:
     print("| | off, tokens/s | on | ratio | range of the pairs | guessed | right |")
     print("|---|---|---|---|---|---|---|")
-    is_same, one = True, ask_llama if options.llama_server else ask
+    is_same = True
     async with (
         httpx.AsyncClient(base_url=on_url, timeout=600) as on,
         httpx.AsyncClient(base_url=off_url, timeout=600) as off,
     ):
         clients = {True: on, False: off}
         for kind in options.kinds or KINDS:
-            is_same &= show(kind, await pairs(clients, one, kind, options))
-        for kind in () if options.kinds or options.llama_server else ("prose", "copy"):
+            is_same &= show(kind, await pairs(clients, ask, kind, options))
+        for kind in () if options.kinds else ("prose", "copy"):
             name = f"{NUM_STREAMS} streams, {kind}"
             is_same &= show(name, await pairs(clients, ask_all, kind, options))
     print("The texts are equal." if is_same else "SOME TEXTS DIFFER.")
@@ -218,15 +203,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="with one stream each")
     parser.add_argument("--gaps", action="store_true", help="measure gaps during prompts")
-    parser.add_argument("--llama-server", action="store_true", help="measure xllamacpp's server")
     options, flags = parser.parse_known_args()
-    if options.llama_server:
-        sizes = {"threads": 2, "positions": 2048}
-        with (
-            llama_server(options.model, **sizes, guesses=True) as on,
-            llama_server(options.model, **sizes) as off,
-        ):
-            return 0 if asyncio.run(measure(on, off, options)) else 1
     flags = ["--state-dir", "none", "--guess", "auto", *flags]
     with running_server(str(options.model), *flags) as server:
         print(next((line for line in server.lines if "kernels " in line), ""), file=sys.stderr)
