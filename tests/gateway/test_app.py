@@ -32,7 +32,7 @@ def error_of(response: Any) -> tuple[int, str]:
     return response.status_code, body["error"]["code"]
 
 
-def test_a_chat_answers_whole_and_streamed() -> None:
+def test_a_chat_is_answered_as_json_or_as_a_stream() -> None:
     client = client_of()
     whole = client.post("/v1/chat/completions", json=CHAT)
     assert whole.json()["choices"][0]["message"]["content"] == "Hi"
@@ -48,7 +48,7 @@ def test_a_completion_answers() -> None:
     assert (answer["object"], answer["choices"][0]["text"]) == ("text_completion", "Hi")
 
 
-def test_the_checks_come_in_their_order() -> None:
+def test_a_request_is_checked_in_a_fixed_order() -> None:
     generation = FakeGeneration()
     generation.refusal = RequestError("model_loading", "Loading model")
     client = client_of(generation, api_key=("k",))
@@ -77,7 +77,7 @@ def test_the_checks_come_in_their_order() -> None:
     ]
 
 
-def test_a_refusal_says_whether_and_when_to_try_again() -> None:
+def test_a_refusal_has_headers_for_whether_and_when_to_retry() -> None:
     generation = FakeGeneration()
     generation.refusal = RequestError("server_overloaded", "Full.", retry_after_s=2.5)
     response = client_of(generation).post("/v1/chat/completions", json=CHAT)
@@ -87,7 +87,7 @@ def test_a_refusal_says_whether_and_when_to_try_again() -> None:
     assert response.headers["retry-after-ms"] == "2500"
 
 
-def test_a_query_of_too_many_fields_is_refused_before_it_is_parsed() -> None:
+def test_a_query_with_too_many_fields_is_refused_before_parsing() -> None:
     client = client_of()
     assert client.get("/v1/models?" + "&" * 99).status_code == 200
     refused = client.get("/v1/models?" + "&" * 100)
@@ -95,7 +95,7 @@ def test_a_query_of_too_many_fields_is_refused_before_it_is_parsed() -> None:
     assert "101 fields; the limit is 100. Send fewer." in refused.json()["error"]["message"]
 
 
-def test_a_405_names_what_is_allowed() -> None:
+def test_a_405_lists_the_allowed_methods() -> None:
     response = client_of().get("/v1/completions")
     assert response.headers["allow"] == "POST"
     assert "retry-after" not in response.headers
@@ -103,7 +103,7 @@ def test_a_405_names_what_is_allowed() -> None:
     assert response.headers["allow"] == "DELETE, GET, HEAD"
 
 
-def test_figures_stand_in_the_error() -> None:
+def test_an_error_includes_its_figures() -> None:
     generation = FakeGeneration()
     extra = {"n_prompt_tokens": 200, "n_ctx": 128}
     generation.refusal = RequestError("context_length_exceeded", "Too long.", "messages", extra)
@@ -120,7 +120,7 @@ def test_figures_stand_in_the_error() -> None:
     )
 
 
-def test_no_error_shows_what_failed_inside(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_does_not_expose_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     generation = FakeGeneration()
     generation.refusal = OSError("/secret/path")  # type: ignore[assignment]
     response = client_of(generation).post("/v1/chat/completions", json=CHAT)
@@ -129,7 +129,7 @@ def test_no_error_shows_what_failed_inside(caplog: pytest.LogCaptureFixture) -> 
     assert "/secret/path" in caplog.text
 
 
-def test_a_stream_that_is_deleted_under_a_request_is_not_found() -> None:
+def test_a_stream_deleted_during_its_request_is_not_found() -> None:
     generation = FakeGeneration()
     generation.refusal = LogGone()  # type: ignore[assignment]
     found = error_of(client_of(generation).post("/v1/chat/completions", json=CHAT))
@@ -137,13 +137,13 @@ def test_a_stream_that_is_deleted_under_a_request_is_not_found() -> None:
 
 
 @pytest.mark.parametrize("given", ["abc", "a b~", "x" * 128])
-def test_a_request_id_comes_back(given: str) -> None:
+def test_the_clients_request_id_is_returned(given: str) -> None:
     response = client_of().get("/health", headers={"X-Request-Id": given})
     assert response.headers["x-request-id"] == given
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "\xe9"])
-def test_an_odd_request_id_is_replaced(given: str) -> None:
+def test_an_invalid_request_id_is_replaced(given: str) -> None:
     headers = {"X-Request-Id": given.encode("latin-1")}
     answer = client_of().get("/health", headers=headers)  # type: ignore[arg-type]
     assert len(answer.headers["x-request-id"]) == 32
@@ -159,7 +159,7 @@ def test_a_large_body_is_refused() -> None:
     ("state", "status"),
     [("ok", 200), ("recovering", 200), ("loading", 503), ("draining", 503), ("dead", 503)],
 )
-def test_health_says_the_state(state: str, status: int) -> None:
+def test_health_reports_the_state_and_its_status_code(state: str, status: int) -> None:
     generation = FakeGeneration()
     generation.state = state
     client = client_of(generation, api_key=("k",))
@@ -170,7 +170,7 @@ def test_health_says_the_state(state: str, status: int) -> None:
     assert client.get("/health/live").json() == {"status": "ok"}
 
 
-def test_health_while_loading_is_as_loaders_know_it() -> None:
+def test_health_while_loading_uses_the_error_that_llama_clients_expect() -> None:
     generation = FakeGeneration()
     generation.state = "loading"
     generation.fleet.hosts.first.loading.tell(Loading(0.4))
@@ -201,7 +201,7 @@ def test_models_are_listed_while_loading() -> None:
     assert client_of(generation).get("/v1/models").json()["data"][0]["meta"]["size"] is None
 
 
-def test_a_model_id_may_hold_a_slash() -> None:
+def test_a_model_id_may_contain_a_slash() -> None:
     client = client_of()
     for path in ("/v1/models/org/other", "/v1/models/org%2Fother"):
         assert client.get(path).json()["id"] == "org/other"
@@ -217,7 +217,7 @@ def test_props_have_what_llama_clients_read() -> None:
     assert props["bos_token"] == "<s>"
 
 
-def test_what_lm_eval_asks_of_a_tokenizer_is_told_and_it_needs_the_clients_key() -> None:
+def test_tokenizer_info_has_the_fields_that_lm_eval_reads_and_requires_a_key() -> None:
     client = client_of(api_key=("k",))
     assert client.get("/tokenizer_info").status_code == 401
     told = client.get("/tokenizer_info", headers={"x-api-key": "k"}).json()
@@ -242,7 +242,7 @@ def test_tokenize_takes_content_prompt_or_messages() -> None:
     assert tokenize(**CHAT).json()["tokens"] == list(b"user: hi\n")
 
 
-def test_tokenize_shows_pieces() -> None:
+def test_tokenize_can_return_the_text_of_each_token() -> None:
     tokens = tokenize(content="aé", with_pieces=True).json()["tokens"]
     assert tokens[0] == {"id": 97, "piece": "a"}
     assert tokens[1] == {"id": 0xC3, "piece": [0xC3]}
@@ -250,13 +250,13 @@ def test_tokenize_shows_pieces() -> None:
     assert strings == ["\x01", "a", "\ufffd", "\ufffd"]
 
 
-def test_tokenize_wants_exactly_one_source() -> None:
+def test_tokenize_requires_exactly_one_input() -> None:
     assert error_of(tokenize()) == (400, "missing_required_parameter")
     assert error_of(tokenize(content="a", prompt="b")) == (400, "invalid_value")
     assert error_of(tokenize(content="a", parse_special=False)) == (400, "unsupported_parameter")
 
 
-def test_detokenize_gives_the_text_twice() -> None:
+def test_detokenize_returns_the_text_in_two_fields() -> None:
     client = client_of()
     body = client.post("/detokenize", json={"tokens": [104, 105]}).json()
     assert body == {"content": "hi", "prompt": "hi"}
@@ -264,14 +264,14 @@ def test_detokenize_gives_the_text_twice() -> None:
     assert error_of(client.post("/detokenize", json={}))[1] == "missing_required_parameter"
 
 
-def test_apply_template_is_what_chat_tokenizes() -> None:
+def test_apply_template_returns_the_text_that_tokenize_encodes() -> None:
     client = client_of()
     text = client.post("/apply-template", json=CHAT).json()["prompt"]
     assert text == "user: hi\n"
     assert tokenize(**CHAT).json()["tokens"] == list(text.encode())
 
 
-def test_the_request_that_is_opened_is_the_one_that_was_asked_for() -> None:
+def test_the_request_body_sets_the_model_and_sampling_options() -> None:
     generation = FakeGeneration(*HI)
     asked = CHAT | {"seed": 5, "max_tokens": 3, "stop": "x", "model": "org/other"}
     client_of(generation).post("/v1/chat/completions", json=asked)
@@ -300,7 +300,7 @@ TOOL = {"type": "function", "function": {"name": "now"}}
     ("form", "header", "value"),
     [("", "x-headrace-ignored", "tools"), ("generic", "x-headrace-tools", "generic")],
 )
-def test_tools_that_a_template_does_not_know_are_told_in_a_header_and_once_in_the_log(
+def test_a_template_without_tools_is_reported_in_a_header_and_once_in_the_log(
     form: str, header: str, value: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = client_of(FakeGeneration(*HI, model=FakeModel(tool_format=form)))
@@ -315,6 +315,6 @@ def test_tools_that_a_template_does_not_know_are_told_in_a_header_and_once_in_th
     assert header not in plain.headers
 
 
-def test_tools_that_a_template_knows_are_told_in_no_header() -> None:
+def test_no_header_is_sent_if_the_template_supports_tools() -> None:
     answer = client_of().post("/v1/chat/completions", json=CHAT | {"tools": [TOOL]})
     assert not {"x-headrace-ignored", "x-headrace-tools"} & set(answer.headers)

@@ -36,7 +36,7 @@ def verdict(config: HttpConfig, **headers: str) -> int:
         ({"authorization": "Bearer three", "x_api_key": "one"}, 200),
     ],
 )
-def test_a_key_opens_the_door(headers: dict[str, str], status: int) -> None:
+def test_a_valid_api_key_is_accepted_in_either_header(headers: dict[str, str], status: int) -> None:
     assert verdict(KEYS, **headers) == status
 
 
@@ -60,16 +60,18 @@ def test_a_key_opens_the_door(headers: dict[str, str], status: int) -> None:
         ({"host": "localhost", "origin": "null"}, 403),
     ],
 )
-def test_a_keyless_server_answers_to_local_names_only(headers: dict[str, str], status: int) -> None:
+def test_a_server_without_keys_only_accepts_local_and_allowed_hosts(
+    headers: dict[str, str], status: int
+) -> None:
     assert verdict(HttpConfig(allowed_host=("allowed.example",)), **headers) == status
 
 
-def test_with_a_key_or_a_public_address_names_do_not_matter() -> None:
+def test_the_host_name_is_not_checked_with_a_key_or_a_public_address() -> None:
     assert verdict(KEYS, host="evil.example", x_api_key="one") == 200
     assert verdict(HttpConfig(host="0.0.0.0"), host="evil.example") == 200
 
 
-def test_keys_of_a_file_count_as_it_is_read_again_and_their_names_are_known(tmp_path: Path) -> None:
+def test_a_key_file_names_its_keys_and_can_be_reloaded(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("ann:one\n")
     auth = Auth(HttpConfig(api_key=("two",), api_key_file=str(file)))
@@ -95,7 +97,7 @@ def test_keys_of_a_file_count_as_it_is_read_again_and_their_names_are_known(tmp_
         (HttpConfig(), "", -1, -1),
     ],
 )
-def test_only_an_admin_key_puts_a_request_before_those_of_other_keys(
+def test_a_client_key_cannot_send_a_negative_priority(
     config: HttpConfig, key: str, sent: int, taken: int
 ) -> None:
     body = CheckedBody({"priority": sent}, (), b"", ignored=("wish",))
@@ -117,7 +119,7 @@ def test_a_request_whose_key_is_removed_after_the_check_gets_no_owner(tmp_path: 
     assert refused.value.code == "invalid_api_key"
 
 
-def test_a_bad_file_of_keys_changes_nothing(tmp_path: Path) -> None:
+def test_a_bad_key_file_leaves_the_old_keys_valid(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n")
     auth = Auth(HttpConfig(api_key_file=str(file), admin_key_file=str(file)))
@@ -129,7 +131,7 @@ def test_a_bad_file_of_keys_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("allowed", ["https://a.example", "*"])
-def test_a_page_that_is_allowed_may_ask_a_keyless_server(allowed: str) -> None:
+def test_an_allowed_origin_may_use_a_server_without_keys(allowed: str) -> None:
     config = HttpConfig(allowed_origins=(allowed,))
     assert verdict(config, host="localhost", origin="https://a.example") == 200
     assert verdict(config, host="evil.example", origin="https://a.example") == 403
@@ -151,7 +153,7 @@ def test_a_page_that_is_allowed_may_ask_a_keyless_server(allowed: str) -> None:
     ],
 )
 @pytest.mark.parametrize("keys", [("one",), ()])
-def test_a_socket_is_for_pages_of_this_host_and_of_allowed_origins(
+def test_a_web_socket_refuses_pages_of_other_hosts(
     keys: tuple[str, ...], origin: str | None, is_let_in: bool
 ) -> None:
     config = HttpConfig(

@@ -36,7 +36,7 @@ def test_the_requests_of_a_refused_message_batch_are_not_kept(
     assert len(list((tmp_path / "blobs").iterdir())) == 1
 
 
-async def test_an_answer_too_large_to_keep_is_an_error_of_its_line(
+async def test_a_batch_line_fails_if_its_answer_is_too_large_to_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generation = FakeGeneration()
@@ -55,7 +55,9 @@ async def test_an_answer_too_large_to_keep_is_an_error_of_its_line(
 @pytest.mark.parametrize(
     "names", [[str(number) for number in range(17)], ["a" * 600, "b" * 600], ["c" * 1025]]
 )
-def test_the_names_of_a_forms_fields_are_bounded_too(tmp_path: Path, names: list[str]) -> None:
+def test_a_form_with_too_many_or_too_long_field_names_is_refused(
+    tmp_path: Path, names: list[str]
+) -> None:
     app = app_of(FakeGeneration(), CONFIG, shelf=folder_batch_store(tmp_path))
     client = TestClient(app)
     file = {"file": ("a.jsonl", b"{}\n")}
@@ -66,7 +68,7 @@ def test_the_names_of_a_forms_fields_are_bounded_too(tmp_path: Path, names: list
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-async def test_a_file_deleted_as_it_is_read_does_not_seem_whole(
+async def test_a_download_of_a_file_deleted_meanwhile_does_not_look_complete(
     tmp_path: Path, is_deleted: bool
 ) -> None:
     whole = b"x" * (PIECE + 9)

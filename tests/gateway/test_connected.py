@@ -15,7 +15,7 @@ async def stays() -> dict[str, Any]:
     raise AssertionError("nobody ends this wait")
 
 
-def test_a_refusal_in_the_work_reaches_the_client_as_it_is() -> None:
+def test_an_error_raised_by_the_work_reaches_the_client_unchanged() -> None:
     async def work() -> None:
         raise RequestError("server_restarting", "The server restarts.")
 

@@ -20,7 +20,7 @@ def client_of(*origins: str, **http: Any) -> TestClient:
     return TestClient(app_of(FakeGeneration(), config), base_url="http://localhost")
 
 
-def test_a_preflight_is_answered_before_the_key() -> None:
+def test_a_preflight_is_answered_without_a_key() -> None:
     client = client_of("https://app.example", api_key=("k",))
     answer = client.options("/v1/chat/completions", headers=PREFLIGHT | {"x-request-id": "mine"})
     assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine"
@@ -34,7 +34,7 @@ def test_a_preflight_is_answered_before_the_key() -> None:
 
 
 @pytest.mark.parametrize("allowed", ["https://app.example", "*"])
-def test_an_allowed_page_may_come_from_the_internet_to_a_private_network(allowed: str) -> None:
+def test_an_allowed_public_page_may_reach_a_server_in_a_private_network(allowed: str) -> None:
     asked = PREFLIGHT | {"access-control-request-private-network": "true"}
     answer = client_of(allowed).options("/v1/models", headers=asked)
     assert answer.status_code == 200
@@ -44,7 +44,7 @@ def test_an_allowed_page_may_come_from_the_internet_to_a_private_network(allowed
     assert "access-control-allow-private-network" not in foreign.headers
 
 
-def test_a_page_can_read_answers_and_errors() -> None:
+def test_an_allowed_page_can_read_answers_and_errors() -> None:
     client = client_of("https://app.example", api_key=("k",))
     for headers, status in (({}, 401), ({"x-api-key": "k"}, 200)):
         answer = client.get("/v1/models", headers=PAGE | headers)
@@ -56,7 +56,7 @@ def test_a_page_can_read_answers_and_errors() -> None:
     assert "access-control-allow-origin" not in stranger.headers
 
 
-def test_no_page_of_another_host_gets_a_socket_even_with_a_key() -> None:
+def test_a_page_of_another_origin_gets_no_web_socket_even_with_a_key() -> None:
     client = client_of("https://app.example", api_key=("k",))
     headers = {"origin": "https://b.example", "x-api-key": "k"}
     with client.websocket_connect("/v1/realtime-text", headers=headers) as socket:
@@ -64,7 +64,7 @@ def test_no_page_of_another_host_gets_a_socket_even_with_a_key() -> None:
         assert socket.receive()["code"] == 1008
 
 
-def test_without_the_flag_no_page_is_let_in() -> None:
+def test_cross_origin_access_requires_the_flag() -> None:
     answer = client_of().options("/v1/chat/completions", headers=PREFLIGHT)
     assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
     assert (
@@ -84,7 +84,7 @@ SIMPLE = [
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("content_type", SIMPLE)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat", "/v1/files", "/models/load"])
-def test_no_foreign_page_can_post_to_a_server_without_keys(
+def test_a_page_of_another_origin_cannot_post_to_a_server_without_keys(
     host: str, content_type: str | None, path: str
 ) -> None:
     client = client_of("https://app.example", host=host)
@@ -98,7 +98,7 @@ def test_no_foreign_page_can_post_to_a_server_without_keys(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
-def test_a_body_needs_no_type_and_that_of_curl_passes_at_ollamas_routes(path: str) -> None:
+def test_a_body_needs_no_content_type_and_ollama_routes_accept_that_of_curl(path: str) -> None:
     client = client_of()
     for headers in (
         {},
@@ -110,7 +110,7 @@ def test_a_body_needs_no_type_and_that_of_curl_passes_at_ollamas_routes(path: st
         assert answer.status_code == (400 if is_taken else 415), answer.text
 
 
-def test_a_415_names_the_codings_that_are_taken() -> None:
+def test_a_415_lists_the_supported_content_encodings() -> None:
     headers = {"content-type": "application/json", "content-encoding": "br"}
     for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/tokenize"):
         refused = client_of().post(path, content=b"{}", headers=headers)

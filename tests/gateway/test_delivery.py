@@ -80,7 +80,7 @@ STREAMED = {"stream": True}
 WITH_IDS = STREAMED | {"return_token_ids": True}
 
 
-async def test_headers_and_the_first_frame_precede_the_first_step() -> None:
+async def test_headers_and_the_first_frame_are_sent_before_the_first_step() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await client.until(lambda body: body.count(b"\n\n") == 1)
@@ -96,7 +96,7 @@ async def test_headers_and_the_first_frame_precede_the_first_step() -> None:
     await client.leave()
 
 
-async def test_a_stream_is_written_to_its_end() -> None:
+async def test_a_stream_ends_with_done_and_releases_its_reader() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await stream.write(tokens("Hi", 5), ended(), FINISH)
@@ -116,7 +116,7 @@ async def test_events_written_together_are_sent_in_one_message() -> None:
     await client.leave()
 
 
-async def test_a_client_that_leaves_is_a_reader_that_left() -> None:
+async def test_a_client_that_disconnects_stops_being_a_reader() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await client.until(bool)
@@ -125,7 +125,7 @@ async def test_a_client_that_leaves_is_a_reader_that_left() -> None:
     assert stream.num_left == 1
 
 
-async def test_a_client_that_leaves_before_the_first_byte_is_a_reader_that_left() -> None:
+async def test_a_client_cancelled_before_the_first_byte_stops_being_a_reader() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     async with client.stuck():
@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_before_the_first_byte_is_a_reader_that_left(
     assert (client.messages, stream.num_left) == ([], 1)
 
 
-async def test_leaving_is_noticed_while_a_whole_answer_is_being_made() -> None:
+async def test_a_disconnect_is_noticed_while_a_whole_answer_is_generated() -> None:
     stream = await open_stream()
     stream.record = make_record(make_request(response_options={"heartbeat": False}))
     client = Connection(stream)
@@ -145,7 +145,7 @@ async def test_leaving_is_noticed_while_a_whole_answer_is_being_made() -> None:
     assert client.messages == []
 
 
-async def test_only_what_was_written_counts_as_sent() -> None:
+async def test_only_written_events_count_as_sent() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await stream.write(tokens("", 4), tokens("Hi", 5))
@@ -154,13 +154,13 @@ async def test_only_what_was_written_counts_as_sent() -> None:
     await client.leave()
 
 
-async def test_heartbeats_show_life_in_silence() -> None:
+async def test_heartbeats_are_sent_while_nothing_is_generated() -> None:
     client = Connection(await open_stream(response_options=STREAMED), FAST)
     await client.until(lambda body: body.count(IDLE) >= 3)
     await client.leave()
 
 
-async def test_streams_that_wait_together_do_not_beat_together() -> None:
+async def test_heartbeat_intervals_differ_between_answers() -> None:
     stream = await open_stream(response_options=STREAMED)
     answers = [deliver(stream, QUIET) for _ in range(50)]  # type: ignore[arg-type]
     paces = [answer.pace.heartbeat_s for answer in answers if isinstance(answer, LiveAnswer)]
@@ -168,7 +168,7 @@ async def test_streams_that_wait_together_do_not_beat_together() -> None:
     assert 8 <= min(paces) <= max(paces) <= QUIET.heartbeat_s
 
 
-async def test_data_postpones_a_heartbeat_but_unseen_progress_does_not() -> None:
+async def test_progress_the_client_does_not_see_does_not_postpone_a_heartbeat() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream, FAST)
     await stream.write(progress(1024))
@@ -177,7 +177,7 @@ async def test_data_postpones_a_heartbeat_but_unseen_progress_does_not() -> None
     await client.leave()
 
 
-async def test_where_every_byte_counts_heartbeats_go_through_the_log() -> None:
+async def test_heartbeats_of_a_conversation_go_through_the_log() -> None:
     stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
     client = Connection(stream, FAST)
@@ -189,7 +189,7 @@ async def test_where_every_byte_counts_heartbeats_go_through_the_log() -> None:
     await client.leave()
 
 
-async def test_logged_comments_do_not_put_off_a_heartbeat() -> None:
+async def test_logged_comments_do_not_postpone_a_heartbeat() -> None:
     stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
     config = msgspec.structs.replace(QUIET, heartbeat_s=0.05, sse_ping_interval=0.01)
@@ -200,7 +200,7 @@ async def test_logged_comments_do_not_put_off_a_heartbeat() -> None:
     await client.leave()
 
 
-async def test_a_reader_that_takes_nothing_asks_for_no_heartbeat() -> None:
+async def test_a_blocked_reader_requests_no_heartbeat() -> None:
     stream = await open_stream(response_options=STREAMED)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
     slow = Connection(stream, FAST)
@@ -214,7 +214,7 @@ async def test_a_reader_that_takes_nothing_asks_for_no_heartbeat() -> None:
     await slow.leave()
 
 
-async def test_a_heartbeat_never_follows_the_end() -> None:
+async def test_no_heartbeat_follows_the_end_of_a_stream() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream, FAST)
     await client.until(lambda body: IDLE in body)
@@ -224,7 +224,7 @@ async def test_a_heartbeat_never_follows_the_end() -> None:
     assert client.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_heartbeat_that_waited_for_a_slow_reader_does_not_follow_the_end() -> None:
+async def test_a_heartbeat_delayed_by_a_slow_reader_does_not_follow_the_end() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream, FAST)
     await client.until(bool)
@@ -235,7 +235,7 @@ async def test_a_heartbeat_that_waited_for_a_slow_reader_does_not_follow_the_end
     assert client.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_comments_come_where_they_are_asked_for() -> None:
+async def test_ping_comments_are_sent_if_configured() -> None:
     config = msgspec.structs.replace(QUIET, sse_ping_interval=0.01)
     client = Connection(await open_stream(response_options=STREAMED), config)
     await client.until(lambda body: b": ping\n: ping\n" in body)
@@ -243,7 +243,7 @@ async def test_comments_come_where_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("options", [{"heartbeat": False}, {"ping_interval_s": -1}])
-async def test_a_wire_can_do_without(options: dict[str, Any]) -> None:
+async def test_a_request_can_switch_off_heartbeats_and_pings(options: dict[str, Any]) -> None:
     config = msgspec.structs.replace(QUIET, sse_ping_interval=0.005)
     config = (
         msgspec.structs.replace(config, heartbeat_s=0.005) if "heartbeat" in options else config
@@ -256,7 +256,7 @@ async def test_a_wire_can_do_without(options: dict[str, Any]) -> None:
     await client.leave()
 
 
-async def test_a_whole_answer_can_show_life_by_newlines() -> None:
+async def test_a_whole_answer_sends_newlines_as_heartbeats() -> None:
     stream = await open_stream(response_options={"heartbeat": True})
     client = Connection(stream, FAST)
     await client.until(lambda body: body.startswith(b"\n\n"))
@@ -267,7 +267,7 @@ async def test_a_whole_answer_can_show_life_by_newlines() -> None:
 
 
 @pytest.mark.parametrize("options", [{"heartbeat": True}, {"heartbeat": False}])
-async def test_no_stream_waits_while_a_whole_answer_is_put_together(
+async def test_a_whole_answer_is_assembled_in_another_thread(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
@@ -284,7 +284,7 @@ async def test_no_stream_waits_while_a_whole_answer_is_put_together(
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
-async def test_a_late_error_of_a_whole_answer_has_its_status() -> None:
+async def test_a_whole_answer_that_fails_late_still_gets_its_error_status() -> None:
     stream = await open_stream(response_options={"heartbeat": False})
     client = Connection(stream)
     await stream.write(tokens("Hi", 5), error("engine_failed"))
@@ -296,7 +296,7 @@ async def test_a_late_error_of_a_whole_answer_has_its_status() -> None:
     assert json.loads(client.body)["error"]["code"] == "engine_failed"
 
 
-async def test_an_error_in_mid_stream_has_no_done() -> None:
+async def test_an_error_in_mid_stream_is_not_followed_by_done() -> None:
     stream = await open_stream(response_options=STREAMED)
     client = Connection(stream)
     await stream.write(tokens("Hi", 5), error())
@@ -305,7 +305,7 @@ async def test_an_error_in_mid_stream_has_no_done() -> None:
     assert b"[DONE]" not in client.body
 
 
-async def test_a_failure_to_render_is_an_error_in_mid_stream(caplog: Any) -> None:
+async def test_a_rendering_failure_becomes_an_error_in_mid_stream(caplog: Any) -> None:
     stream = await open_stream(response_options=WITH_IDS)
     client = Connection(stream)
     await stream.write(tokens("Hi", 5), tokens("Hi", 5, choice=7))
@@ -316,7 +316,7 @@ async def test_a_failure_to_render_is_an_error_in_mid_stream(caplog: Any) -> Non
     assert "IndexError" not in client.body.decode()
 
 
-async def test_where_every_byte_counts_a_failure_adds_none() -> None:
+async def test_a_rendering_failure_adds_no_bytes_to_a_conversations_stream() -> None:
     stream = await open_stream(response_options=WITH_IDS)
     stream.record = msgspec.structs.replace(stream.record, names=Names(conversation="c"))
     client = Connection(stream)
@@ -326,7 +326,7 @@ async def test_where_every_byte_counts_a_failure_adds_none() -> None:
 
 
 @pytest.mark.parametrize("options", [STREAMED, {"heartbeat": True}, {"heartbeat": False}])
-async def test_a_reader_of_a_deleted_stream_is_told_so(options: dict[str, Any]) -> None:
+async def test_a_reader_of_a_deleted_stream_gets_stream_not_found(options: dict[str, Any]) -> None:
     stream = await open_stream(response_options=options)
     client = Connection(stream)
     await settle()
@@ -340,7 +340,7 @@ async def test_a_reader_of_a_deleted_stream_is_told_so(options: dict[str, Any]) 
         assert b'"code":"stream_not_found"' in client.body
 
 
-async def test_a_reader_whose_store_cannot_be_read_is_told_to_come_back(
+async def test_a_reader_of_a_failing_store_gets_storage_stalled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def read(self: MemoryLog, after: int, limit: int) -> Any:
@@ -353,14 +353,14 @@ async def test_a_reader_whose_store_cannot_be_read_is_told_to_come_back(
     assert b'"code":"storage_stalled"' in client.body
 
 
-async def test_work_ends_with_its_client() -> None:
+async def test_work_ends_when_its_client_disconnects() -> None:
     async def leave() -> dict[str, str]:
         return {"type": "http.disconnect"}
 
     assert await while_connected(leave, asyncio.sleep(60, "done")) is None
 
 
-async def test_work_that_ends_first_gives_its_result() -> None:
+async def test_work_returns_its_result_while_the_client_is_connected() -> None:
     async def stay() -> Any:
         await asyncio.Event().wait()
 

@@ -20,18 +20,18 @@ def wait_for(names: Names | None = None, **fields: object) -> DownloadWait:
     return download_wait("/v1/completions", checked, names or Names(), StreamId("cmpl-1"))
 
 
-def test_a_sign_is_a_frame_that_every_client_knows() -> None:
+def test_a_sign_of_life_is_a_comment_and_an_empty_chunk() -> None:
     comment, data, *_ = wait_for().sign.decode().split("\n")
     assert comment == ": loading the model"
     assert json.loads(data.removeprefix("data: "))["choices"][0]["text"] == ""
 
 
-def test_who_wants_no_heartbeat_hears_nothing() -> None:
+def test_no_sign_of_life_is_sent_if_heartbeats_are_off() -> None:
     assert wait_for(heartbeat=False).sign == b""
 
 
 @pytest.mark.parametrize("names", [Names(), Names(key="k")])
-def test_a_stream_that_may_survive_the_server_is_named_once_there_is_one(names: Names) -> None:
+def test_the_stream_id_of_a_request_with_a_key_is_not_sent_early(names: Names) -> None:
     headers = wait_for(names).headers
     assert ("x-stream-id" in headers) == (names == Names())
     assert headers["x-headrace-loading"] == "true"
@@ -45,7 +45,7 @@ def test_a_stream_that_may_survive_the_server_is_named_once_there_is_one(names: 
         (ZeroDivisionError(), "internal_error"),
     ],
 )
-async def test_a_wait_ends_in_an_error_of_its_dialect_whatever_went_wrong(
+async def test_any_failure_during_the_wait_ends_in_an_error_frame(
     error: Exception, code: str
 ) -> None:
     bodies: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ async def test_a_wait_ends_in_an_error_of_its_dialect_whatever_went_wrong(
     assert json.loads(told)["error"]["code"] == code
 
 
-async def test_a_client_that_leaves_during_the_wait_is_no_failure(
+async def test_a_client_that_disconnects_during_the_wait_causes_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bodies: list[dict[str, Any]] = []

@@ -44,7 +44,7 @@ def get(headers: dict[str, str] | None = None, method: str = "GET", **query: str
     return client.request(method, URL, params=query, headers=headers)
 
 
-def test_a_closed_stream_is_read_whole_and_from_any_offset() -> None:
+def test_a_closed_stream_can_be_read_from_any_offset() -> None:
     whole = get()
     assert [event["kind"] for event in whole.json()] == KINDS
     for start in range(len(KINDS) + 1):
@@ -54,7 +54,7 @@ def test_a_closed_stream_is_read_whole_and_from_any_offset() -> None:
         assert part.headers["stream-closed"] == part.headers["stream-up-to-date"] == "true"
 
 
-def test_pages_that_grow_too_large_end_early_and_only_the_last_says_closed(
+def test_large_pages_end_early_and_only_the_last_has_stream_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(durable_routes, "_MAX_BYTES", 1)
@@ -69,7 +69,7 @@ def test_pages_that_grow_too_large_end_early_and_only_the_last_says_closed(
     assert [event["seq"] for event in seen] == list(range(len(KINDS)))
 
 
-def test_head_tells_the_tail_and_now_skips_to_it() -> None:
+def test_head_returns_the_end_offset_and_now_starts_there() -> None:
     head = get(method="HEAD")
     assert (head.content, head.headers["stream-next-offset"]) == (b"", END)
     assert head.headers["cache-control"] == "no-store"
@@ -77,7 +77,7 @@ def test_head_tells_the_tail_and_now_skips_to_it() -> None:
     assert (now.json(), now.headers["stream-next-offset"]) == ([], END)
 
 
-def test_what_has_not_changed_is_not_sent_again() -> None:
+def test_an_unchanged_page_is_answered_with_304() -> None:
     tag = get().headers["etag"]
     again = get({"if-none-match": tag})
     assert (again.status_code, again.content) == (304, b"")
@@ -118,18 +118,18 @@ def test_sse_ends_with_the_stream_and_text_cannot_forge_an_event() -> None:
         {"live": "forever", "offset": "-1"},
     ],
 )
-def test_an_offset_or_a_way_that_is_none_is_refused(query: dict[str, str]) -> None:
+def test_an_invalid_offset_or_live_mode_is_refused(query: dict[str, str]) -> None:
     refused = get(**query)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
 
 
-def test_a_cursor_is_never_that_of_the_client() -> None:
+def test_a_returned_cursor_is_newer_than_the_clients() -> None:
     first = get(offset="-1", live="long-poll").headers["stream-cursor"]
     second = get(offset="-1", live="long-poll", cursor=first).headers["stream-cursor"]
     assert int(second) > int(first)
 
 
-def test_who_was_further_hears_that_the_stream_is_gone() -> None:
+def test_resuming_a_deleted_stream_gets_410_instead_of_404() -> None:
     client = TestClient(app(Expired), base_url="http://localhost")
     assert client.get(URL).status_code == 404
     assert client.get(URL, params={"offset": END}).status_code == 410

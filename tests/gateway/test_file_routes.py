@@ -38,7 +38,7 @@ def send(client: TestClient, *pieces: bytes) -> httpx.Response:
     return client.post("/v1/files", content=body(), headers=headers)
 
 
-def test_a_form_becomes_a_file(client: TestClient) -> None:
+def test_an_uploaded_form_becomes_a_file(client: TestClient) -> None:
     answer = send(client, EMPTY, FORM)
     assert answer.status_code == 200 and answer.json()["bytes"] == 3
     assert client.get(f"/v1/files/{answer.json()['id']}/content").content == b"{}\n"
@@ -53,12 +53,14 @@ def test_a_form_becomes_a_file(client: TestClient) -> None:
     ],
     ids=["before", "behind", "between"],
 )
-def test_what_stands_around_the_parts_counts(client: TestClient, form: tuple[bytes, ...]) -> None:
+def test_bytes_around_the_parts_count_toward_the_limit(
+    client: TestClient, form: tuple[bytes, ...]
+) -> None:
     refused = send(client, *form)
     assert refused.status_code == 413 and "1000 bytes" in refused.text
 
 
-def test_a_form_that_says_it_is_too_large_is_refused_before_it_is_read(client: TestClient) -> None:
+def test_a_form_whose_content_length_is_too_large_is_refused_unread(client: TestClient) -> None:
     headers = {"content-type": "multipart/form-data; boundary=b", "content-length": "70000"}
     refused = client.post("/v1/files", content=b"", headers=headers)
     assert refused.status_code == 413
@@ -76,12 +78,12 @@ def test_a_form_that_says_it_is_too_large_is_refused_before_it_is_read(client: T
         (b"", "last boundary"),
     ],
 )
-def test_a_form_that_no_client_makes_is_a_400(client: TestClient, form: bytes, why: str) -> None:
+def test_an_invalid_form_is_refused_with_400(client: TestClient, form: bytes, why: str) -> None:
     refused = send(client, form)
     assert refused.status_code == 400 and why in refused.json()["error"]["message"]
 
 
-def test_nothing_behind_a_limit_is_parsed(
+def test_parsing_stops_at_the_first_exceeded_limit(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[int] = []

@@ -75,7 +75,7 @@ async def served(app: Any, **bounds: Any) -> AsyncIterator[Connection]:
 
 
 @pytest.mark.parametrize("request_", [POST, STREAM])
-async def test_requests_behind_a_running_one_do_not_hide_that_the_client_left(
+async def test_a_disconnect_is_noticed_despite_pipelined_requests(
     request_: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with served(Paths()) as (app, _, writer):
@@ -101,7 +101,7 @@ async def test_a_client_that_closes_only_its_sending_side_gets_its_answer(versio
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-async def test_a_client_that_closes_its_connection_is_noticed_before_the_answer(
+async def test_a_closed_connection_is_noticed_before_the_answer(
     version: bytes,
 ) -> None:
     async with served(Paths()) as (app, _, writer):
@@ -111,7 +111,7 @@ async def test_a_client_that_closes_its_connection_is_noticed_before_the_answer(
         assert await app.left.get() == "/wait"
 
 
-async def test_requests_sent_at_once_are_answered_in_turn() -> None:
+async def test_pipelined_requests_are_answered_in_order() -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(POST + 2 * GET)
         app.released.set()
@@ -120,7 +120,9 @@ async def test_requests_sent_at_once_are_answered_in_turn() -> None:
 
 
 @pytest.mark.parametrize("too_much", [1000 * GET, POST.replace(b": 2", b": 99999") + 99997 * b" "])
-async def test_a_client_that_sends_too_far_ahead_is_answered_and_cut(too_much: bytes) -> None:
+async def test_a_client_that_pipelines_too_much_is_answered_and_disconnected(
+    too_much: bytes,
+) -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(POST)
         await app.begun.get()
@@ -133,7 +135,9 @@ async def test_a_client_that_sends_too_far_ahead_is_answered_and_cut(too_much: b
     assert app.begun.empty()
 
 
-async def test_few_requests_of_one_read_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_few_pipelined_requests_are_prepared_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Prepared(RequestResponseCycle):
         def __init__(self, **parts: Any) -> None:
             super().__init__(**parts)
@@ -148,7 +152,7 @@ async def test_few_requests_of_one_read_are_prepared(monkeypatch: pytest.MonkeyP
     assert len(prepared) < 2 * MAX_AHEAD
 
 
-async def test_a_client_whose_upload_is_too_large_reads_why() -> None:
+async def test_a_client_with_too_large_an_upload_can_read_the_error() -> None:
     config = ServerConfig(http=HttpConfig(max_body_bytes=1000))
     async with served(app_of(FakeGeneration(), config)) as (_, reader, writer):
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
@@ -172,14 +176,14 @@ LARGE = 8 << 20  # bytes; more than the sockets' buffers hold
         b"no HTTP\r\n\r\n",
     ],
 )
-async def test_a_client_that_still_sends_reads_an_early_answer(head: bytes) -> None:
+async def test_an_early_answer_reaches_a_client_that_is_still_sending(head: bytes) -> None:
     async with served(Paths()) as (_, reader, writer):
         writer.write(head + bytes(LARGE))
         await writer.drain()
         assert (await reader.read()).startswith(b"HTTP/1.1 ")
 
 
-async def test_a_client_that_never_stops_sending_is_cut_after_its_answer() -> None:
+async def test_a_client_that_never_stops_sending_is_disconnected() -> None:
     async with served(Paths()) as (_, _, writer):
         writer.write(b"POST /quick HTTP/1.1\r\nHost: h\r\nConnection: close\r\n")
         writer.write(b"Content-Length: 1000000000000\r\n\r\n")
@@ -197,7 +201,7 @@ async def test_a_client_that_never_stops_sending_is_cut_after_its_answer() -> No
         b"GET /" + 70_000 * b"a" + b" HTTP/1.1\r\nX-Request-Id: mine\r\n\r\n",
     ],
 )
-async def test_headers_that_are_too_large_are_refused_in_our_form(sent: bytes) -> None:
+async def test_too_large_headers_are_refused_with_a_json_error(sent: bytes) -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(sent)
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -220,7 +224,7 @@ async def test_headers_that_are_too_large_are_refused_in_our_form(sent: bytes) -
         b"GET /quick HTTP/2.0\r\nHost: h\r\n\r\n",
     ],
 )
-async def test_what_is_no_http_is_refused_with_a_request_id(sent: bytes) -> None:
+async def test_invalid_http_is_refused_with_a_request_id(sent: bytes) -> None:
     async with served(Paths()) as (_, reader, writer):
         writer.write(sent)
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -229,7 +233,7 @@ async def test_what_is_no_http_is_refused_with_a_request_id(sent: bytes) -> None
         assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
-async def test_garbage_behind_a_running_request_does_not_spoil_its_answer() -> None:
+async def test_garbage_after_a_request_does_not_damage_its_answer() -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(POST)
         await app.begun.get()
@@ -241,7 +245,7 @@ async def test_garbage_behind_a_running_request_does_not_spoil_its_answer() -> N
         assert b"400" not in answer
 
 
-async def test_a_body_that_is_no_http_any_more_ends_its_request() -> None:
+async def test_an_invalid_chunk_in_a_body_ends_its_request() -> None:
     async with served(Paths()) as (app, reader, writer):
         writer.write(b"POST /wait HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
         await app.begun.get()
@@ -250,7 +254,7 @@ async def test_a_body_that_is_no_http_any_more_ends_its_request() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX-Slow: a", GET + b"GET / HTTP/1.1\r\n"])
-async def test_whoever_does_not_finish_headers_is_cut(sent: bytes) -> None:
+async def test_a_client_that_does_not_finish_its_headers_is_disconnected(sent: bytes) -> None:
     async with served(Paths(), head_s=0.2) as (_, reader, writer):
         writer.write(sent)
         answer = await reader.read()
@@ -258,7 +262,7 @@ async def test_whoever_does_not_finish_headers_is_cut(sent: bytes) -> None:
         assert (b"headers_timeout" in answer) == bool(sent)
 
 
-async def test_headers_that_are_never_finished_do_not_cut_the_answer_before_them() -> None:
+async def test_unfinished_headers_do_not_cut_off_the_previous_answer() -> None:
     async with served(Paths(), head_s=0.2) as (app, reader, writer):
         writer.write(POST + b"GET / HTTP/1.1\r\nX-Slow: a")
         await asyncio.sleep(0.5)
@@ -267,7 +271,7 @@ async def test_headers_that_are_never_finished_do_not_cut_the_answer_before_them
         assert answer.endswith(b"0\r\n\r\n") and b" 408 " not in answer
 
 
-async def test_beyond_the_bound_the_connection_that_asks_for_nothing_is_cut() -> None:
+async def test_an_idle_connection_is_closed_when_there_are_too_many() -> None:
     async with served(Paths(), connections=1) as (_, idle, writer):
         port = writer.get_extra_info("peername")[1]
         reader, newest = await asyncio.open_connection("127.0.0.1", port)
@@ -277,14 +281,14 @@ async def test_beyond_the_bound_the_connection_that_asks_for_nothing_is_cut() ->
         newest.close()
 
 
-async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STALLED_S", 0.2)
     async with served(Paths()) as (app, _, writer):
         writer.write(STREAM)
         assert await app.left.get() == "/stream"  # it never read
 
 
-async def test_a_reader_that_takes_nothing_is_a_reader_that_left(
+async def test_a_client_that_reads_nothing_stops_being_a_reader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Kept(FakeGeneration):
@@ -307,7 +311,7 @@ async def test_a_reader_that_takes_nothing_is_a_reader_that_left(
     assert len(generation.opened.sent) < 6000
 
 
-def test_a_client_that_takes_a_little_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_slowly_is_not_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, cuts, due = [900, 400, 400], [], []
     connection = object.__new__(http_server._Connection)
     connection.transport = SimpleNamespace(  # type: ignore[assignment]
@@ -320,7 +324,7 @@ def test_a_client_that_takes_a_little_is_not_cut(monkeypatch: pytest.MonkeyPatch
     assert cuts == [0]  # at the third look, by which nothing more was taken
 
 
-def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
+def test_a_server_raises_its_limit_of_open_files() -> None:
     said = "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     for hard, taken in ((500, 500), (10_000, 1000 + OTHER_DESCRIPTORS)):
         lower = f"resource.setrlimit(resource.RLIMIT_NOFILE, (300, {hard}))"
@@ -332,7 +336,7 @@ def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
 
 
 @pytest.mark.parametrize("has_length", [True, False])
-async def test_an_answer_over_http_1_0_has_no_chunks_and_ends_with_its_connection(
+async def test_an_http_1_0_answer_is_not_chunked_and_ends_with_the_connection(
     has_length: bool,
 ) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,17 +12,17 @@ def of(root: str, num_parameters: int | None, task: str = "generate") -> dict[st
     return introduction(cast(ServedModel, model))
 
 
-def test_the_built_in_model_is_described_whatever_name_it_is_served_by() -> None:
+def test_the_built_in_model_has_a_description() -> None:
     assert "tiny built-in test model" in of("headrace-mini", None)["description"]
 
 
-def test_small_models_have_prompts_of_their_own() -> None:
+def test_a_small_model_gets_simple_prompts() -> None:
     assert "Hello! How are you?" in [
         it["prompt"] for it in of("smollm2", 134_515_008)["suggestions"]
     ]
 
 
-def test_a_tiny_model_is_said_to_be_often_wrong_and_a_larger_one_is_not() -> None:
+def test_only_a_tiny_model_is_described_as_often_wrong() -> None:
     assert "often wrong" in of("smollm2", 134_515_008)["description"]
     assert "description" not in of("some/model", 600_000_000)
 
@@ -32,5 +32,5 @@ def test_an_embedding_model_has_no_prompts() -> None:
     assert told["suggestions"] == [] and "cannot write answers" in told["description"]
 
 
-def test_nothing_is_said_of_large_models_or_of_those_of_unknown_size() -> None:
+def test_a_large_model_or_one_of_unknown_size_has_no_introduction() -> None:
     assert of("some/model", 7_000_000_000) == of("some/model", None) == {}

@@ -32,12 +32,12 @@ def test_pages_follow_one_another_to_the_end() -> None:
     }  # fmt: skip
 
 
-def test_a_page_before_an_entry_ends_with_its_neighbour() -> None:
+def test_a_page_before_an_entry_ends_just_before_it() -> None:
     assert ids(asked(before_id="e5", limit="2")) == ["e3", "e4"]
     assert ids(asked(before_id="e1", limit="2")) == ["e0"]
 
 
-def test_a_page_before_an_entry_says_whether_more_stands_before_it() -> None:
+def test_a_page_before_an_entry_reports_whether_more_precede_it() -> None:
     assert asked(before_id="e5", limit="2")["has_more"]
     assert not asked(before_id="e2", limit="2")["has_more"]
     assert not asked(after_id="e2", before_id="e5", limit="2")["has_more"]
@@ -46,7 +46,7 @@ def test_a_page_before_an_entry_says_whether_more_stands_before_it() -> None:
 @pytest.mark.parametrize(
     "query", [{"limit": "0"}, {"limit": "6"}, {"limit": "x"}, {"after_id": "z"}]
 )
-def test_what_makes_no_page_is_refused(query: dict[str, str]) -> None:
+def test_an_invalid_limit_or_cursor_is_refused(query: dict[str, str]) -> None:
     with pytest.raises(RequestError) as refused:
         asked(**query)
     assert refused.value.param in query

@@ -87,7 +87,7 @@ async def until_begun(rendered: Rendered) -> None:
 
 
 @pytest.mark.parametrize(("path", "query"), [*ASKED, (STATE, "")])
-async def test_readers_who_have_gone_cost_a_slice_at_most(
+async def test_disconnected_readers_cost_almost_no_rendering(
     path: str, query: str, rendered: Rendered
 ) -> None:
     app, gone = app_of_long_log(), asyncio.Event()
@@ -97,7 +97,7 @@ async def test_readers_who_have_gone_cost_a_slice_at_most(
     assert len(rendered) < 100
 
 
-async def test_what_many_ask_of_a_log_is_counted_once(rendered: Rendered) -> None:
+async def test_a_log_is_measured_once_for_many_readers(rendered: Rendered) -> None:
     app, stays = app_of_long_log(), asyncio.Event()
     asking = [ask(app, *ASKED[1], stays) for _ in range(20)]
     answers = await asyncio.gather(*asking)
@@ -106,9 +106,7 @@ async def test_what_many_ask_of_a_log_is_counted_once(rendered: Rendered) -> Non
 
 
 @pytest.mark.parametrize(("path", "query"), [*ASKED, (STATE, ""), (EVENTS, "view=wire")])
-async def test_others_have_a_turn_after_each_slice(
-    path: str, query: str, rendered: Rendered
-) -> None:
+async def test_other_tasks_run_after_each_slice(path: str, query: str, rendered: Rendered) -> None:
     app, leaves = app_of_long_log(), asyncio.Event()
     asking = [ask(app, path, query, leaves) for _ in range(50)]
     most = before = 0
@@ -122,7 +120,7 @@ async def test_others_have_a_turn_after_each_slice(
 
 
 @pytest.mark.parametrize(("path", "query"), [*ASKED, (STATE, ""), (EVENTS, "view=wire")])
-async def test_a_client_that_leaves_ends_its_work(
+async def test_rendering_stops_when_the_client_disconnects(
     path: str, query: str, rendered: Rendered
 ) -> None:
     leaves = asyncio.Event()
@@ -133,7 +131,9 @@ async def test_a_client_that_leaves_ends_its_work(
     assert len(rendered) < 200
 
 
-async def test_who_leaves_hands_the_count_to_who_stays(rendered: Rendered) -> None:
+async def test_a_second_reader_continues_the_count_of_one_that_disconnects(
+    rendered: Rendered,
+) -> None:
     app, leaves, stays = app_of_long_log(), asyncio.Event(), asyncio.Event()
     first, second = ask(app, *ASKED[1], leaves), ask(app, *ASKED[1], stays)
     await until_begun(rendered)
@@ -143,7 +143,7 @@ async def test_who_leaves_hands_the_count_to_who_stays(rendered: Rendered) -> No
     assert list(rendered) == list(range(NUM_EVENTS))
 
 
-async def test_slices_go_round() -> None:
+async def test_waiting_tasks_get_slices_in_turn() -> None:
     order: list[str] = []
 
     async def work(name: str) -> None:
@@ -157,7 +157,7 @@ async def test_slices_go_round() -> None:
     assert order == list("abc") * 3
 
 
-async def test_a_key_gets_as_many_slices_as_another_that_asks_more_often() -> None:
+async def test_a_key_with_few_requests_gets_as_many_slices_as_a_busy_one() -> None:
     order: list[str] = []
 
     async def work(owner: str) -> None:

@@ -55,7 +55,7 @@ def refused(response: Any) -> tuple[int, str, str]:
     return response.status_code, body["error"]["type"], body["error"]["code"]
 
 
-def test_every_refusal_has_anthropics_shape() -> None:
+def test_every_error_has_the_shape_of_anthropics_api() -> None:
     client, key = client_of(None, "k"), {"x-api-key": "k"}
     json_type = key | {"content-type": "application/json"}
     counted = f"{PATH}/count_tokens"
@@ -78,7 +78,7 @@ def test_every_refusal_has_anthropics_shape() -> None:
     ]
 
 
-def test_a_full_queue_is_an_overload_that_may_be_tried_again() -> None:
+def test_a_full_queue_and_a_rate_limit_can_be_retried() -> None:
     generation = FakeGeneration()
     generation.refusal = RequestError("server_overloaded", "Full.", retry_after_s=2.5)
     response = client_of(generation).post(PATH, json=ASKED)
@@ -91,7 +91,7 @@ def test_a_full_queue_is_an_overload_that_may_be_tried_again() -> None:
     assert response.headers["retry-after"] == "3"
 
 
-def test_a_client_that_would_leave_its_messages_with_the_server_is_told_not_to() -> None:
+def test_a_thread_stored_on_the_server_is_refused() -> None:
     body = ASKED | {"thread": {"type": "continue", "previous_message_id": "msg_0"}}
     response = client_of().post(PATH, json=body)
     assert refused(response) == (400, "invalid_request_error", "unsupported_parameter")
@@ -99,19 +99,19 @@ def test_a_client_that_would_leave_its_messages_with_the_server_is_told_not_to()
     assert response.json()["error"]["details"] == details
 
 
-def test_a_stream_that_was_cut_is_refused_whole() -> None:
+def test_a_whole_answer_of_a_failed_stream_is_an_error() -> None:
     response = client_of(FakeGeneration(tokens("H", 5), error())).post(PATH, json=ASKED)
     assert refused(response) == (503, "overloaded_error", "engine_failed")
 
 
-def test_a_count_is_of_the_text_that_the_template_makes() -> None:
+def test_count_tokens_counts_the_text_that_the_template_renders() -> None:
     body = {k: v for k, v in ASKED.items() if k != "max_tokens"}
     response = client_of().post(f"{PATH}/count_tokens?beta=true", json=body | {"system": "So."})
     assert response.json() == {"input_tokens": len("system: So.\nuser: hi\n")}
     assert response.headers["request-id"]
 
 
-def test_what_has_no_effect_is_named() -> None:
+def test_ignored_fields_are_listed_in_a_header() -> None:
     generation = FakeGeneration(*log_of(_record(), *SAID)[1:])
     body = ASKED | {"context_management": {}, "cache_control": {}, "metadata": {}}
     response = client_of(generation).post(f"{PATH}?beta=true", json=body)
@@ -119,7 +119,7 @@ def test_what_has_no_effect_is_named() -> None:
     assert response.json()["content"][1] == {"type": "text", "text": "Hï"}
 
 
-def test_what_a_model_cannot_see_of_a_conversation_is_named() -> None:
+def test_parts_that_the_model_cannot_see_are_listed_in_a_header() -> None:
     generation = FakeGeneration(*log_of(_record(), *SAID)[1:])
     hidden = {"type": "redacted_thinking", "data": "x"}
     turns = [
@@ -156,7 +156,7 @@ def kept() -> tuple[TestClient, bytes, str]:
     return client, body, f"/v1/streams/{record.id}/events"
 
 
-def test_from_every_byte_the_rest_is_the_tail(kept: tuple[TestClient, bytes, str]) -> None:
+def test_a_stream_resumes_at_any_byte(kept: tuple[TestClient, bytes, str]) -> None:
     client, body, _ = kept
     assert body.endswith(b'\nevent: message_stop\ndata: {"type":"message_stop"}\n\n')
     for start in range(0, len(body), 7):
@@ -164,7 +164,7 @@ def test_from_every_byte_the_rest_is_the_tail(kept: tuple[TestClient, bytes, str
         assert rest == body[start:]
 
 
-def test_behind_every_event_the_rest_is_the_tail(kept: tuple[TestClient, bytes, str]) -> None:
+def test_a_stream_resumes_after_any_event(kept: tuple[TestClient, bytes, str]) -> None:
     client, body, events = kept
     ids = list(re.finditer(rb"^id: (\S+)\nevent: \w+\ndata: .*\n\n", body, re.MULTILINE))
     assert b"".join(found[0] for found in ids) == body
@@ -174,7 +174,7 @@ def test_behind_every_event_the_rest_is_the_tail(kept: tuple[TestClient, bytes, 
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_text_that_a_client_inserts_is_left_out_and_told_once(
+def test_text_inserted_by_a_client_is_removed_unless_configured(
     caplog: pytest.LogCaptureFixture, keeps: bool
 ) -> None:
     streams = StreamConfig(inserted_texts="keep" if keeps else "leave-out")

@@ -31,7 +31,7 @@ def busy() -> FakeGeneration:
     return generation
 
 
-def test_this_moment_is_told_of_all_models_and_of_each() -> None:
+def test_live_figures_cover_all_models_and_each_one() -> None:
     found = client_of(busy()).get("/manage/live").json()
     assert found["live"]["tokens_in_per_s"] == 30 and found["live"]["tokens_out_per_s"] == 2
     assert found["live"]["cached_share"] == 0.25 and found["live"]["ttft_p50_ms"] is None
@@ -39,7 +39,7 @@ def test_this_moment_is_told_of_all_models_and_of_each() -> None:
     assert model == {"model": model["model"], **found["live"]} and found["gateways"] == []
 
 
-def test_the_last_hour_is_told_of_one_model_or_of_all() -> None:
+def test_the_last_hour_is_available_for_one_model_or_all() -> None:
     generation = busy()
     generation.metrics.history.clock = lambda: 3000.0
     client = client_of(generation)
@@ -51,7 +51,7 @@ def test_the_last_hour_is_told_of_one_model_or_of_all() -> None:
     assert client.get("/manage/history", params={"model": "another"}).status_code == 404
 
 
-def test_gateways_of_one_store_are_told_apart() -> None:
+def test_gateways_of_one_store_are_listed_separately() -> None:
     generation = busy()
     generation.streams.store = Shared(generation)
     other, here = client_of(generation).get("/manage/live").json()["gateways"]

@@ -27,7 +27,7 @@ from tests.gateway.builders import FakeGeneration, app_of
         ("", "/"),
     ],
 )
-def test_a_path_is_read_as_its_client_means_it(path: str, expected: str) -> None:
+def test_a_path_is_normalized(path: str, expected: str) -> None:
     assert canonical(path) == expected
 
 

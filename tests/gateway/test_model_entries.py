@@ -36,7 +36,7 @@ def unread() -> FakeGeneration:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/models"])
-def test_each_model_tells_the_served_limit_by_the_names_that_clients_know(path: str) -> None:
+def test_each_model_lists_its_context_length_under_the_usual_names(path: str) -> None:
     for entry in client_of().get(path).json()["data"]:
         assert [entry[name] for name in LIMITS] == [128, 128, 128]
         assert entry["max_model_len"] == 128
@@ -45,7 +45,7 @@ def test_each_model_tells_the_served_limit_by_the_names_that_clients_know(path: 
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/models"])
-def test_the_limit_of_a_model_that_was_never_read_is_left_out(path: str) -> None:
+def test_an_unread_model_is_listed_without_its_context_length(path: str) -> None:
     listed = client_of(unread()).get(path).json()
     for entry in listed["data"]:
         assert not entry.keys() & set(LIMITS)
@@ -71,7 +71,7 @@ def test_a_model_that_generates_no_text_is_not_in_the_catalog_for_codex() -> Non
     assert [entry["id"] for entry in listed["data"]] == NAMES and listed["models"] == []
 
 
-def test_anthropics_clients_get_their_own_shape() -> None:
+def test_anthropics_clients_get_models_in_their_own_shape() -> None:
     client = client_of()
     listed = client.get("/v1/models", headers=ANTHROPIC).json()
     assert {**listed, "data": None} == {
@@ -120,7 +120,7 @@ def test_anthropics_clients_get_errors_in_their_own_shape(
     assert answer.headers["request-id"] == answer.json()["request_id"]
 
 
-def test_without_a_key_the_refusal_has_the_clients_shape_too() -> None:
+def test_a_missing_key_is_refused_in_the_clients_own_shape() -> None:
     client = client_of(api_key=("k",))
     refused = client.get("/v1/models", headers=ANTHROPIC).json()
     assert refused["error"]["type"] == "authentication_error"

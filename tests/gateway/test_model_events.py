@@ -12,7 +12,7 @@ def coming(done: int) -> dict[str, Any]:
     return {"value": "downloading", "progress": progress, "bytes_per_s": 2, "seconds_left": 1.0}
 
 
-def test_a_reader_hears_of_every_model_first_and_then_of_changes_alone() -> None:
+def test_a_reader_gets_every_model_first_and_then_only_changes() -> None:
     now = {"a": {"value": "loaded"}, "b": {"value": "unloaded"}}
     assert names({}, now) == [("a", "model_status"), ("b", "model_status")]
     assert names(now, now) == []
@@ -20,7 +20,7 @@ def test_a_reader_hears_of_every_model_first_and_then_of_changes_alone() -> None
     assert names(now, {"a": {"value": "loaded"}}) == [("b", "model_remove")]
 
 
-def test_a_download_tells_its_bytes_its_speed_and_its_end() -> None:
+def test_a_download_reports_its_bytes_speed_and_end() -> None:
     (moved,) = changes({"a": coming(1)}, {"a": coming(2)})
     assert moved["event"] == "download_progress" and moved["data"]["a"] == {"done": 2, "total": 4}
     assert (moved["bytes_per_s"], moved["seconds_left"]) == (2, 1.0)

@@ -35,7 +35,7 @@ def part(disposition: str, data: str = "x") -> str:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 11, 64, 4096])
-def test_any_pieces_give_the_same_parts(step: int) -> None:
+def test_a_form_has_the_same_parts_however_it_is_split(step: int) -> None:
     assert parts(FORM, step) == [
         (PartHead("purpose", None), b"batch"),
         (PartHead("file", "a é.jsonl"), FILE),
@@ -43,7 +43,7 @@ def test_any_pieces_give_the_same_parts(step: int) -> None:
     ]
 
 
-def test_the_boundary_stands_in_the_content_type() -> None:
+def test_the_boundary_is_read_from_the_content_type() -> None:
     assert boundary_of('multipart/form-data; boundary="a b"') == b"a b"
     assert boundary_of("Multipart/Form-Data; charset=utf-16; boundary=" + "b" * 70) == b"b" * 70
     for wrong in ("", "application/json", "multipart/form-data", "multipart/mixed; boundary=b"):
@@ -56,7 +56,7 @@ def test_the_boundary_stands_in_the_content_type() -> None:
     "given",
     ["", " ", '"a "', "é", '"a\nb"', "b" * 71, "b" * 10_000, "a;" * 30_000, '"' + "\\" * 60_000],
 )
-def test_a_boundary_that_no_client_makes_is_refused_at_once(given: str) -> None:
+def test_an_invalid_boundary_is_refused_quickly(given: str) -> None:
     began = time.thread_time()
     for _ in range(10):
         with pytest.raises(RequestError) as refused:
@@ -77,14 +77,14 @@ def test_a_boundary_that_no_client_makes_is_refused_at_once(given: str) -> None:
         ('form-data; name=file; filename="a\0b\tc.jsonl"', "file", "abc.jsonl"),
     ],
 )
-def test_names_are_read_quoted_or_not_and_without_their_path(
+def test_names_are_parsed_with_or_without_quotes_and_stripped_of_paths(
     given: str, name: str, filename: str | None
 ) -> None:
     form = part(given) + "--bound--"
     assert parts(form.encode()) == [(PartHead(name, filename), b"x")]
 
 
-def test_a_form_within_a_part_is_data() -> None:
+def test_a_form_nested_in_a_part_is_data() -> None:
     inner = "--in\r\nContent-Disposition: form-data; name=a\r\n\r\nx\r\n--in--"
     form = part("form-data; name=file\r\nContent-Type: multipart/mixed; boundary=in", inner)
     assert parts((form + "--bound--").encode()) == [(PartHead("file", None), inner.encode())]
@@ -107,20 +107,20 @@ def test_a_form_within_a_part_is_data() -> None:
         (part("form-data; name=a", "") * 18, "17 parts"),
     ],
 )
-def test_what_is_no_form_or_passes_a_limit_is_refused(form: str, why: str) -> None:
+def test_a_malformed_form_or_one_beyond_a_limit_is_refused(form: str, why: str) -> None:
     with pytest.raises(RequestError, match=why) as refused:
         parts(form.encode())
     assert refused.value.code == "invalid_value"
 
 
-def test_nothing_is_logged_of_a_form_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_form_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RequestError):
         parts(b"--boundless\r\n")
     assert not caplog.records
 
 
 @pytest.mark.parametrize("data", [b"\r\n--bound-", b"\r\n--bound\r", b"\r" * 9, b";\0\r\n--b"])
-def test_one_step_takes_little_whatever_the_data_resembles(data: bytes) -> None:
+def test_a_parsing_step_is_quick_even_if_the_data_resembles_a_boundary(data: bytes) -> None:
     parser = FormParser(b"bound")
     parser.feed(part("form-data; name=file").removesuffix("x\r\n").encode())
     form, took = data * ((1 << 18) // len(data)), []

@@ -46,7 +46,7 @@ def host(name: str, is_known: bool, is_here: bool = True) -> Any:
     ("named", "read"),
     [(("new",), ["new"]), (("used",), []), (("remote",), []), (("first", "new"), ["first", "new"])],
 )
-async def test_a_model_is_read_within_limits_before_a_worker_meets_it(
+async def test_an_unread_model_is_read_before_a_worker_uses_it(
     named: tuple[str, ...], read: list[str]
 ) -> None:
     found = []
@@ -65,7 +65,7 @@ async def test_a_model_is_read_within_limits_before_a_worker_meets_it(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_route_hands_a_worker_a_model_that_was_not_read(tmp_path: Path, path: str) -> None:
+def test_no_route_passes_an_unread_model_to_a_worker(tmp_path: Path, path: str) -> None:
     generation = FakeGeneration()
     fleet: Any = generation.fleet
     fleet.hosts.first.known = None
@@ -92,7 +92,7 @@ def test_no_route_hands_a_worker_a_model_that_was_not_read(tmp_path: Path, path:
 @pytest.mark.parametrize(
     ("name", "read"), [("b", ("b",)), ("b:latest", ("b",)), ("nobody", ()), (None, ("a",))]
 )
-def test_the_models_that_a_worker_would_use_are_named(
+def test_a_worker_lists_the_models_that_a_request_names(
     name: str | None, read: tuple[str, ...]
 ) -> None:
     def load() -> Any:
@@ -107,7 +107,7 @@ def test_the_models_that_a_worker_would_use_are_named(
     assert Jobs(*texts).do(NameModels("requests"), requests) == read
 
 
-def test_a_name_that_nobody_has_makes_no_worker_read_a_model() -> None:
+def test_an_unknown_model_name_makes_no_worker_read_a_model() -> None:
     def load() -> Any:
         raise AssertionError("the first model was read")
 

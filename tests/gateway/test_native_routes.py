@@ -43,13 +43,13 @@ def get(path: str, headers: dict[str, str] | None = None, **query: str) -> Any:
 
 
 @pytest.mark.parametrize("view", ["wire", "events"])
-def test_behind_the_last_frame_there_is_nothing_to_reconnect_for(view: str) -> None:
+def test_a_cursor_at_the_last_frame_gets_204(view: str) -> None:
     assert get(EVENTS, view="wire").text.count("id: ") == NUM_EVENTS + 1
     assert get(EVENTS, view=view, after=f"{RECORD.id}:3.1").status_code == 204
     assert get(EVENTS, view=view, after="3").status_code == 204
 
 
-def test_a_cursor_between_two_frames_gives_the_rest() -> None:
+def test_a_cursor_between_two_frames_returns_the_rest() -> None:
     assert get(EVENTS, view="wire", after="3.0").text.endswith(":3.1\ndata: [DONE]\n\n")
     assert get(EVENTS, after="3.0").text.startswith(f"id: {RECORD.id}:3\nevent: finish\n")
     page = get(EVENTS, JSON_PAGE, after="3.0").json()
@@ -57,32 +57,32 @@ def test_a_cursor_between_two_frames_gives_the_rest() -> None:
 
 
 @pytest.mark.parametrize("cursor", ["3.2", "2.1", "0.7"])
-def test_a_part_that_does_not_exist_leads_nowhere(cursor: str) -> None:
+def test_a_cursor_to_a_missing_frame_is_refused(cursor: str) -> None:
     refused = get(EVENTS, view="wire", after=cursor)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_cursor")
 
 
 @pytest.mark.parametrize("limit", ["0", "1001", "-1", "\u0661", "1.0", "", "9" * 5000])
-def test_a_limit_that_is_none_is_refused_with_the_range(limit: str) -> None:
+def test_an_invalid_limit_is_refused_with_the_valid_range(limit: str) -> None:
     error = get(EVENTS, JSON_PAGE, limit=limit).json()["error"]
     assert (error["code"], error["param"]) == ("invalid_value", "limit")
     assert "from 1 to 1000" in error["message"]
 
 
 @pytest.mark.parametrize("wait", ["31", "-1", "\u0661", "1e1", "nan", "", "9" * 5000])
-def test_a_wait_that_is_none_is_refused_with_the_range(wait: str) -> None:
+def test_an_invalid_wait_is_refused_with_the_valid_range(wait: str) -> None:
     error = get(EVENTS, JSON_PAGE, wait=wait).json()["error"]
     assert (error["code"], error["param"]) == ("invalid_value", "wait")
     assert "from 0 to 30" in error["message"]
 
 
-def test_pages_take_limits_and_waits_of_their_range() -> None:
+def test_limits_and_waits_within_the_range_are_accepted() -> None:
     for query in ({"limit": "1", "wait": "0.25"}, {"limit": "1000", "wait": "30"}):
         page = get(EVENTS, JSON_PAGE, **query).json()
         assert len(page["events"]) == min(int(query["limit"]), NUM_EVENTS)
 
 
-def test_a_page_that_grows_too_large_ends_early_and_the_next_goes_on(
+def test_a_large_page_ends_early_and_the_next_page_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(native_routes, "_MAX_PAGE_BYTES", 10)
@@ -95,7 +95,7 @@ def test_a_page_that_grows_too_large_ends_early_and_the_next_goes_on(
     assert seen == list(range(NUM_EVENTS))
 
 
-def test_the_whole_answer_stands_in_the_state() -> None:
+def test_the_state_of_a_stream_has_its_whole_answer() -> None:
     state = get(f"/v1/streams/{RECORD.id}").json()
     assert state["response"]["choices"][0]["message"]["content"] == "Hi"
     params = {"conv_id": "c", "from": str(state["total_bytes"])}
@@ -107,7 +107,7 @@ class BusyWork:
         raise RequestError("server_overloaded", "All workers are busy.", retry_after_s=5)
 
 
-def test_a_lookup_that_is_put_off_says_when_to_come_again() -> None:
+def test_a_refused_lookup_has_a_retry_after_header() -> None:
     generation: Any = FakeGeneration()
     generation.work = BusyWork()
     client = TestClient(app_of(generation), base_url="http://localhost")
@@ -166,7 +166,7 @@ async def status_of(app: Starlette, route: tuple[str, str], query: bytes, header
 )
 @example(ROUTES[2], {"conv_id": "c"}, {"host": b"["})
 @example(ROUTES[7], {}, {"host": b"[", "content-type": b"application/json"})
-def test_no_query_and_no_header_is_a_failure_of_the_server(
+def test_no_query_or_header_causes_a_server_error(
     keys: tuple[str, ...], route: tuple[str, str], query: dict[str, str], raw: dict[str, bytes]
 ) -> None:
     line = "&".join(f"{name}={quote(value)}" for name, value in query.items()).encode()

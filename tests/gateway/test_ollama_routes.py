@@ -11,7 +11,7 @@ CONFIG = ServerConfig(http=HttpConfig(allowed_host=("testserver",)))
 CLIENT = TestClient(app_of(FakeGeneration(), CONFIG))
 
 
-def test_an_unknown_route_below_api_names_what_there_is() -> None:
+def test_an_unknown_ollama_route_lists_the_existing_ones() -> None:
     for path in ("/api/copy", "/api/chat/more", "/api"):
         answer = CLIENT.get(path)
         assert answer.status_code == 404 and answer.json()["code"] == "route_not_found"
@@ -34,19 +34,19 @@ def test_models_are_listed_by_every_name_and_shown_by_one() -> None:
     assert refused.status_code == 404 and "Model 'nope' was not found" in refused.json()["error"]
 
 
-def test_the_only_model_of_a_server_stays_and_the_answer_says_so() -> None:
+def test_the_only_model_is_kept_and_keep_alive_reported_as_ignored() -> None:
     answer = CLIENT.post("/api/generate", json={"model": "headrace-mini", "keep_alive": 0})
     assert answer.json()["done_reason"] == "unload"
     assert answer.headers["X-Headrace-Ignored"] == "keep_alive"
 
 
-def test_vectors_stand_bare() -> None:
+def test_embed_returns_one_vector_per_input() -> None:
     answer = CLIENT.post("/api/embed", json={"input": ["one", "two"]}).json()
     assert [len(vector) for vector in answer["embeddings"]] == [2, 2]
     assert answer["prompt_eval_count"] > 0
 
 
-def test_the_older_route_gives_one_prompt_its_vector() -> None:
+def test_the_older_embeddings_route_returns_one_vector() -> None:
     bare = CLIENT.post("/api/embed", json={"input": "one"}).json()["embeddings"]
     assert CLIENT.post("/api/embeddings", json={"prompt": "one"}).json() == {"embedding": bare[0]}
 
@@ -65,5 +65,5 @@ def test_an_empty_input_loads_the_model_and_has_no_vectors(given: dict[str, Any]
 @pytest.mark.parametrize(
     ("path", "given"), [("/v1/embeddings", []), ("/v1/embeddings", ""), ("/api/embed", [""])]
 )
-def test_elsewhere_an_empty_text_is_refused(path: str, given: Any) -> None:
+def test_other_empty_inputs_are_refused(path: str, given: Any) -> None:
     assert CLIENT.post(path, json={"model": "headrace-mini", "input": given}).status_code == 400

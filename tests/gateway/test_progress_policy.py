@@ -38,7 +38,7 @@ def told(
     return options.return_progress, options.progress_in_words
 
 
-def test_the_first_rule_that_fits_counts_and_the_model_where_none_does(tmp_path: Path) -> None:
+def test_the_first_matching_rule_applies_and_otherwise_the_models_setting(tmp_path: Path) -> None:
     assert told(tmp_path, "k2") == (False, False)
     assert told(tmp_path, "k2", model="on") == (True, False)
     assert told(tmp_path, "k2", "OpenCode/1.18 (linux)") == (True, True)
@@ -47,12 +47,12 @@ def test_the_first_rule_that_fits_counts_and_the_model_where_none_does(tmp_path:
 
 
 @pytest.mark.parametrize("wish, is_told", [(False, (False, False)), ("reasoning", (True, True))])
-def test_a_requests_own_word_beats_all_rules(
+def test_the_request_takes_precedence_over_all_rules(
     tmp_path: Path, wish: Any, is_told: tuple[bool, bool]
 ) -> None:
     assert told(tmp_path, "k2", "claude-cli/2", "on", return_progress=wish) == is_told
 
 
-def test_a_rule_that_is_none_is_refused() -> None:
+def test_an_invalid_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--return-progress-for .* such as agent:"):
         load({"return_progress_for": ("opencode",)}, {}, None)

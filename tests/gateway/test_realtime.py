@@ -15,7 +15,7 @@ from headrace_common.errors import RequestError
 from tests.gateway.builders import FakeGeneration, app_of
 
 
-def test_a_frame_keeps_its_known_fields_alone() -> None:
+def test_a_frame_keeps_only_its_known_fields() -> None:
     known = {"type": "request", "id": None, "body": {"prompt": "é"}}
     unknown = {str(number): [number, {}] for number in range(1000)}
     fields = fields_of({"type": "websocket.receive", "text": json.dumps(known | unknown)})
@@ -27,13 +27,13 @@ def test_a_frame_keeps_its_known_fields_alone() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": }', '{"a": ' + "[" * 100_000, "\ud800"])
-def test_a_frame_that_is_no_object_is_refused(text: str) -> None:
+def test_a_frame_that_is_not_a_json_object_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as refused:
         fields_of({"type": "websocket.receive", "text": text})
     assert refused.value.code == "invalid_json"
 
 
-def test_a_frame_with_too_many_values_is_refused_before_they_are_skipped() -> None:
+def test_a_frame_with_too_many_values_is_refused_before_parsing() -> None:
     text = '{"type": "request", "body": [' + "1," * (MAX_COMMAS + 1) + "1]}"
     with pytest.raises(RequestError, match="commas") as refused:
         fields_of({"type": "websocket.receive", "text": text})
@@ -48,7 +48,7 @@ def test_a_frame_with_too_many_values_is_refused_before_they_are_skipped() -> No
         (["other", "openai-insecure-api-key.k"], None),
     ],
 )
-def test_a_page_may_offer_its_key_as_a_subprotocol_which_is_never_sent_back(
+def test_a_key_sent_as_a_subprotocol_is_accepted_but_not_echoed(
     offered: list[str], chosen: str | None
 ) -> None:
     config = ServerConfig(http=HttpConfig(api_key=("k",)))
@@ -59,7 +59,7 @@ def test_a_page_may_offer_its_key_as_a_subprotocol_which_is_never_sent_back(
         assert socket.receive_json()["error"]["param"] == "id"
 
 
-def test_a_wrong_key_among_the_subprotocols_lets_nobody_in() -> None:
+def test_a_wrong_key_sent_as_a_subprotocol_is_refused() -> None:
     config = ServerConfig(http=HttpConfig(api_key=("k",)))
     client = TestClient(app_of(FakeGeneration(), config), base_url="http://localhost")
     offered = ["realtime", "openai-insecure-api-key.x"]
@@ -94,18 +94,18 @@ def test_a_cursor_is_a_string_or_a_number(sent: str, cursor: str | None) -> None
         (b'"\\ud800"', "invalid_type"),
     ],
 )
-def test_a_cursor_of_another_kind_or_length_is_refused(sent: bytes, code: str) -> None:
+def test_a_cursor_of_another_type_or_length_is_refused(sent: bytes, code: str) -> None:
     with pytest.raises(RequestError) as refused:
         _cursor({"after": msgspec.Raw(sent)})
     assert (refused.value.code, refused.value.param) == (code, "after")
 
 
-def test_a_text_of_escapes_may_be_as_long_as_another() -> None:
+def test_the_length_limit_counts_characters_and_not_escapes() -> None:
     escaped = msgspec.Raw(b'"' + b"\\ud83d\\ude00" * 9 + b'"')
     assert text_of({"id": escaped}, "id", 9) == "\U0001f600" * 9
 
 
-def test_a_key_that_is_revoked_opens_nothing_on_a_socket_that_is_open(tmp_path: Path) -> None:
+def test_a_revoked_key_is_refused_on_an_open_socket(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n")
     config = ServerConfig(http=HttpConfig(api_key_file=str(file)))

@@ -47,7 +47,7 @@ def read(
     return asyncio.run(whole(headers, receive, limit=limit))
 
 
-def test_a_body_in_parts_is_one_body() -> None:
+def test_the_parts_of_a_body_are_joined() -> None:
     assert read(b'{"a"', b":1}") == b'{"a":1}'
 
 
@@ -55,17 +55,17 @@ def test_a_body_in_parts_is_one_body() -> None:
     "content_type",
     ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1"],
 )
-def test_a_body_that_says_it_is_something_else_is_a_415(content_type: str) -> None:
+def test_a_body_with_another_content_type_gets_415(content_type: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(b"{}", content_type=content_type)
     assert caught.value.kind.status == 415
 
 
-def test_a_body_that_does_not_say_what_it_is_is_read_as_json() -> None:
+def test_a_body_without_a_content_type_is_read_as_json() -> None:
     assert read(b"{}", content_type="") == b"{}"
 
 
-def test_a_charset_of_utf8_is_fine() -> None:
+def test_the_charset_utf8_is_accepted() -> None:
     assert read(b"{}", content_type='Application/JSON; charset="UTF-8"') == b"{}"
 
 
@@ -92,14 +92,14 @@ def wide(body: bytes, window_log: int) -> bytes:
     ],
     ids=["none", "identity", "gzip", "x-gzip", "zstd", "zstd frames", "zstd window"],
 )
-def test_a_body_is_decoded_by_its_coding(coding: str, body: bytes) -> None:
+def test_a_body_is_decoded_by_its_content_encoding(coding: str, body: bytes) -> None:
     for step in (1, 5, 1000):
         parts = [body[start : start + step] for start in range(0, len(body), step)]
         assert read(*parts, coding=coding, limit=700) == b'{"a":1}'
 
 
 @pytest.mark.parametrize("coding", ["br", "deflate", "gzip, gzip", "gzip, zstd", "x" * 9999])
-def test_a_coding_that_is_not_known_is_a_415_and_names_those_that_are(coding: str) -> None:
+def test_an_unknown_encoding_gets_a_415_that_lists_the_supported_ones(coding: str) -> None:
     with pytest.raises(RequestError, match="gzip, zstd, identity") as caught:
         read(b"{}", coding=coding)
     assert caught.value.kind.status == 415 and len(caught.value.message) < 250
@@ -119,7 +119,7 @@ def test_a_coding_that_is_not_known_is_a_415_and_names_those_that_are(coding: st
     ],
     ids=["bomb", "large", "empty blocks", "plain", "nothing", "cut", "trailing", "two members"],
 )
-def test_coded_bodies_are_bounded_and_whole(body: bytes, status: int) -> None:
+def test_a_gzip_body_that_is_too_large_or_malformed_is_refused(body: bytes, status: int) -> None:
     with pytest.raises(RequestError) as caught:
         read(body, coding="gzip", limit=20 if status == 413 else 100)
     assert caught.value.kind.status == status
@@ -140,14 +140,16 @@ def test_coded_bodies_are_bounded_and_whole(body: bytes, status: int) -> None:
     ],
     ids=["bomb", "large", "frames", "window", "plain", "nothing", "cut", "cut-frame", "trailing"],
 )
-def test_zstd_bodies_are_bounded_and_whole(body: bytes, status: int, why: str) -> None:
+def test_a_zstd_body_that_is_too_large_or_malformed_is_refused(
+    body: bytes, status: int, why: str
+) -> None:
     with pytest.raises(RequestError, match=why) as caught:
         read(body, coding="zstd", limit=20 if status == 413 else 1000)
     assert caught.value.kind.status == status
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
-async def test_a_bomb_is_decoded_no_further_than_the_limit(coding: str) -> None:
+async def test_a_compressed_body_is_decoded_in_small_pieces(coding: str) -> None:
     decoder = BodyDecoder(Headers({"content-encoding": coding}))
     body = (gzip if coding == "gzip" else zstd).compress(b" " * 1_000_000)
     sizes = [len(piece) async for piece in decoder.feed(body)]
@@ -155,7 +157,7 @@ async def test_a_bomb_is_decoded_no_further_than_the_limit(coding: str) -> None:
     decoder.finish()
 
 
-def test_a_large_body_is_refused_by_its_length_and_while_it_is_read() -> None:
+def test_a_large_body_is_refused_by_content_length_or_while_reading() -> None:
     for parts, length in (((), 21), ((b" " * 15, b" " * 15), None)):
         with pytest.raises(RequestError) as caught:
             read(*parts, length=length)
@@ -163,12 +165,12 @@ def test_a_large_body_is_refused_by_its_length_and_while_it_is_read() -> None:
         assert "20 bytes" in caught.value.message
 
 
-def test_a_client_that_leaves_in_mid_body_gets_nothing() -> None:
+def test_a_disconnect_in_mid_body_ends_the_request() -> None:
     with pytest.raises(ClientDisconnect):
         read()
 
 
-def test_a_body_that_stops_coming_is_a_408() -> None:
+def test_a_body_that_stops_arriving_gets_408() -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
@@ -194,7 +196,7 @@ def large(
     return shared.read(Request({"type": "http", "headers": HEADERS}, receive))
 
 
-def test_bodies_share_a_bound_and_give_back_what_they_held() -> None:
+def test_bodies_share_one_limit_and_release_their_bytes() -> None:
     shared = request_bodies.Bodies(100_000)
 
     async def hold(number: int) -> None:
@@ -208,7 +210,7 @@ def test_bodies_share_a_bound_and_give_back_what_they_held() -> None:
         asyncio.run(hold(5))
 
 
-async def test_a_key_holds_half_of_the_bound_and_leaves_the_rest_to_others() -> None:
+async def test_a_key_can_hold_at_most_half_of_the_limit() -> None:
     shared = request_bodies.Bodies(100_000)
     async with contextlib.AsyncExitStack() as held:
         for owner in ("ann", "bob"):
@@ -219,7 +221,7 @@ async def test_a_key_holds_half_of_the_bound_and_leaves_the_rest_to_others() -> 
                 await held.enter_async_context(large(shared, is_whole=True))
 
 
-async def test_who_does_not_finish_a_body_makes_room_for_others() -> None:
+async def test_an_unfinished_body_is_dropped_to_make_room_for_others() -> None:
     shared = request_bodies.Bodies(100_000)
 
     async def drip() -> None:
@@ -249,7 +251,7 @@ def test_a_body_sent_byte_by_byte_is_held_in_large_pieces() -> None:
     assert asyncio.run(count()) == 1
 
 
-def test_an_answer_that_is_not_taken_counts_and_is_given_up(
+def test_an_unread_answer_counts_toward_the_limit_and_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(request_bodies, "PAUSE_S", 0.01)

@@ -79,12 +79,12 @@ def test_the_state_and_props_show_the_stall_target_and_why(
         assert (state["stall_target_ms"], state["stall_target_reason"]) == (shown, reason)
 
 
-def test_a_server_that_has_not_worked_yet_has_a_state_too() -> None:
+def test_the_state_is_available_before_the_first_request() -> None:
     state = client_of(FakeGeneration()).get("/manage/state").json()
     assert (state["running"], state["steps"], state["uptime_s"] >= 0) == (0, [], True)
 
 
-def test_health_tells_the_age_of_the_last_step_and_of_the_oldest_silent_stream() -> None:
+def test_health_reports_the_ages_of_the_last_step_and_the_oldest_silent_stream() -> None:
     generation = FakeGeneration()
     client = client_of(generation)
     unknown = {"last_step_age_s": None, "silent_stream_age_s": None}
@@ -113,19 +113,19 @@ def test_health_tells_the_age_of_the_last_step_and_of_the_oldest_silent_stream()
     ],
 )
 @pytest.mark.parametrize("path", ["/manage/state", "/manage/live", "/manage/history", "/metrics"])
-def test_state_is_for_this_machine_or_for_the_admin_key(
+def test_the_state_requires_a_local_request_or_the_admin_key(
     path: str, http: Any, headers: Any, status: int
 ) -> None:
     assert client_of(busy(), **http).get(path, headers=headers).status_code == status
 
 
-def test_the_admin_key_opens_what_clients_keys_open() -> None:
+def test_the_admin_key_is_also_valid_for_client_routes() -> None:
     client = client_of(busy(), api_key=("k",), admin_key="a")
     assert client.get("/v1/models", headers={"x-api-key": "a"}).status_code == 200
     assert client.get("/v1/models", headers={"x-api-key": "b"}).status_code == 401
 
 
-def test_a_drain_is_visible_and_can_be_asked_for_again() -> None:
+def test_a_drain_is_visible_repeatable_and_can_be_undone() -> None:
     client = client_of(busy())
     for _ in range(2):
         assert client.post("/manage/drain").json() == {"status": "draining", "streams": 0}
@@ -138,7 +138,7 @@ def test_a_drain_is_visible_and_can_be_asked_for_again() -> None:
     assert client.get("/health").status_code == 200
 
 
-def test_models_are_put_with_the_admin_key_alone() -> None:
+def test_changing_the_model_list_requires_the_admin_key() -> None:
     client = client_of(busy(), api_key=("k",), admin_key="a")
     sent = [client.put("/manage/desired", json={}, headers={"x-api-key": key}) for key in "ka"]
     assert [one.json()["error"]["code"] for one in sent] == ["forbidden", "unsupported_operation"]
@@ -155,7 +155,7 @@ def test_models_are_put_with_the_admin_key_alone() -> None:
         ({"admin_key": "a"}, "", "invalid_api_key"),
     ],
 )
-def test_where_there_are_keys_a_model_is_unloaded_with_the_admin_key_alone(
+def test_unloading_a_model_requires_the_admin_key_if_keys_are_set(
     http: Any, key: str, code: str
 ) -> None:
     client, body = client_of(busy(), **http), {"model": "headrace-mini"}
@@ -167,14 +167,14 @@ def test_where_there_are_keys_a_model_is_unloaded_with_the_admin_key_alone(
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
-def test_where_there_are_keys_adapters_come_and_go_with_the_admin_key_alone(path: str) -> None:
+def test_changing_adapters_requires_the_admin_key_if_keys_are_set(path: str) -> None:
     client = client_of(busy(), api_key=("k",), admin_key="a")
     sent = [client.post(path, json={}, headers={"x-api-key": key}) for key in "ka"]
     codes = [one.json()["error"]["code"] for one in sent]
     assert codes == ["forbidden", "missing_required_parameter"]
 
 
-def test_a_foreign_page_cannot_drain_a_server_without_keys() -> None:
+def test_a_page_of_another_origin_cannot_drain_a_server_without_keys() -> None:
     generation = busy()
     foreign = {"origin": "https://evil.example"}
     assert client_of(generation).post("/manage/drain", headers=foreign).status_code == 403
@@ -186,7 +186,7 @@ def stream_of(owner: str, choice_progress: dict[int, ChoiceProgress]) -> Any:
     return SimpleNamespace(record=record, choice_progress=lambda: choice_progress)
 
 
-def test_slots_show_a_key_its_own_requests_and_the_admin_key_all() -> None:
+def test_a_key_sees_its_own_requests_in_slots_and_the_admin_key_sees_all() -> None:
     generation = busy()
     config = HttpConfig(api_key=("ann", "bob"), admin_key="boss")
     ann = Auth(config).owner(Headers({"x-api-key": "ann"}))
@@ -206,7 +206,7 @@ def test_slots_show_a_key_its_own_requests_and_the_admin_key_all() -> None:
     assert len(client.get("/slots", headers={"x-api-key": "boss"}).json()) == 8
 
 
-def test_slots_are_places_of_what_runs() -> None:
+def test_slots_describe_the_running_sequences() -> None:
     generation = busy()
     choice_progress = {
         7: ChoiceProgress(0, 20, 12, 4, 3, None),
@@ -230,7 +230,7 @@ def test_slots_are_places_of_what_runs() -> None:
     assert client_of(generation).get("/slots?fail_on_no_slot=1").status_code == 200
 
 
-def test_a_server_whose_slots_are_all_busy_says_so_if_asked() -> None:
+def test_fail_on_no_slot_returns_503_if_all_slots_are_busy() -> None:
     generation = busy()
     choice_progress = {
         n: ChoiceProgress(n, 2, 2, 0, 1, 1) for n in range(9)
@@ -241,7 +241,7 @@ def test_a_server_whose_slots_are_all_busy_says_so_if_asked() -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_idle_slot")
 
 
-def test_metrics_go_by_vllms_names_if_asked() -> None:
+def test_metrics_have_vllms_names_if_configured() -> None:
     assert "vllm:" not in client_of(busy()).get("/metrics").text
     shown = client_of(busy(), vllm_metrics=True).get("/metrics").text
     assert 'vllm:num_requests_waiting{engine="0",model_name="headrace-mini"} ' in shown
@@ -279,18 +279,18 @@ async def frames_of(app: ASGIApp, num_frames: int) -> list[str]:
     return frames[:num_frames]
 
 
-async def test_a_stream_shows_the_state_at_once_and_after_each_change() -> None:
+async def test_the_state_stream_sends_the_state_first_and_after_each_change() -> None:
     frames = await watch([{"n": 1}, {"n": 1}, {"n": 2}], 2)
     shown = [json.loads(frame.split("data: ")[1]) for frame in frames]
     assert [one["n"] for one in shown] == [1, 2] and all("uptime_s" in one for one in shown)
 
 
-async def test_a_stream_without_changes_shows_signs_of_life() -> None:
+async def test_the_state_stream_sends_heartbeats_while_nothing_changes() -> None:
     frames = await watch([{"n": 1}], 3, heartbeat_s=0)
     assert frames[1] == frames[2] == ": \n\n"
 
 
-async def test_watchers_share_each_reading_and_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_watchers_share_one_reading_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     generation, readings = FakeGeneration(), 0
 
     def read(*_: object) -> Any:
@@ -321,11 +321,11 @@ async def test_watchers_share_each_reading_and_its_events(monkeypatch: pytest.Mo
         ("ranking", {"tasks": ("score",)}),
     ],
 )
-def test_a_model_is_listed_by_what_it_takes_and_gives(kind: str, facts: dict[str, Any]) -> None:
+def test_a_model_is_listed_with_its_kind(kind: str, facts: dict[str, Any]) -> None:
     assert model_kind(msgspec.structs.replace(READY, **facts)) == kind
 
 
-def test_a_model_that_is_asked_for_by_its_path_answers_by_its_name() -> None:
+def test_a_model_requested_by_its_path_is_reported_by_its_name() -> None:
     finish = Finish(seq=0, at_ms=0, ends=(ended().end,), usage=Usage(2, 1), timings=Timings())
     client = client_of(FakeGeneration(ended(), finish))
     path = "/models/mini.gguf"  # as versions before called a model without a name

@@ -51,14 +51,14 @@ async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
         await engine.close()
 
 
-async def test_cached_tokens_do_not_tell_what_another_key_has_asked(folder: Path) -> None:
+async def test_cached_tokens_do_not_reveal_the_prompts_of_another_key(folder: Path) -> None:
     async with serving(folder, "ann", "bob") as cached:
         assert await cached("ann") == 0
         assert await cached("bob") == 0
         assert await cached("ann") > 200
 
 
-async def test_no_salt_imitates_another_key(folder: Path) -> None:
+async def test_no_cache_salt_reaches_the_cache_of_another_key(folder: Path) -> None:
     ann = Auth(HttpConfig(api_key=("ann",))).owner(Headers({"X-Api-Key": "ann"}))
     async with serving(folder, "ann", "bob") as cached:
         await cached("ann", cache_salt="a")
@@ -67,7 +67,7 @@ async def test_no_salt_imitates_another_key(folder: Path) -> None:
         assert await cached("ann", cache_salt="a") > 200
 
 
-async def test_without_keys_all_share_the_cache_by_their_salts(folder: Path) -> None:
+async def test_without_keys_all_clients_share_a_cache_per_salt(folder: Path) -> None:
     async with serving(folder) as cached:
         assert await cached("ann") == 0
         assert await cached("bob") > 200

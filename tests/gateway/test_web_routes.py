@@ -23,14 +23,14 @@ def get(path: str, **headers: str) -> Any:
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_a_client_that_is_no_browser_finds_an_ollama_that_is_running(method: str) -> None:
+def test_a_client_other_than_a_browser_gets_ollamas_greeting(method: str) -> None:
     answer = client_of(api_key=("k",)).request(method, "/", headers={"Accept": "*/*"})
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
     assert answer.text == ("Ollama is running" if method == "GET" else "")
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_file_of_the_page_needs_no_key_and_runs_nothing_foreign(path: str) -> None:
+def test_page_files_need_no_key_and_forbid_foreign_scripts(path: str) -> None:
     answer = get(path)
     policy = answer.headers["content-security-policy"]
     assert answer.status_code == 200
@@ -39,14 +39,14 @@ def test_a_file_of_the_page_needs_no_key_and_runs_nothing_foreign(path: str) -> 
     assert answer.headers["cache-control"] == "no-cache"
 
 
-def test_files_have_their_types() -> None:
+def test_files_have_the_right_content_types() -> None:
     found = {path: get(path).headers["content-type"].partition(";")[0] for path in PATHS}
     assert {found["/"], found["/dashboard"]} == {"text/html"}
     assert found["/web/chat.js"] == "text/javascript"
     assert found["/web/style.css"] == "text/css"
 
 
-def test_a_known_file_is_not_sent_again() -> None:
+def test_an_unchanged_file_is_answered_with_304() -> None:
     etag = get("/").headers["etag"]
     again = get("/", **{"If-None-Match": f'"other", W/{etag}'})
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", etag)
@@ -54,14 +54,14 @@ def test_a_known_file_is_not_sent_again() -> None:
     assert get("/", **{"If-None-Match": '"other"'}).status_code == 200
 
 
-def test_no_file_of_the_page_names_another_host() -> None:
+def test_no_page_file_refers_to_another_host() -> None:
     allowed = {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/"}  # names, never fetched
     for path in FILES:
         found = set(re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z0-9./-]+", path.read_text()))
         assert found <= allowed, (path.name, found - allowed)
 
 
-def test_no_file_of_the_page_makes_html_of_strings() -> None:
+def test_no_page_file_builds_html_from_strings() -> None:
     for path in FILES:
         found = re.findall(
             r"innerHTML|outerHTML|insertAdjacentHTML|\beval\b|\bon\w+=", path.read_text()
@@ -69,7 +69,7 @@ def test_no_file_of_the_page_makes_html_of_strings() -> None:
         assert not found, (path.name, found)
 
 
-def test_what_a_page_refers_to_is_there() -> None:
+def test_every_file_that_a_page_refers_to_exists() -> None:
     for path in FILES:
         text = path.read_text()
         for name in re.findall(r"""(?:src|href)="([^"#]+)["#]|from "\./([^"]+)\"""", text):
@@ -83,7 +83,7 @@ def test_the_page_is_small() -> None:
     assert sum(len(gzip.compress(path.read_bytes(), 6)) for path in first) < MAX_BYTES
 
 
-def test_a_file_is_packed_for_those_who_take_it() -> None:
+def test_a_file_is_compressed_if_the_client_accepts_gzip() -> None:
     plain = get("/web/chat.js", **{"Accept-Encoding": "identity"})
     packed = get("/web/chat.js", **{"Accept-Encoding": "br, gzip"})
     assert packed.headers["content-encoding"] == "gzip" and packed.content == plain.content
@@ -92,7 +92,7 @@ def test_a_file_is_packed_for_those_who_take_it() -> None:
     assert packed.headers["vary"] == plain.headers["vary"] == "Accept-Encoding"
 
 
-def test_what_others_wrote_has_its_licence_and_is_as_they_published_it() -> None:
+def test_vendored_files_are_unmodified_and_have_their_licences() -> None:
     known = dict(re.findall(r"^(\w{64})  (\S+)$", (FOLDER / "vendor/README").read_text(), re.M))
     found = {hashlib.sha256(path.read_bytes()).hexdigest(): path.name for path in VENDOR}
     assert found == known
@@ -104,7 +104,7 @@ def test_what_others_wrote_has_its_licence_and_is_as_they_published_it() -> None
 WRONG = ("/web/", "/web/index.html", "/web/../app.py", "/web/none.js", "/nosuch", "/v1/none")
 
 
-def test_other_paths_lead_nowhere() -> None:
+def test_unknown_paths_get_404() -> None:
     for path in WRONG:
         answer = get(path, Accept="*/*")
         assert error_of(answer) == (404, "route_not_found") and answer.headers["vary"] == "Accept"
@@ -112,7 +112,7 @@ def test_other_paths_lead_nowhere() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "/srv/llm"])
 @pytest.mark.parametrize("path", [*WRONG, "/a/b/", "/a%2Fb/c?d/e/f"])
-def test_a_person_at_a_wrong_address_sees_a_page_with_links(prefix: str, path: str) -> None:
+def test_a_browser_at_an_unknown_path_gets_a_page_with_links(prefix: str, path: str) -> None:
     client = client_of(api_key=("k",), api_prefix=prefix)
     address = f"http://localhost{prefix}{path}"
     answer = client.get(address, headers={"Accept": BROWSER})
@@ -127,13 +127,13 @@ def test_a_person_at_a_wrong_address_sees_a_page_with_links(prefix: str, path: s
     assert links == [f"http://localhost/proxied{prefix}/{name}" for name in found]
 
 
-def test_a_page_for_an_address_outside_the_prefix_links_below_the_prefix() -> None:
+def test_the_404_page_outside_the_prefix_links_below_the_prefix() -> None:
     answer = client_of(api_prefix="/llm").get("/nosuch/x", headers={"Accept": BROWSER})
     assert answer.status_code == 404 and "below /llm/." in answer.text
     assert 'href="../llm/dashboard"' in answer.text
 
 
-def test_a_page_for_a_wrong_address_says_which_methods_a_route_accepts() -> None:
+def test_the_405_page_lists_the_accepted_methods() -> None:
     client = client_of()
     answer = client.get("/v1/chat/completions", headers={"Accept": BROWSER})
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
@@ -142,7 +142,7 @@ def test_a_page_for_a_wrong_address_says_which_methods_a_route_accepts() -> None
     assert error_of(sent) == (404, "route_not_found")
 
 
-def test_a_page_for_a_wrong_address_repeats_nothing_of_the_request() -> None:
+def test_the_404_page_repeats_nothing_from_the_request() -> None:
     marked = "MARK%22%3E%3Cscript%3E"
     headers = {"Accept": f"{BROWSER}, MARK/x", "Host": "localhost", "X-Forwarded-Prefix": "/MARK"}
     for path in (f"/{marked}", f"/v1/{marked}", f"/api/{marked}", f"/a?{marked}"):

@@ -116,7 +116,7 @@ async def test_many_frames_of_one_read_are_parsed_in_slices() -> None:
         assert app.got == ["behind them"] and not wire.is_paused
 
 
-async def test_a_client_that_does_not_read_is_owed_one_pong() -> None:
+async def test_a_client_that_does_not_read_gets_only_the_last_pong() -> None:
     async with dialling(Listener()) as dial:
         socket, wire = dial()
         await settle()
@@ -129,7 +129,7 @@ async def test_a_client_that_does_not_read_is_owed_one_pong() -> None:
         assert wire.sent == bytes([0x80 | PONG, 3]) + b"999"
 
 
-async def test_fragments_of_any_number_and_size_are_one_message() -> None:
+async def test_any_number_of_fragments_make_one_message() -> None:
     app = Listener()
     async with dialling(app) as dial:
         socket, _ = dial()
@@ -146,7 +146,7 @@ async def test_fragments_of_any_number_and_size_are_one_message() -> None:
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-async def test_beyond_the_limit_of_all_sockets_the_oldest_unread_message_is_cut(
+async def test_the_socket_with_the_oldest_message_is_closed_beyond_the_limit(
     is_whole: bool,
 ) -> None:
     message = frame(TEXT, 90_000 * b"x")
