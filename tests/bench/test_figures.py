@@ -8,7 +8,7 @@ from tests.bench.builders import make_cell, make_round
 STREAM = (0.5, 1.5, 2.5, 3.0, 6.0)
 
 
-def test_a_gap_is_a_stall_if_any_of_it_lies_in_a_window() -> None:
+def test_a_gap_that_overlaps_a_window_is_a_stall() -> None:
     tags = [gap.tag for gap in gaps(make_round(STREAM))]
     assert tags == ["steady", "stall", "stall", "stall"]
 
@@ -27,7 +27,7 @@ def test_gaps_of_a_control_are_the_baseline() -> None:
     assert {gap.tag for gap in gaps(make_round(STREAM, sent=None))} == {"baseline"}
 
 
-def test_gaps_beside_prompts_that_warm_up_are_not_counted() -> None:
+def test_gaps_during_warm_up_prompts_are_not_counted() -> None:
     warm_up = Injection(2.0, 4.0, 100, is_warm_up=True)
     round = msgspec.structs.replace(make_round(STREAM), injections=(warm_up,))
     assert figures(make_cell(round))["gaps_ms"] == {"steady": spread([1.0])}
@@ -74,7 +74,7 @@ def test_the_cost_of_chunking_compares_equal_cells() -> None:
     assert cost["throughput"] == pytest.approx((50 + 1.5) / (100 + 2))
 
 
-def test_tokens_that_all_came_at_once_have_no_rate() -> None:
+def test_tokens_that_arrive_at_once_have_no_rate() -> None:
     assert figures(make_cell(make_round((1.0, 1.0, 1.0))))["stream_tokens_per_s"] is None
 
 

@@ -36,7 +36,7 @@ def test_a_server_without_chunking_takes_the_longest_prompt_in_one_step() -> Non
     assert "--max-stall-ms" not in server_flags("time", GRIDS["full"])
 
 
-def test_prompts_share_the_cached_beginning_and_are_the_same_for_all_servers() -> None:
+def test_prompts_share_the_cached_prefix_and_are_equal_for_all_servers() -> None:
     first, second = (PromptSource("0 load", 100) for _ in range(2))
     beginning = first.begin_with(32)
     assert second.begin_with(32) == beginning
@@ -72,7 +72,7 @@ def test_cells_of_another_run_are_not_mixed_in(tmp_path: Path, change: dict[str,
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"benchmark":"mixed","servers":[]}'])
-def test_a_file_that_is_no_result_is_kept(tmp_path: Path, text: str) -> None:
+def test_a_file_without_results_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     file = tmp_path / "matrix.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match="no results of this benchmark"):

@@ -31,7 +31,7 @@ def bench(url: str, folder: Path, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_prompts_beside_streams_are_measured_and_drawn(model: Path, tmp_path: Path) -> None:
+def test_prompts_during_streams_are_measured_and_plotted(model: Path, tmp_path: Path) -> None:
     with running_server(str(model), "--state-dir", "none") as server:
         found = bench(server.url, tmp_path, "--plot", str(tmp_path / "plots"))
     cell, (server_shown,) = found["cell"], found["report"]["servers"]
@@ -49,14 +49,14 @@ def test_prompts_beside_streams_are_measured_and_drawn(model: Path, tmp_path: Pa
     assert plots == ["gaps-quick.png", "worst-gap.png"]
 
 
-def test_a_model_that_does_not_run_packed_is_a_gap() -> None:
+def test_a_model_that_does_not_run_packed_is_reported_as_a_gap() -> None:
     (gap,) = gaps({"memory": "slot", "mask": "lazy-prefix"})
     assert gap.keys() == {"id", "now", "advice", "why"} and gap["advice"] == "implement"
     assert gaps(None) == gaps({"memory": "blocks", "mask": "none"}) == []
 
 
 @pytest.mark.slow
-def test_a_server_without_a_place_for_the_prompt_is_found_invalid(
+def test_a_measurement_without_a_slot_for_the_prompt_is_invalid(
     model: Path, tmp_path: Path
 ) -> None:
     with running_server(str(model), "--state-dir", "none", "--max-num-seqs", "4") as server:
@@ -68,7 +68,7 @@ def test_a_server_without_a_place_for_the_prompt_is_found_invalid(
 
 
 @pytest.mark.slow
-def test_a_server_that_guesses_ahead_is_measured_though_its_median_gap_is_0(
+def test_a_server_with_speculation_is_measured_even_if_its_median_gap_is_0(
     tmp_path: Path,
 ) -> None:
     with running_server("headrace-mini", "--state-dir", "none") as server:
@@ -103,7 +103,7 @@ def test_progress_is_shown_before_the_server_answers(
     assert last.startswith("headrace: No server answers (127.0.0.1:9: ")
 
 
-def test_results_that_cannot_be_written_are_found_before_the_measurement(
+def test_an_unwritable_result_path_is_refused_before_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

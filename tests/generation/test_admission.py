@@ -50,7 +50,7 @@ def refusal(admission: Admission, request: Demand, now: float = 0.0) -> RequestE
     return refused.value
 
 
-async def test_of_a_thousand_durable_requests_at_once_no_more_wait_than_may(
+async def test_a_thousand_concurrent_durable_requests_do_not_exceed_the_queue(
     folder: Path, tmp_path: Path
 ) -> None:
     store = SqliteStore.open(tmp_path)
@@ -71,7 +71,7 @@ async def test_of_a_thousand_durable_requests_at_once_no_more_wait_than_may(
     await store.close()
 
 
-async def test_a_place_is_free_again_however_its_stream_ends(folder: Path) -> None:
+async def test_a_queue_place_is_freed_however_its_stream_ends(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         await opened(generation, engine, n=2)
         admission = generation.queues.of(generation.fleet.hosts.first)
@@ -96,7 +96,7 @@ async def test_a_place_is_free_again_however_its_stream_ends(folder: Path) -> No
         assert (admission.num_live, admission.num_waiting, admission.num_tokens) == (0, 0, 0)
 
 
-def test_an_empty_queue_takes_any_prompt_and_a_full_one_names_the_tokens() -> None:
+def test_an_empty_queue_accepts_any_prompt_and_a_full_one_reports_its_tokens() -> None:
     admission = make_admission(max_num_queued_tokens=50)
     place = admission.enter(asked(0, num_tokens=90), ONE_AT_A_TIME, 0.0)
     error = refusal(admission, asked(1))
@@ -108,7 +108,7 @@ def test_an_empty_queue_takes_any_prompt_and_a_full_one_names_the_tokens() -> No
     refusal(admission, asked(3, num_tokens=1))
 
 
-async def test_a_queue_that_is_full_of_tokens_refuses_before_it_tokenizes(folder: Path) -> None:
+async def test_a_queue_full_of_tokens_refuses_a_request_before_tokenizing_it(folder: Path) -> None:
     async with running(folder, max_num_queued_tokens=5) as (generation, engine):
         await opened(generation, engine)
         generation.work = None  # type: ignore[assignment]
@@ -142,7 +142,7 @@ def test_without_keys_one_client_may_fill_the_queue() -> None:
     assert "4 choices are waiting" in refusal(admission, asked(4)).message
 
 
-def test_without_a_queue_a_request_is_taken_while_a_place_is_free() -> None:
+def test_without_a_queue_a_request_is_only_accepted_if_it_can_run() -> None:
     admission = make_admission(max_num_queued_reqs=0)
     place = admission.enter(asked(0), ONE_AT_A_TIME, 0.0)
     place.update(1, 0, 0)
@@ -160,7 +160,7 @@ def told(admission: Admission, request: Demand, now: float = 0.0) -> float:
     return round((refusal(admission, request, now).retry_after_s - 0.1) / 1.1, 3)
 
 
-def test_who_is_refused_is_told_when_there_is_room() -> None:
+def test_a_refused_request_is_told_when_the_queue_will_have_room() -> None:
     admission = make_admission(max_num_queued_reqs=2, max_num_queued_tokens=25)
     for number in range(2):
         admission.enter(asked(number, num_tokens=10), ONE_AT_A_TIME, 0.0)
@@ -176,7 +176,7 @@ def test_who_is_refused_is_told_when_there_is_room() -> None:
     assert told(admission, asked(2, num_tokens=25)) == 5
 
 
-def test_nobody_overtakes_who_was_told_to_come_back() -> None:
+def test_a_new_request_does_not_overtake_a_refused_one_that_returns() -> None:
     admission = make_admission(max_num_queued_reqs=2)
     admission.enter(asked(0), ONE_AT_A_TIME, 0.0)
     first = admission.enter(asked(1), ONE_AT_A_TIME, 0.0)
@@ -246,7 +246,7 @@ def test_retry_after_leads_to_admission(load: str) -> None:
     assert crowd.num_returned > 100 and share >= 0.9
 
 
-def test_a_key_that_has_used_its_minute_is_told_when_to_go_on() -> None:
+def test_a_key_at_its_rate_limit_is_told_when_to_retry() -> None:
     config = StreamConfig(key_requests_per_minute=2, key_tokens_per_minute=60)
     limits = KeyLimits(config)
     admission = Admission(config, limits, QueueEta())
@@ -265,7 +265,7 @@ def test_a_key_that_has_used_its_minute_is_told_when_to_go_on() -> None:
     admission.enter(asked(2, "a", num_tokens=10), capacity, 30.0 + refused.value.retry_after_s)
 
 
-def test_a_prompt_of_more_than_a_minute_is_taken_by_a_rested_key() -> None:
+def test_a_prompt_beyond_the_token_rate_is_accepted_from_an_idle_key() -> None:
     admission = make_admission(key_tokens_per_minute=60)
     admission.enter(asked(0, num_tokens=90), Capacity(8, 100), 0.0)
     assert refusal(admission, asked(1, num_tokens=90)).retry_after_s == 90
@@ -280,7 +280,7 @@ async def last_of(generation: Generation, engine: FakeEngine, stream: Found) -> 
     return last
 
 
-async def test_who_waits_too_long_is_told_so(folder: Path) -> None:
+async def test_a_request_that_waits_too_long_gets_queue_timeout(folder: Path) -> None:
     async with running(folder, queue_timeout_s=0.05) as (generation, engine):
         begun = await opened(generation, engine)
         await engine.start(engine.newest)
@@ -289,7 +289,7 @@ async def test_who_waits_too_long_is_told_so(folder: Path) -> None:
         assert not begun.ended.is_set()  # type: ignore[union-attr]
 
 
-async def test_an_answer_that_takes_too_long_is_cut(folder: Path) -> None:
+async def test_an_answer_that_takes_too_long_gets_request_timeout(folder: Path) -> None:
     async with running(folder, request_timeout_s=0.05) as (generation, engine):
         stream = await opened(generation, engine)
         await engine.start(engine.newest)
@@ -297,7 +297,7 @@ async def test_an_answer_that_takes_too_long_is_cut(folder: Path) -> None:
         assert (last.code, last.status, last.retryable) == ("request_timeout", 504, False)
 
 
-async def test_every_stream_hears_its_place(folder: Path) -> None:
+async def test_every_waiting_stream_gets_its_queue_position(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         streams = [await opened(generation, engine) for _ in range(200)]
         queue = tuple(SequenceId(submit.sequences[0].sequence_id) for submit in engine.submits)
@@ -308,13 +308,13 @@ async def test_every_stream_hears_its_place(folder: Path) -> None:
             assert (told.position, told.waiting) == (position, 200)
 
 
-async def test_the_engine_learns_whose_a_request_is(folder: Path) -> None:
+async def test_the_engine_gets_the_owner_of_a_request(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         await opened(generation, engine, Names(owner="somebody"))
         assert engine.submits[-1].client == "somebody"
 
 
-async def test_a_stopped_server_admits_again_unless_it_ends(folder: Path) -> None:
+async def test_a_stopped_server_can_admit_again_until_it_ends(folder: Path) -> None:
     async with running(folder) as (generation, _):
         queues, host = generation.queues, generation.fleet.hosts.first
         queues.stop()
@@ -328,7 +328,7 @@ async def test_a_stopped_server_admits_again_unless_it_ends(folder: Path) -> Non
             await generation.open(make_request())
 
 
-async def test_a_stream_of_an_earlier_server_has_a_place_while_nobody_is_admitted(
+async def test_a_resumed_stream_gets_a_place_while_no_request_is_admitted(
     folder: Path,
 ) -> None:
     async with running(folder, max_num_queued_reqs=1) as (generation, engine):
@@ -340,7 +340,7 @@ async def test_a_stream_of_an_earlier_server_has_a_place_while_nobody_is_admitte
         assert queues.of(host).num_waiting == 2
 
 
-async def test_a_model_that_was_dropped_leaves_no_queue(folder: Path) -> None:
+async def test_the_queue_of_a_removed_model_is_freed(folder: Path) -> None:
     async with models_of(folder, "ab") as (generation, _):
         queue = weakref.ref(generation.queues.of(generation.fleet.hosts.exact("a")))
         generation.fleet.become((generation.fleet.hosts.exact("b"),))

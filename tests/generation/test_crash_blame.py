@@ -11,7 +11,7 @@ ALONE = replace(DOWN, suspects=MINE)
 KILLED_ALONE = replace(ALONE, from_outside=True)
 
 
-def test_a_stream_that_was_not_in_the_fatal_step_is_no_suspect() -> None:
+def test_a_stream_outside_the_fatal_step_is_not_a_suspect() -> None:
     blame = CrashBlame()
     assert blame.judge(replace(DOWN, suspects=(OTHER,)), MINE) is None and not blame.is_suspect
     assert blame.judge(DOWN, MINE) is None and not blame.is_suspect
@@ -25,7 +25,7 @@ def test_a_suspect_that_is_alone_in_the_next_fatal_step_is_guilty() -> None:
     assert poison is not None and poison.code == "poison_request"
 
 
-def test_kills_from_outside_prove_nothing_until_the_third_in_a_row() -> None:
+def test_a_stream_survives_three_external_kills_and_is_blamed_at_the_fourth() -> None:
     blame = CrashBlame()
     verdicts = [blame.judge(KILLED_ALONE, MINE) for _ in range(4)]
     assert [bool(poison) for poison in verdicts] == [False, False, False, True]

@@ -44,7 +44,7 @@ def make_builder(
     return builder
 
 
-def test_a_message_costs_what_it_says_and_not_what_was_asked_for(
+def test_an_engine_message_costs_its_own_size_and_not_the_requests(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder = make_builder(folder, num_prompts=64, n=16)
@@ -64,7 +64,7 @@ def test_a_message_costs_what_it_says_and_not_what_was_asked_for(
     assert len(looked_at) == 3  # two choices that were heard of, one prompt
 
 
-def test_choices_are_counted_as_they_begin_and_end(folder: Path) -> None:
+def test_choices_are_counted_as_they_start_and_end(folder: Path) -> None:
     builder = make_builder(folder, num_prompts=2, n=2)
     assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (4, 4, False)
     builder.take(0, Started(ID, 5, 0), 0)
@@ -87,7 +87,7 @@ def test_a_replayed_log_leaves_the_same_counts(folder: Path) -> None:
         assert (builder.num_waiting, builder.num_live, builder.has_tokens) == (1, 2, True)
 
 
-def test_what_follows_a_log_whose_text_has_changed_continues_its_numbers(folder: Path) -> None:
+def test_an_error_after_a_replay_mismatch_continues_the_event_numbers(folder: Path) -> None:
     first, second = make_builder(folder), make_builder(folder)
     first.take(0, NewToken(ID, 104), 0)
     (tokens,) = first.new_events(0, is_cut=False)
@@ -111,7 +111,7 @@ def make_echo(folder: Path) -> EventBuilder:
     return EventBuilder(record, ServedModel(ModelConfig(model=str(folder))))
 
 
-def test_an_echo_after_a_crash_has_each_token_of_the_prompt_once(folder: Path) -> None:
+def test_an_echo_after_a_crash_contains_each_prompt_token_once(folder: Path) -> None:
     """The second engine cuts the prompt elsewhere than the engine that died."""
     builder = make_echo(folder)
     for start, end in ((1, 3), (3, 5), (1, 4), (4, 5)):
@@ -128,7 +128,7 @@ def loaded(folder: Path) -> ServedModel:
     return model
 
 
-def test_a_stream_that_was_admitted_before_its_load_says_once_how_it_is_served(
+def test_a_stream_admitted_before_its_model_loads_gets_one_served_event(
     folder: Path,
 ) -> None:
     first, second = make_builder(folder, fingerprint=""), make_builder(folder, fingerprint="")
@@ -140,14 +140,14 @@ def test_a_stream_that_was_admitted_before_its_load_says_once_how_it_is_served(
     assert first.serving.known == second.serving.known is not None
 
 
-def test_a_stream_that_was_admitted_after_its_load_says_nothing_of_it(folder: Path) -> None:
+def test_a_stream_admitted_after_its_model_loads_gets_no_served_event(folder: Path) -> None:
     model = loaded(folder)
     builder = make_builder(folder, fingerprint=model.system_fingerprint, served=model.setup)
     builder.serving.begin(model)
     assert not builder.new_events(0, is_cut=False)
 
 
-def test_readers_who_ask_within_half_an_interval_mean_the_same_heartbeat() -> None:
+def test_heartbeats_requested_within_half_an_interval_are_merged() -> None:
     beats = Heartbeats()
     assert beats.wants("data", 10, 0)
     assert not beats.wants("data", 10, 60_000)  # it is still on its way

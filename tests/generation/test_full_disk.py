@@ -59,7 +59,7 @@ async def refused(work: Awaitable[Any]) -> RequestError:
     return error.value
 
 
-async def test_a_stop_is_answered_at_once_and_counts_once_the_disk_takes_it(
+async def test_a_stop_is_answered_at_once_and_takes_effect_once_the_disk_works(
     folder: Path, tmp_path: Path
 ) -> None:
     async with serving(folder, tmp_path) as (generation, engine, _):
@@ -77,7 +77,7 @@ async def test_a_stop_is_answered_at_once_and_counts_once_the_disk_takes_it(
         assert await generation.streams.find("", BY_NAME) is None
 
 
-async def test_a_stop_outlasts_a_buffer_that_is_full(
+async def test_a_stop_takes_effect_even_if_the_write_buffer_is_full(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(folder, tmp_path) as (generation, engine, store):
@@ -96,7 +96,7 @@ async def test_a_stop_outlasts_a_buffer_that_is_full(
         assert isinstance(last, Error) and last.code == "cancelled"
 
 
-async def test_a_request_that_cannot_be_stored_is_refused_and_generates_nothing(
+async def test_a_request_that_cannot_be_stored_is_refused_and_not_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(folder, tmp_path) as (generation, engine, store):
@@ -109,7 +109,7 @@ async def test_a_request_that_cannot_be_stored_is_refused_and_generates_nothing(
         assert not engine.submits
 
 
-async def test_a_request_with_a_key_that_cannot_be_stored_goes_on_once_the_disk_takes_it(
+async def test_a_request_with_a_key_runs_once_the_disk_can_store_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = Names(key="k", digest=b"1")
@@ -128,7 +128,7 @@ async def test_a_request_with_a_key_that_cannot_be_stored_goes_on_once_the_disk_
         assert isinstance((await read(stream))[-1], Finish)
 
 
-async def test_a_stop_counts_while_the_log_of_a_stalled_stream_is_read_again(
+async def test_a_stop_takes_effect_while_a_stalled_stream_is_being_resumed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(folder, tmp_path) as (generation, engine, store):
@@ -152,7 +152,7 @@ async def test_a_stop_counts_while_the_log_of_a_stalled_stream_is_read_again(
         assert isinstance(last, Error) and last.code == "cancelled"
 
 
-async def test_a_retry_is_refused_while_its_refused_stream_is_still_to_end(
+async def test_a_retry_is_refused_until_its_refused_stream_has_ended(
     folder: Path, tmp_path: Path
 ) -> None:
     names = Names(key="k", digest=b"1")
@@ -167,7 +167,7 @@ async def test_a_retry_is_refused_while_its_refused_stream_is_still_to_end(
         assert await generation.streams.find_equal(names) is None
 
 
-async def test_a_request_that_is_stored_after_the_server_stopped_is_left_to_the_next_server(
+async def test_a_request_stored_after_the_shutdown_is_left_to_the_next_server(
     folder: Path, tmp_path: Path
 ) -> None:
     async with serving(folder, tmp_path) as (generation, engine, store):
@@ -184,7 +184,7 @@ async def test_a_request_that_is_stored_after_the_server_stopped_is_left_to_the_
     await store.close()
 
 
-async def test_a_server_that_starts_on_a_full_disk_takes_its_streams_up_later(
+async def test_a_server_on_a_full_disk_runs_requests_but_cannot_find_streams(
     folder: Path, tmp_path: Path
 ) -> None:
     async with serving(folder, tmp_path) as (generation, engine, _):

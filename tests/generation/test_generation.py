@@ -35,7 +35,7 @@ async def speak(generation: Generation, engine: FakeEngine, text: str) -> None:
         await engine.token(engine.newest, token_id)
 
 
-async def test_a_log_holds_progress_tokens_and_one_end(folder: Path) -> None:
+async def test_a_log_contains_progress_tokens_and_one_end(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         await engine.start(engine.newest)
@@ -48,7 +48,7 @@ async def test_a_log_holds_progress_tokens_and_one_end(folder: Path) -> None:
         assert len(generation.streams) == 0
 
 
-async def test_a_stop_string_beats_what_the_engine_says_of_later_tokens(folder: Path) -> None:
+async def test_a_stop_string_takes_precedence_over_later_tokens_of_the_engine(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, stop=("END",))
         await engine.start(engine.newest)
@@ -74,7 +74,7 @@ async def leave(stream: object, num_events: int) -> list[AnyEvent]:
     return found
 
 
-async def test_a_client_that_saw_text_and_leaves_ends_its_stream(folder: Path) -> None:
+async def test_a_stream_ends_if_its_client_disconnects_after_reading_text(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         await engine.start(engine.newest)
@@ -85,7 +85,9 @@ async def test_a_client_that_saw_text_and_leaves_ends_its_stream(folder: Path) -
         assert len(generation.streams) == 0
 
 
-async def test_an_equal_request_finds_the_work_of_a_client_that_timed_out(folder: Path) -> None:
+async def test_an_equal_request_attaches_to_the_stream_of_a_disconnected_client(
+    folder: Path,
+) -> None:
     async with running(folder, linger_s=30) as (generation, engine):
         names = Names(digest=b"1")
         stream = await opened(generation, engine, names)
@@ -97,7 +99,7 @@ async def test_an_equal_request_finds_the_work_of_a_client_that_timed_out(folder
         assert await generation.streams.find_equal(names) is stream
 
 
-async def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
+async def test_an_equal_request_does_not_attach_to_a_stream_with_a_reader(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         names = Names(digest=b"1")
         stream = await opened(generation, engine, names)
@@ -105,7 +107,7 @@ async def test_nobody_takes_over_a_stream_that_is_read(folder: Path) -> None:
             assert await generation.streams.find_equal(names) is None
 
 
-async def test_a_stream_whose_client_left_gives_its_place_to_a_request_that_waits(
+async def test_a_stream_without_a_client_ends_if_another_request_waits(
     folder: Path,
 ) -> None:
     async with running(folder, linger_s=30) as (generation, engine):
@@ -121,7 +123,7 @@ async def test_a_stream_whose_client_left_gives_its_place_to_a_request_that_wait
         crowd.stop(RequestError("cancelled", ""))
 
 
-async def test_without_a_linger_an_unread_stream_ends_at_once(folder: Path) -> None:
+async def test_without_linger_s_a_stream_ends_when_its_client_disconnects(folder: Path) -> None:
     async with running(folder, linger_s=0) as (generation, engine):
         stream = await opened(generation, engine)
         await leave(stream, 1)
@@ -133,7 +135,7 @@ async def test_without_a_linger_an_unread_stream_ends_at_once(folder: Path) -> N
 @pytest.mark.parametrize(
     "opted_in", [Names(conversation="c"), Names(key="k"), Names(is_stored=True)]
 )
-async def test_a_stream_that_no_request_could_find_ends_with_its_client(
+async def test_a_stream_that_cannot_be_found_again_ends_with_its_client(
     opted_in: Names, folder: Path
 ) -> None:
     async with running(folder, linger_s=30) as (generation, engine):
@@ -148,7 +150,7 @@ async def test_a_stream_that_no_request_could_find_ends_with_its_client(
         assert not engine.cancels
 
 
-async def test_an_opted_in_stream_outlives_its_client(folder: Path) -> None:
+async def test_a_stream_of_a_conversation_outlives_its_client(folder: Path) -> None:
     async with running(folder, linger_s=0) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         await engine.start(engine.newest)
@@ -159,7 +161,7 @@ async def test_an_opted_in_stream_outlives_its_client(folder: Path) -> None:
         assert text_of(await read(stream)) == "hi"
 
 
-async def test_a_key_attaches_the_same_request_and_refuses_another(folder: Path) -> None:
+async def test_a_key_attaches_an_equal_request_and_refuses_a_different_one(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         names = Names(key="k", digest=b"1")
         stream = await opened(generation, engine, names)
@@ -170,7 +172,7 @@ async def test_a_key_attaches_the_same_request_and_refuses_another(folder: Path)
         assert refused.value.code == "idempotency_key_reused"
 
 
-async def test_a_new_request_of_a_conversation_replaces_the_running_one(folder: Path) -> None:
+async def test_a_new_request_in_a_conversation_replaces_the_running_one(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         old = await opened(generation, engine, OPTED_IN)
         first = engine.newest
@@ -182,7 +184,7 @@ async def test_a_new_request_of_a_conversation_replaces_the_running_one(folder: 
         assert new.state == "queued"
 
 
-async def test_a_refused_request_leaves_the_running_one_alone(folder: Path) -> None:
+async def test_a_refused_request_does_not_replace_the_running_one(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         await opened(generation, engine, OPTED_IN)
         with pytest.raises(RequestError):
@@ -190,7 +192,7 @@ async def test_a_refused_request_leaves_the_running_one_alone(folder: Path) -> N
         assert not engine.cancels
 
 
-async def test_two_that_race_for_a_conversation_leave_one_alive(folder: Path) -> None:
+async def test_concurrent_requests_in_a_conversation_leave_one_alive(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         await asyncio.gather(*(generation.open(make_request(), OPTED_IN) for _ in range(5)))
         await settle()
@@ -199,7 +201,7 @@ async def test_two_that_race_for_a_conversation_leave_one_alive(folder: Path) ->
         assert len(alive) == 1
 
 
-async def test_a_fresh_engine_goes_on_where_the_dead_one_was(folder: Path) -> None:
+async def test_a_new_engine_continues_where_the_dead_one_stopped(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, stop=("XYZ",))
         await engine.start(engine.newest)
@@ -221,7 +223,7 @@ async def recoveries(stream: Found) -> list[int | None]:
     return [event.attempt for event in events if isinstance(event, Heartbeat)]
 
 
-async def test_every_stream_says_at_once_that_it_recovers_and_how_often_it_did(
+async def test_every_stream_reports_each_recovery_immediately(
     folder: Path,
 ) -> None:
     async with running(folder) as (generation, engine):
@@ -239,14 +241,14 @@ async def test_every_stream_says_at_once_that_it_recovers_and_how_often_it_did(
         assert busy.state == "decode"
 
 
-async def test_a_request_that_comes_while_no_engine_runs_hears_so(folder: Path) -> None:
+async def test_a_request_sent_while_no_engine_runs_starts_as_recovering(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         await engine.say(DOWN)
         stream = await opened(generation, engine)
         assert stream.state == "recovering" and await recoveries(stream) == [1]
 
 
-async def test_its_place_is_told_anew_in_the_queue_of_a_fresh_engine(folder: Path) -> None:
+async def test_a_stream_gets_its_new_position_in_the_queue_of_a_new_engine(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         for _ in range(2):
@@ -257,7 +259,7 @@ async def test_its_place_is_told_anew_in_the_queue_of_a_fresh_engine(folder: Pat
         assert [type(event).__name__ for event in events[1:]] == ["Queued", "Heartbeat"] * 2
 
 
-async def test_a_waiting_stream_hears_how_long_the_running_will_take(folder: Path) -> None:
+async def test_a_waiting_stream_gets_an_estimate_of_its_wait(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         engine_ready = msgspec.structs.replace(READY, max_num_seqs=1)
         await engine.say(EngineUp(engine_ready))
@@ -293,7 +295,7 @@ async def test_many_readers_share_one_heartbeat(folder: Path) -> None:
         assert stream.log.next_seq == len(events) + 1
 
 
-async def test_what_a_dead_engine_still_says_reaches_nobody(folder: Path) -> None:
+async def test_late_messages_of_a_dead_engine_are_ignored(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         old = engine.newest
@@ -318,7 +320,7 @@ async def test_a_stop_while_no_engine_runs_is_final(folder: Path) -> None:
         assert isinstance(last, Error) and last.code == "cancelled"
 
 
-async def test_who_kills_the_engine_twice_alone_is_ended_as_poison(folder: Path) -> None:
+async def test_a_request_that_kills_two_engines_is_ended_as_poison(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         poison = await opened(generation, engine)
         first = engine.newest
@@ -334,7 +336,7 @@ async def test_who_kills_the_engine_twice_alone_is_ended_as_poison(folder: Path)
         assert len(generation.streams) == 1
 
 
-async def test_kills_from_outside_blame_nobody_before_the_third_alone(folder: Path) -> None:
+async def test_three_external_kills_end_no_stream_but_the_fourth_does(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine)
         for _ in range(3):
@@ -349,7 +351,7 @@ async def test_kills_from_outside_blame_nobody_before_the_third_alone(folder: Pa
         assert stream.ended.is_set()
 
 
-async def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(folder: Path) -> None:
+async def test_a_restarted_server_continues_the_streams_in_its_store(folder: Path) -> None:
     store = MemoryStore()
     async with running(folder, store) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN, stop=("three",))
@@ -371,7 +373,7 @@ async def test_a_server_that_starts_again_goes_on_with_what_its_store_holds(fold
         assert [event.seq for event in events] == list(range(len(events)))
 
 
-async def test_an_end_that_a_killed_server_had_not_written_is_written_by_the_next(
+async def test_the_next_server_writes_an_end_that_a_killed_server_did_not(
     folder: Path,
 ) -> None:
     store = MemoryStore()
@@ -389,7 +391,7 @@ async def test_an_end_that_a_killed_server_had_not_written_is_written_by_the_nex
     assert events[-1].usage.completion_tokens == len(ids(generation, "one two three"))
 
 
-async def test_a_choice_that_ended_says_so_once_while_its_siblings_go_on(folder: Path) -> None:
+async def test_a_choice_that_ended_reports_it_once_while_the_others_continue(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, n=2)
         first, second = (new.sequence_id for new in engine.submits[-1].sequences)
@@ -402,7 +404,7 @@ async def test_a_choice_that_ended_says_so_once_while_its_siblings_go_on(folder:
         assert [choice for choice, _ in ends] == [0, 1]
 
 
-async def test_other_weights_do_not_go_on_with_a_stream(folder: Path) -> None:
+async def test_a_stream_is_not_continued_with_other_weights(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         await engine.say(DOWN)
@@ -412,7 +414,7 @@ async def test_other_weights_do_not_go_on_with_a_stream(folder: Path) -> None:
         assert "other weights" in last.message
 
 
-async def test_another_dtype_is_named_and_the_request_runs_anew_by_its_key(folder: Path) -> None:
+async def test_another_dtype_is_reported_and_the_key_may_run_again(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         names = Names(key="k", digest=b"1")
         stream = await opened(generation, engine, names)
@@ -425,7 +427,7 @@ async def test_another_dtype_is_named_and_the_request_runs_anew_by_its_key(folde
         assert (await opened(generation, engine, names)).record.id != stream.record.id
 
 
-async def test_another_form_of_the_kernels_is_named(folder: Path) -> None:
+async def test_another_variant_of_the_kernels_is_reported(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         await engine.say(DOWN)
@@ -437,7 +439,9 @@ async def test_another_form_of_the_kernels_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [-1, 0])
-async def test_a_stream_that_a_smaller_context_cannot_hold_says_so(folder: Path, room: int) -> None:
+async def test_a_stream_too_long_for_a_smaller_context_ends_with_an_error(
+    folder: Path, room: int
+) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         await engine.start(engine.newest)
@@ -452,7 +456,7 @@ async def test_a_stream_that_a_smaller_context_cannot_hold_says_so(folder: Path,
 
 
 @pytest.mark.parametrize(("max_tokens", "end"), [(2, "finish"), (9, "error"), (None, "error")])
-async def test_only_what_a_smaller_context_cuts_short_says_so(
+async def test_only_a_stream_cut_short_by_a_smaller_context_ends_with_an_error(
     folder: Path, max_tokens: int | None, end: str
 ) -> None:
     async with running(folder) as (generation, engine):
@@ -471,7 +475,7 @@ async def test_only_what_a_smaller_context_cuts_short_says_so(
         assert not isinstance(last, Error) or f"now {limit} tokens" in last.message
 
 
-async def test_one_more_than_may_wait_is_refused_while_no_place_is_free(folder: Path) -> None:
+async def test_a_request_beyond_the_queue_limit_is_refused(folder: Path) -> None:
     async with running(folder, max_num_queued_reqs=3) as (generation, engine):
         for _ in range(3):
             await opened(generation, engine)
@@ -492,7 +496,7 @@ async def test_each_choice_takes_a_place_in_the_queue(folder: Path) -> None:
         await generation.open(make_request())
 
 
-async def test_those_who_come_at_the_same_time_count_too(folder: Path) -> None:
+async def test_requests_that_are_being_stored_count_toward_the_queue_limit(folder: Path) -> None:
     class SlowStore(MemoryStore):
         async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
             await settle()
@@ -505,7 +509,7 @@ async def test_those_who_come_at_the_same_time_count_too(folder: Path) -> None:
         assert [isinstance(each, RequestError) for each in found] == [False, True, True]
 
 
-async def test_an_error_of_one_choice_ends_the_stream_with_it(folder: Path) -> None:
+async def test_an_error_of_one_choice_ends_the_whole_stream(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, n=2)
         first, second = (new.sequence_id for new in engine.submits[-1].sequences)

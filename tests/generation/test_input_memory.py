@@ -49,7 +49,7 @@ async def refusal(generation: Generation, **fields: Any) -> RequestError:
     return refused.value
 
 
-async def test_inputs_of_waiting_requests_are_bounded_together(folder: Path) -> None:
+async def test_the_inputs_of_all_waiting_requests_share_one_limit(folder: Path) -> None:
     async with running(folder, max_total_input_bytes=LIMIT) as (generation, engine):
         await held(generation, engine)
         first = generation.queues.inputs.num_bytes
@@ -62,7 +62,7 @@ async def test_inputs_of_waiting_requests_are_bounded_together(folder: Path) -> 
         assert generation.queues.inputs.num_bytes == 2 * first
 
 
-async def test_one_key_gets_half_of_the_memory(folder: Path) -> None:
+async def test_a_key_may_use_half_of_the_input_memory(folder: Path) -> None:
     async with running(folder, max_total_input_bytes=LIMIT) as (generation, engine):
         await held(generation, engine, Names(owner="a"))
         error = await refusal(generation, names=Names(owner="a"))
@@ -70,7 +70,7 @@ async def test_one_key_gets_half_of_the_memory(folder: Path) -> None:
         await held(generation, engine, Names(owner="b"))
 
 
-async def test_an_input_that_exceeds_the_limit_alone_is_taken_if_no_other_is_held(
+async def test_an_input_beyond_the_limit_is_accepted_if_no_other_is_held(
     folder: Path,
 ) -> None:
     async with running(folder, max_total_input_bytes=1) as (generation, engine):
@@ -83,7 +83,7 @@ async def leave(stream: LiveStream) -> None:
         pass
 
 
-async def test_the_memory_is_given_back_however_a_request_ends(folder: Path) -> None:
+async def test_the_input_memory_is_released_however_a_request_ends(folder: Path) -> None:
     async with running(folder, linger_s=0.0) as (generation, engine):
         inputs = generation.queues.inputs
         finished = await held(generation, engine)
@@ -205,7 +205,7 @@ async def test_streams_in_memory_are_deleted_soon_if_their_inputs_are_large(
         await until(lambda: len(store._entries) == 1)
 
 
-def test_an_input_that_shrinks_makes_room() -> None:
+def test_an_input_that_shrinks_frees_memory() -> None:
     memory = InputMemory(LIMIT)
     with memory.hold("", LARGE) as body, memory.hold("", LARGE):
         with pytest.raises(RequestError):

@@ -17,7 +17,7 @@ def follow(trail: PrefixMisses, text: str, owner: str = "", **changes: Any) -> d
     return trail.follow(record, FakeModel())  # type: ignore[arg-type]
 
 
-def test_a_prompt_that_leaves_the_last_one_says_where_and_by_which_words() -> None:
+def test_a_prefix_miss_reports_its_position_and_the_differing_text() -> None:
     trail = PrefixMisses(shows_text=True)
     assert not follow(trail, f"{TEXT}<total_tokens>976141{TEXT}")
     told = follow(trail, f"{TEXT}<total_tokens>912000{TEXT}")
@@ -25,19 +25,19 @@ def test_a_prompt_that_leaves_the_last_one_says_where_and_by_which_words() -> No
     assert follow(PrefixMisses(False), TEXT) == {}
 
 
-def test_the_words_are_told_only_if_asked_for() -> None:
+def test_the_differing_text_is_only_reported_if_configured() -> None:
     trail = PrefixMisses(shows_text=False)
     follow(trail, f"{TEXT}a{TEXT}")
     assert follow(trail, f"{TEXT}b{TEXT}") == {"shared_tokens": 1000}
 
 
-def test_a_conversation_that_goes_on_says_nothing() -> None:
+def test_a_continued_conversation_reports_no_prefix_miss() -> None:
     trail = PrefixMisses(True)
     for text in (TEXT, f"{TEXT}and on", f"{TEXT}and so on", "short", "shorter"):
         assert not follow(trail, text)
 
 
-def test_it_is_compared_with_the_one_most_alike_of_the_same_owner_salt_and_model() -> None:
+def test_a_prompt_is_compared_with_its_owners_most_similar_one() -> None:
     trail = PrefixMisses(False)
     follow(trail, f"{TEXT}a{TEXT}", "ann")
     for other in (
@@ -50,13 +50,13 @@ def test_it_is_compared_with_the_one_most_alike_of_the_same_owner_salt_and_model
     assert follow(trail, f"{TEXT}a{TEXT[:500]}d", "ann") == {"shared_tokens": 1501}
 
 
-def test_who_wants_no_cache_leaves_no_trail() -> None:
+def test_a_prompt_sent_without_caching_is_not_remembered() -> None:
     trail = PrefixMisses(False)
     follow(trail, f"{TEXT}a{TEXT}", cache_prompt=False)
     assert not follow(trail, f"{TEXT}b{TEXT}")
 
 
-def test_few_are_kept() -> None:
+def test_only_the_latest_prompts_are_remembered() -> None:
     trail = PrefixMisses(False)
     for number in range(40):
         follow(trail, f"{number:03}{TEXT}a{TEXT}")

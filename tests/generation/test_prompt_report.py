@@ -96,7 +96,7 @@ def test_a_plan_depends_on_how_the_lane_computes_prompts(
         ("Lfm2ForCausalLM", ON_SLOTS, "generic-text", "lazy-prefix", "slot"),
     ],
 )
-def test_each_lane_tells_what_it_did(
+def test_each_lane_reports_how_it_processed_a_prompt(
     tmp_path: Path, architecture: str, config: dict[str, object], lane: str, mask: str, memory: str
 ) -> None:
     folder = make_tiny_model(tmp_path / "tiny", architecture, **config)
@@ -120,20 +120,20 @@ def test_each_lane_tells_what_it_did(
     assert (whole.chunks, whole.chunk_tokens, whole.tokenization) == (1, (9, 9), "given")
 
 
-def test_cached_tokens_are_in_no_chunk(native: Path) -> None:
+def test_cached_tokens_are_not_counted_in_chunks(native: Path) -> None:
     prompt = (Text("y" * 100),)
     _, again = ingestions(native, prompt, prompt)
     assert again.cached_tokens and again.chunk_tokens is not None
     assert (again.chunks, sum(again.chunk_tokens) // 2) == (1, 100 - again.cached_tokens)
 
 
-def test_several_prompts_have_one_record(native: Path) -> None:
+def test_several_prompts_share_one_report(native: Path) -> None:
     (told,) = ingestions(native, (Ids(tuple(range(1, 41))), Text("short")), cap=32)
     assert (told.prompt_tokens, told.applied, told.tokenization) == (45, True, "one-shot")
     assert told.chunks >= 3 and told.reason == f"Prompt processed in {told.chunks} chunks."
 
 
-def test_a_long_text_is_told_as_streamed(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_reported_as_streamed(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.text import encoder
     from headrace.text.windowed_encoding import Sizes
 
@@ -146,14 +146,14 @@ def test_a_long_text_is_told_as_streamed(native: Path, monkeypatch: pytest.Monke
     assert told.tokenization == "streamed"
 
 
-def test_nothing_is_recorded_unless_it_is_asked_for(native: Path) -> None:
+def test_nothing_is_recorded_unless_requested(native: Path) -> None:
     (events,) = events_of(native, (Text("x" * 100),), options=ResponseOptions())
     assert b"chunks" not in msgspec.json.encode(events)
     assert b"ingestion" not in msgspec.json.encode(events)
     assert any(isinstance(event, Progress) for event in events)
 
 
-def test_without_a_lane_boundary_and_mask_are_blank() -> None:
+def test_boundary_and_mask_are_empty_without_a_lane() -> None:
     told = describe(make_record(make_request()), None, Usage(5, 0), [NO_CHUNKS])
     assert (told.strategy, told.eligible, told.applied) == (None, False, False)
     assert (told.boundary, told.mask, told.memory) == ("", "", None)

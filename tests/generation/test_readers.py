@@ -12,7 +12,7 @@ STALLED = RequestError("storage_stalled", "The server cannot store streams now."
 
 
 @pytest.mark.parametrize("reasons", [(RESTARTS, STALLED), (STALLED, RESTARTS)])
-async def test_a_store_that_can_write_again_does_not_undo_a_restart(
+async def test_the_end_of_a_stall_does_not_end_the_pause_of_a_restart(
     reasons: tuple[RequestError, ...],
 ) -> None:
     pause = ReaderPause()

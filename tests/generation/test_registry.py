@@ -31,7 +31,7 @@ OPTED_IN = Names(conversation="c", digest=b"1")
 NAME = ByConversation("", "c")
 
 
-async def test_a_stream_of_an_earlier_server_is_waited_for_until_it_is_taken_up(
+async def test_a_lookup_waits_until_a_stream_without_a_writer_is_resumed(
     folder: Path,
 ) -> None:
     store = MemoryStore()
@@ -56,7 +56,7 @@ async def test_a_stream_is_found_live_while_it_is_being_opened(folder: Path) -> 
         assert found is await opening
 
 
-async def test_an_event_that_another_server_told_first_is_waited_for(
+async def test_a_cursor_ahead_of_the_log_waits_for_its_event(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_LATE_S", 0.1)
@@ -74,7 +74,7 @@ async def test_an_event_that_another_server_told_first_is_waited_for(
         assert await generation.streams.reach(found, 3) == 3
 
 
-async def test_a_cursor_that_a_failover_may_have_cut_off_can_be_sent_again_until_the_end(
+async def test_a_cursor_beyond_a_durable_log_may_be_retried_until_the_log_ends(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_LATE_S", 0.01)
@@ -101,7 +101,7 @@ class SlowStore(MemoryStore):
         return stored
 
 
-async def test_a_stream_is_found_live_though_its_request_was_given_up_as_it_was_stored(
+async def test_a_stream_is_found_live_if_its_request_was_cancelled_while_stored(
     folder: Path,
 ) -> None:
     store = SlowStore()
@@ -126,7 +126,7 @@ class StoppedStore(MemoryStore):
         return msgspec.structs.replace(stored, stop_code="cancelled")
 
 
-async def test_a_stream_that_was_stopped_as_it_was_stored_generates_nothing(folder: Path) -> None:
+async def test_a_stream_stopped_while_it_was_stored_generates_nothing(folder: Path) -> None:
     async with running(folder, StoppedStore()) as (generation, engine):
         last = (await read(await opened(generation, engine, OPTED_IN)))[-1]
         assert isinstance(last, Error) and last.code == "cancelled"
@@ -145,7 +145,7 @@ class LateStore(MemoryStore):
         return await super().unfinished()
 
 
-async def test_a_new_stream_is_not_taken_for_one_of_an_earlier_server(folder: Path) -> None:
+async def test_a_new_stream_is_not_mistaken_for_one_of_an_earlier_server(folder: Path) -> None:
     store = LateStore()
     async with running(folder, store) as (generation, engine):
         assert generation.fleet.pinned
@@ -162,7 +162,7 @@ async def test_a_new_stream_is_not_taken_for_one_of_an_earlier_server(folder: Pa
         assert len(engine.submits) == 1
 
 
-async def test_a_stream_that_is_stored_as_the_server_ends_is_left_to_the_next_server(
+async def test_a_stream_stored_during_the_shutdown_is_left_to_the_next_server(
     folder: Path,
 ) -> None:
     store = SlowStore()
@@ -182,7 +182,9 @@ async def test_a_stream_that_is_stored_as_the_server_ends_is_left_to_the_next_se
         assert isinstance(await generation.streams.find("", NAME), LiveStream)
 
 
-async def test_a_stop_that_comes_too_late_for_the_writer_is_refused(folder: Path) -> None:
+async def test_a_stop_that_the_writer_cannot_confirm_before_the_shutdown_is_refused(
+    folder: Path,
+) -> None:
     store = MemoryStore()
     store.is_durable = True
     async with running(folder, store) as (generation, engine):
@@ -194,7 +196,7 @@ async def test_a_stop_that_comes_too_late_for_the_writer_is_refused(folder: Path
         assert code_of(stopping) == "server_restarting"
 
 
-async def test_a_stream_that_has_ended_is_found_to_be_read(folder: Path) -> None:
+async def test_a_stream_that_has_ended_is_found_as_finished(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         stopping = asyncio.create_task(generation.streams.stop(stream))
@@ -205,7 +207,7 @@ async def test_a_stream_that_has_ended_is_found_to_be_read(folder: Path) -> None
         assert isinstance(await generation.streams.find("", NAME), FinishedStream)
 
 
-async def test_a_stream_that_the_store_has_lost_ends_for_its_reader_without_a_traceback(
+async def test_the_reader_of_a_stream_lost_by_the_store_is_told_to_send_it_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A failover of Redis can lose a whole stream."""
@@ -225,7 +227,7 @@ async def test_a_stream_that_the_store_has_lost_ends_for_its_reader_without_a_tr
         assert engine.cancels
 
 
-async def test_a_writer_that_leaves_does_not_take_its_successor_along(folder: Path) -> None:
+async def test_removing_a_writer_does_not_remove_its_successor(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         old = await opened(generation, engine, OPTED_IN)
         assert isinstance(old, LiveStream)
@@ -263,7 +265,7 @@ class TakenStore(MemoryStore):
         return Stored(stored.record, log, elsewhere=FakeWriter())
 
 
-async def test_a_stream_that_another_server_has_taken_over_is_found_as_that_server_writes_it(
+async def test_a_stream_taken_over_by_another_server_is_found_as_remote(
     folder: Path,
 ) -> None:
     async with running(folder, TakenStore()) as (generation, engine):
@@ -273,7 +275,7 @@ async def test_a_stream_that_another_server_has_taken_over_is_found_as_that_serv
         assert found.log.next_seq == stream.log.next_seq + 1
 
 
-async def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once(
+async def test_readers_of_a_durable_stream_get_an_error_once_its_engine_is_given_up(
     folder: Path,
 ) -> None:
     store = MemoryStore()
@@ -291,7 +293,9 @@ async def test_an_engine_given_up_tells_every_reader_of_a_durable_stream_at_once
         assert code_of(looking) == "engine_failed"
 
 
-async def test_a_stream_whose_log_cannot_be_written_is_waited_for_by_nobody(folder: Path) -> None:
+async def test_a_lookup_does_not_wait_for_a_stream_whose_log_cannot_be_written(
+    folder: Path,
+) -> None:
     store = MemoryStore()
     async with running(folder, store) as (generation, engine):
         await opened(generation, engine, OPTED_IN)
@@ -302,7 +306,7 @@ async def test_a_stream_whose_log_cannot_be_written_is_waited_for_by_nobody(fold
         assert code_of(looking) == "internal_error"
 
 
-async def test_what_is_kept_is_found_after_its_end_and_reaches_no_store(folder: Path) -> None:
+async def test_a_kept_stream_is_found_after_its_end_but_is_not_stored(folder: Path) -> None:
     store = MemoryStore()
     async with running(folder, store) as (generation, engine):
         id = await ended_id(generation, engine, Names(is_kept=True))
@@ -315,7 +319,7 @@ async def test_what_is_kept_is_found_after_its_end_and_reaches_no_store(folder: 
         assert await generation.streams.find("", ById(plain)) is None
 
 
-async def test_large_bodies_that_are_kept_go_before_the_next_minute(folder: Path) -> None:
+async def test_kept_streams_with_large_bodies_are_deleted_early(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         body, ids = bytes(33 << 20), []
         for _ in range(10):
@@ -324,7 +328,7 @@ async def test_large_bodies_that_are_kept_go_before_the_next_minute(folder: Path
         assert found[0] is None and found[-1] is not None
 
 
-async def test_ended_streams_beyond_the_limits_of_the_settings_are_deleted(folder: Path) -> None:
+async def test_finished_streams_beyond_the_configured_limits_are_deleted(folder: Path) -> None:
     store = MemoryStore()
     store.is_durable = True
     async with running(folder, store) as (generation, engine):

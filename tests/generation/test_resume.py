@@ -52,7 +52,7 @@ async def end_of(generation: Generation) -> str:
     return last.code
 
 
-async def test_a_stop_whose_engine_is_given_up_returns_and_holds_for_the_next_engine(
+async def test_a_stop_holds_for_the_next_engine_if_its_engine_is_given_up(
     folder: Path,
 ) -> None:
     async with models_of(folder, "ab", durable_store()) as (generation, engines):
@@ -70,7 +70,7 @@ async def test_a_stop_whose_engine_is_given_up_returns_and_holds_for_the_next_en
         assert not engines["a"][1].submits
 
 
-async def test_a_stream_that_was_stopped_before_its_engine_was_given_up_needs_no_other_engine(
+async def test_a_stopped_stream_ends_without_another_engine(
     folder: Path,
 ) -> None:
     store = durable_store()
@@ -84,7 +84,7 @@ async def test_a_stream_that_was_stopped_before_its_engine_was_given_up_needs_no
         assert await end_of(generation) == "cancelled"
 
 
-async def test_a_stop_of_the_only_engine_that_is_given_up_is_refused(folder: Path) -> None:
+async def test_a_stop_is_refused_if_the_only_engine_is_given_up(folder: Path) -> None:
     async with running(folder, durable_store()) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         stopping = asyncio.create_task(generation.streams.stop(stream))
@@ -95,7 +95,7 @@ async def test_a_stop_of_the_only_engine_that_is_given_up_is_refused(folder: Pat
 
 
 @pytest.mark.parametrize("by", ["client", "another server", "newer request"])
-async def test_a_stop_that_finds_no_writer_holds_for_the_next_writer(folder: Path, by: str) -> None:
+async def test_a_stop_without_a_writer_holds_for_the_next_writer(folder: Path, by: str) -> None:
     async with models_of(folder, "ab", durable_store()) as (generation, engines):
         stream = await ask(generation, "a", OPTED_IN)
         (old,) = engines["a"]
@@ -128,7 +128,7 @@ async def test_a_stop_that_finds_no_writer_holds_for_the_next_writer(folder: Pat
 
 
 @pytest.mark.parametrize("way", ["stop", "delete"])
-async def test_a_stream_that_waits_for_a_later_engine_is_stopped_at_once(
+async def test_a_stream_that_waits_for_another_engine_can_be_stopped_at_once(
     folder: Path, way: str
 ) -> None:
     async with models_of(folder, "ab", durable_store()) as (generation, engines):
@@ -154,7 +154,7 @@ async def test_a_stream_that_waits_for_a_later_engine_is_stopped_at_once(
         assert not generation.writers.tasks and not engines["a"][1].submits
 
 
-async def test_a_stream_is_resumed_after_what_its_last_writer_still_had_to_append(
+async def test_a_stream_is_resumed_after_its_last_writers_pending_appends(
     folder: Path, tmp_path: Path
 ) -> None:
     async with (
@@ -179,7 +179,7 @@ async def test_a_stream_is_resumed_after_what_its_last_writer_still_had_to_appen
         assert found is not None and isinstance((await read(found))[-1], Finish)
 
 
-async def test_a_change_of_a_conversation_that_a_kill_interrupted_is_ended_without_an_engine(
+async def test_an_interrupted_conversation_change_ends_without_an_engine(
     folder: Path,
 ) -> None:
     store = durable_store()
@@ -192,7 +192,7 @@ async def test_a_change_of_a_conversation_that_a_kill_interrupted_is_ended_witho
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])
-async def test_a_model_that_is_changed_as_a_stream_is_resumed_changes_after_the_stream(
+async def test_a_model_change_waits_for_a_stream_that_is_being_resumed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     store = durable_store()
@@ -220,7 +220,7 @@ async def test_a_model_that_is_changed_as_a_stream_is_resumed_changes_after_the_
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyError("model_type")])
-async def test_a_model_that_cannot_be_read_keeps_its_streams_until_it_can_be(
+async def test_the_streams_of_an_unreadable_model_are_kept_until_it_is_readable(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     store = durable_store()
@@ -244,7 +244,7 @@ async def test_a_model_that_cannot_be_read_keeps_its_streams_until_it_can_be(
         assert await generation.streams.find("", NAME) in generation.streams
 
 
-async def test_a_stream_whose_engine_is_given_up_leaves_nothing_with_its_engine(
+async def test_a_stream_leaves_no_sequences_with_an_engine_that_is_given_up(
     folder: Path,
 ) -> None:
     async with models_of(folder, "ab", durable_store()) as (generation, engines):
@@ -258,7 +258,7 @@ async def test_a_stream_whose_engine_is_given_up_leaves_nothing_with_its_engine(
         assert not host.users._owners and not stream._submission.parts
 
 
-async def test_a_writer_that_is_let_go_before_its_first_step_leaves_the_queue(
+async def test_a_writer_cancelled_before_its_first_step_leaves_the_queue(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with models_of(folder, "ab", durable_store()) as (generation, engines):
@@ -282,7 +282,7 @@ async def test_a_writer_that_is_let_go_before_its_first_step_leaves_the_queue(
         )
 
 
-async def test_a_stream_that_is_read_when_the_server_ends_is_left_to_the_next_server(
+async def test_a_stream_whose_log_is_being_read_at_shutdown_is_not_resumed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = durable_store()
@@ -304,7 +304,7 @@ async def test_a_stream_that_is_read_when_the_server_ends_is_left_to_the_next_se
         assert not [it for it in asyncio.all_tasks() if "Generation.run" in repr(it)]
 
 
-async def test_a_stream_that_the_store_has_lost_is_resumed_without_a_traceback(
+async def test_resuming_a_stream_lost_by_the_store_only_logs_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = durable_store()
@@ -321,7 +321,7 @@ async def test_a_stream_that_the_store_has_lost_is_resumed_without_a_traceback(
         assert [it.levelname for it in caplog.records] == ["WARNING"]
 
 
-async def test_a_stream_that_waits_for_its_model_as_the_server_drains_is_refused_to_readers(
+async def test_a_drain_refuses_readers_of_a_stream_that_waits_for_its_model(
     folder: Path,
 ) -> None:
     async with models_of(folder, "ab", durable_store()) as (generation, engines):
@@ -337,7 +337,7 @@ async def test_a_stream_that_waits_for_its_model_as_the_server_drains_is_refused
         draining.cancel()
 
 
-async def test_a_request_for_a_model_that_was_just_replaced_reads_the_new_one(folder: Path) -> None:
+async def test_a_request_for_a_replaced_model_reads_the_new_one(folder: Path) -> None:
     async with models_of(folder, "ab") as (generation, engines):
         old, other = generation.fleet.hosts.all()
         config = msgspec.structs.replace(old.config, max_model_len=128)

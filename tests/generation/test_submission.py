@@ -20,7 +20,7 @@ def begun() -> tuple[EngineUsers, FakeEngine, FakeUser, Submission]:
     return users, engine, user, submission
 
 
-def test_each_part_has_a_sequence_of_its_own_until_it_has_ended() -> None:
+def test_each_part_has_its_own_sequence_until_it_ends() -> None:
     users, _, user, submission = begun()
     first, second = submission.open((4, 7))
     assert submission.parts == {first: 4, second: 7}
@@ -29,7 +29,7 @@ def test_each_part_has_a_sequence_of_its_own_until_it_has_ended() -> None:
     assert user.told == [[NewToken(second, 66)]]
 
 
-def test_a_cancel_names_all_that_the_engine_has_and_is_not_sent_for_nothing() -> None:
+def test_a_cancel_lists_all_open_sequences_and_is_not_sent_without_any() -> None:
     _, engine, _, submission = begun()
     submission.cancel()
     Submission(FakeUser(0)).cancel()  # before there was an engine
@@ -40,7 +40,7 @@ def test_a_cancel_names_all_that_the_engine_has_and_is_not_sent_for_nothing() ->
     assert engine.cancels == [Cancel(ids), Cancel(ids[1:], FinishReason.STOP)]
 
 
-def test_what_is_forgotten_is_returned_and_heard_of_no_more() -> None:
+def test_forgotten_sequences_are_returned_and_get_no_more_outputs() -> None:
     users, _, user, submission = begun()
     (id,) = submission.open((3,))
     assert submission.forget() == {id: 3} and submission.forget() == {}

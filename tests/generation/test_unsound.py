@@ -61,7 +61,7 @@ def alter(directory: Path, statement: str) -> None:
         "UPDATE streams SET n = 9223372036854775807 WHERE n = 2",
     ],
 )
-async def test_an_unsound_stream_does_not_keep_the_server_from_serving(
+async def test_a_damaged_stream_does_not_prevent_the_server_from_serving(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, statement: str
 ) -> None:
     async with kept(folder, tmp_path) as parts:
@@ -77,7 +77,7 @@ async def test_an_unsound_stream_does_not_keep_the_server_from_serving(
     assert len(said) == 1 and not any(record.exc_info for record in caplog.records)
 
 
-async def test_an_unsound_stream_is_told_of_deleted_and_its_key_is_free(
+async def test_a_damaged_stream_is_reported_and_deleted_and_its_key_is_free(
     folder: Path, tmp_path: Path
 ) -> None:
     name = ByConversation("me", "ended")
@@ -101,7 +101,7 @@ async def test_an_unsound_stream_is_told_of_deleted_and_its_key_is_free(
         assert await streams.find("me", by_id) is None
 
 
-async def test_a_stream_given_to_another_owner_stays_its_owners(
+async def test_a_stream_row_with_an_altered_owner_is_not_given_to_that_owner(
     folder: Path, tmp_path: Path
 ) -> None:
     async with kept(folder, tmp_path) as parts:
@@ -113,7 +113,7 @@ async def test_a_stream_given_to_another_owner_stays_its_owners(
             await generation.streams.find("me", ByConversation("me", "ended"))
 
 
-async def test_a_stream_that_cannot_be_taken_up_ends_and_the_server_starts(
+async def test_a_stream_that_cannot_be_resumed_ends_and_the_server_starts(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kept(folder, tmp_path) as parts:

@@ -64,7 +64,7 @@ async def answer(engine: FakeEngine, *sequence_ids: SequenceId) -> None:
     await engine.say(Outputs(finished=tuple(ends)))
 
 
-async def test_a_batch_fills_no_queue_and_keeps_its_order(
+async def test_a_batch_of_inputs_is_sent_in_windows_and_keeps_its_order(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "headrace.requests")
@@ -85,7 +85,7 @@ async def test_a_batch_fills_no_queue_and_keeps_its_order(
         assert not engine.cancels and not generation.vectors.batches
 
 
-async def test_the_engine_gets_the_key_that_asks_for_vectors(folder: Path) -> None:
+async def test_the_engine_gets_the_owner_of_a_vector_request(folder: Path) -> None:
     """Keys take turns in the engine. Without its key, a batch would share the turns of others."""
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 1, owner="a key")
@@ -94,7 +94,7 @@ async def test_the_engine_gets_the_key_that_asks_for_vectors(folder: Path) -> No
         await task
 
 
-async def test_after_a_death_only_what_is_missing_is_asked_for(folder: Path) -> None:
+async def test_only_the_missing_inputs_are_sent_again_after_an_engine_dies(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 6)
         first, second, *_ = given(engine)
@@ -124,7 +124,7 @@ async def test_an_input_that_kills_two_engines_ends_its_request(folder: Path) ->
         assert refused.value.code == "poison_request"
 
 
-async def test_whoever_leaves_takes_the_work_along(folder: Path) -> None:
+async def test_a_cancelled_vector_request_cancels_its_sequences(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 9)
         task.cancel()
@@ -134,7 +134,7 @@ async def test_whoever_leaves_takes_the_work_along(folder: Path) -> None:
         assert not generation.vectors.batches
 
 
-async def test_an_input_that_fails_ends_its_request_with_the_reason(folder: Path) -> None:
+async def test_a_failed_input_ends_its_request_with_the_reason(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 3)
         first, *others = given(engine)
@@ -145,7 +145,9 @@ async def test_an_input_that_fails_ends_its_request_with_the_reason(folder: Path
         assert set(engine.cancels[0].sequence_ids) == set(others)
 
 
-async def test_a_full_queue_takes_no_batch_and_a_batch_counts_in_it(folder: Path) -> None:
+async def test_a_full_queue_refuses_a_batch_and_a_batch_counts_toward_the_limit(
+    folder: Path,
+) -> None:
     async with running(folder, max_num_queued_reqs=WINDOW) as (generation, engine):
         task = await asked(generation, engine, 9)
         with pytest.raises(RequestError) as refused:
@@ -155,7 +157,7 @@ async def test_a_full_queue_takes_no_batch_and_a_batch_counts_in_it(folder: Path
         task.cancel()
 
 
-async def test_a_drain_waits_for_a_batch_and_ends_what_remains(folder: Path) -> None:
+async def test_a_drain_waits_for_a_batch_and_ends_it_after_the_timeout(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 3)
         draining = asyncio.create_task(generation.drain(60))
@@ -172,7 +174,7 @@ async def test_a_drain_waits_for_a_batch_and_ends_what_remains(folder: Path) -> 
         assert refused.value.code == "server_shutdown"
 
 
-async def test_a_model_that_cannot_says_what_would(folder: Path) -> None:
+async def test_a_model_without_the_task_is_refused_with_a_remedy(folder: Path) -> None:
     async with running(folder) as (generation, engine):
         for task, remedy in (("embed", "native-text"), ("score", "cross-encoder")):
             with pytest.raises(RequestError, match=remedy) as refused:
@@ -181,7 +183,7 @@ async def test_a_model_that_cannot_says_what_would(folder: Path) -> None:
         assert not engine.submits
 
 
-async def test_a_batch_stays_with_its_model_if_another_model_becomes_the_first(
+async def test_a_batch_keeps_its_model_if_another_model_becomes_the_default(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with models_of(folder, "ab") as (generation, engines):

@@ -39,7 +39,7 @@ async def failure_of(stream: LiveStream) -> str:
     return last.code
 
 
-async def test_a_stream_hears_of_the_load_and_then_how_its_model_is_served(folder: Path) -> None:
+async def test_a_stream_gets_the_load_progress_and_then_one_served_event(folder: Path) -> None:
     async with two_models(folder) as (generation, engines):
         stream = await ask(generation, "a")
         (engine,) = engines["a"]
@@ -55,7 +55,7 @@ async def test_a_stream_hears_of_the_load_and_then_how_its_model_is_served(folde
         assert served.system_fingerprint == "fp_0123456789ab"
 
 
-async def test_a_stream_waits_for_a_servers_only_model_too(folder: Path) -> None:
+async def test_a_stream_waits_while_a_servers_only_model_loads(folder: Path) -> None:
     async with models_of(folder, "a") as (generation, engines):
         stream = await ask(generation, "a")
         (engine,) = engines["a"]
@@ -69,7 +69,7 @@ async def test_a_stream_waits_for_a_servers_only_model_too(folder: Path) -> None
         assert stages == ["starting the engine", "compiling kernels (2 of 8)"]
 
 
-async def test_a_load_of_the_only_model_that_fails_ends_streams_with_its_error(
+async def test_a_failed_load_of_the_only_model_ends_its_streams(
     folder: Path,
 ) -> None:
     async with models_of(folder, "a") as (generation, engines):
@@ -83,7 +83,7 @@ async def test_a_load_of_the_only_model_that_fails_ends_streams_with_its_error(
             await generation.open(msgspec.structs.replace(make_request(), model="a"))
 
 
-async def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> None:
+async def test_a_model_is_unloaded_for_another_once_its_streams_have_ended(folder: Path) -> None:
     async with two_models(folder) as (generation, engines):
         first = await ask(generation, "a")
         await engines["a"][0].say(EngineUp(READY))
@@ -101,7 +101,7 @@ async def test_a_model_makes_room_once_its_streams_have_ended(folder: Path) -> N
         assert third.state == "queued"
 
 
-async def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Path) -> None:
+async def test_unloading_cancels_a_load_unless_a_request_waits_for_it(folder: Path) -> None:
     async with two_models(folder) as (generation, engines):
         fleet, host = generation.fleet, generation.fleet.hosts.get("a")
         fleet.need(host)
@@ -120,7 +120,7 @@ async def test_unloading_gives_up_a_load_unless_somebody_waits_for_it(folder: Pa
         assert host.engine.state == "unloaded"  # once its stream had ended
 
 
-async def test_a_load_that_fails_ends_those_who_wait_for_it(folder: Path) -> None:
+async def test_a_failed_load_ends_the_streams_that_wait_for_it(folder: Path) -> None:
     async with two_models(folder) as (generation, engines):
         streams = [await ask(generation, "a") for _ in range(2)]
         await engines["a"][0].say(EngineDown("load_failed", "No memory.", given_up=True))
@@ -129,7 +129,7 @@ async def test_a_load_that_fails_ends_those_who_wait_for_it(folder: Path) -> Non
         assert again.state == "loading" and len(engines["a"]) == 2
 
 
-async def test_a_prompt_that_the_loaded_model_cannot_take_ends_with_the_limit(folder: Path) -> None:
+async def test_a_prompt_too_long_for_the_loaded_model_ends_with_an_error(folder: Path) -> None:
     async with two_models(folder) as (generation, engines):
         stream = await ask(generation, "a")
         small = msgspec.structs.replace(READY, max_model_len=4)
@@ -138,7 +138,7 @@ async def test_a_prompt_that_the_loaded_model_cannot_take_ends_with_the_limit(fo
         assert not engines["a"][0].submits
 
 
-async def test_a_stream_that_is_stopped_while_it_waits_gives_up_its_place(folder: Path) -> None:
+async def test_a_stream_stopped_while_it_waits_leaves_the_queue(folder: Path) -> None:
     async with two_models(folder) as (generation, engines):
         await ask(generation, "a")
         await engines["a"][0].say(EngineUp(READY))
@@ -148,7 +148,7 @@ async def test_a_stream_that_is_stopped_while_it_waits_gives_up_its_place(folder
         assert behind.state == "queued" and not engines["b"]
 
 
-async def test_a_drain_waits_for_no_load(folder: Path) -> None:
+async def test_a_drain_does_not_wait_for_a_load(folder: Path) -> None:
     async with two_models(folder) as (generation, _):
         stream = await ask(generation, "a")
         draining = asyncio.create_task(generation.drain(60))

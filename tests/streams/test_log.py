@@ -28,7 +28,7 @@ async def test_a_reader_sees_every_event_after_its_cursor_up_to_the_end() -> Non
     assert [await seqs(log), await seqs(log, 0), await seqs(log, 1)] == [[0, 1, 2], [1, 2], [2]]
 
 
-async def test_readers_that_wait_get_what_is_appended_later() -> None:
+async def test_waiting_readers_get_events_appended_later() -> None:
     log = MemoryLog()
     readers = [asyncio.create_task(seqs(log)) for _ in range(3)]
     for seq in range(5):
@@ -53,7 +53,7 @@ def test_an_append_that_does_not_continue_the_log_is_refused(
         asyncio.run(run())
 
 
-async def test_a_reader_that_stops_waiting_leaves_nothing_behind() -> None:
+async def test_a_cancelled_reader_leaves_no_waiter_behind() -> None:
     log = MemoryLog()
     reader = asyncio.create_task(seqs(log))
     await settle()
@@ -62,7 +62,7 @@ async def test_a_reader_that_stops_waiting_leaves_nothing_behind() -> None:
     assert len(log.tail._waiting) == 0
 
 
-async def test_a_reader_that_left_just_before_an_append_is_in_nobodys_way() -> None:
+async def test_a_reader_cancelled_just_before_an_append_does_not_break_it() -> None:
     log = MemoryLog()
     reader = asyncio.create_task(seqs(log))
     await settle()

@@ -6,7 +6,7 @@ from headrace.streams.record import RENDERING, Record
 from tests.gateway.builders import make_record, make_request
 
 
-def test_a_record_of_an_earlier_version_keeps_the_rendering_it_began_with() -> None:
+def test_a_record_of_an_earlier_version_keeps_its_rendering() -> None:
     now = msgspec.structs.replace(make_record(make_request()), rendering=RENDERING)
     stored = msgspec.msgpack.decode(msgspec.msgpack.encode(now))
     assert msgspec.convert(stored, Record).rendering == RENDERING

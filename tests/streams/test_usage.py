@@ -35,17 +35,17 @@ def tally_of(*events: AnyEvent) -> UsageCounter:
     return tally
 
 
-def test_nothing_done_is_all_zeros() -> None:
+def test_an_accepted_request_has_no_generated_tokens_and_zero_timings() -> None:
     assert tally_of(accepted(7)).usage == Usage(7, 0, 0)
     assert tally_of(accepted(7)).timings == Timings()
 
 
-def test_a_prompt_counts_once_and_each_choice_its_tokens() -> None:
+def test_the_prompt_counts_once_and_each_choice_counts_its_tokens() -> None:
     tally = tally_of(accepted(5), tokens(3, 1, 2), tokens(4, 9, choice=1))
     assert tally.usage == Usage(prompt_tokens=5, completion_tokens=3)
 
 
-def test_cached_tokens_are_those_of_the_first_plan_of_each_prompt() -> None:
+def test_cached_tokens_are_taken_from_the_first_progress_of_each_prompt() -> None:
     again = progress(9, 5, cache=4)
     tally = tally_of(accepted(16), progress(1, 2, 0, 2), progress(2, 3, 1, 3), again)
     assert tally.usage.cached_tokens == 5
@@ -60,12 +60,12 @@ def test_times_run_from_plan_to_prompt_end_and_from_first_to_last_token() -> Non
     assert (timings.queue_ms, timings.prompt_ms, timings.predicted_ms) == (100, 250, 60)
 
 
-def test_the_longest_gap_is_within_one_choice() -> None:
+def test_the_longest_gap_is_measured_within_one_choice() -> None:
     tally = tally_of(accepted(8), tokens(10, 1), tokens(90, 1, choice=1), tokens(50, 2))
     assert tally.timings.max_gap_ms == 40
 
 
-def test_text_without_tokens_is_no_token() -> None:
+def test_an_event_without_token_ids_counts_no_token() -> None:
     tally = tally_of(accepted(8), tokens(10, 1), tokens(500))
     assert tally.timings.predicted_n == 1
     assert tally.timings.max_gap_ms == 0

@@ -67,7 +67,7 @@ async def die(store: RedisStore) -> None:
 
 
 @with_two
-async def test_what_one_gateway_writes_the_other_reads_as_it_comes(
+async def test_a_gateway_reads_another_gateways_events_as_they_are_written(
     one: RedisStore, other: RedisStore
 ) -> None:
     log = (await one.create(make_record(conversation="chat"))).log
@@ -84,9 +84,7 @@ async def test_what_one_gateway_writes_the_other_reads_as_it_comes(
 
 
 @with_two
-async def test_a_find_is_as_new_as_what_was_written_before_it(
-    one: RedisStore, other: RedisStore
-) -> None:
+async def test_find_sees_every_event_written_before_it(one: RedisStore, other: RedisStore) -> None:
     log = (await one.create(make_record())).log
     for seq in range(50):
         await log.append(seq, some(1, seq))
@@ -94,7 +92,7 @@ async def test_a_find_is_as_new_as_what_was_written_before_it(
 
 
 @with_two
-async def test_a_stop_reaches_the_gateway_that_writes(one: RedisStore, other: RedisStore) -> None:
+async def test_a_stop_reaches_the_writing_gateway(one: RedisStore, other: RedisStore) -> None:
     await one.create(make_record())
     writer = (await found(other)).elsewhere
     assert writer
@@ -104,7 +102,9 @@ async def test_a_stop_reaches_the_gateway_that_writes(one: RedisStore, other: Re
 
 
 @with_two
-async def test_a_beat_reaches_the_gateway_that_writes(one: RedisStore, other: RedisStore) -> None:
+async def test_a_heartbeat_request_reaches_the_writing_gateway(
+    one: RedisStore, other: RedisStore
+) -> None:
     await one.create(make_record())
     writer = (await found(other)).elsewhere
     assert writer
@@ -114,7 +114,7 @@ async def test_a_beat_reaches_the_gateway_that_writes(one: RedisStore, other: Re
 
 
 @with_two
-async def test_what_a_gateway_of_another_version_publishes_is_the_trouble_of_its_stream_alone(
+async def test_an_unreadable_message_only_affects_its_own_stream(
     one: RedisStore, other: RedisStore
 ) -> None:
     unknown = msgspec.msgpack.encode([{"type": "unheard-of"}])
@@ -130,7 +130,7 @@ async def test_what_a_gateway_of_another_version_publishes_is_the_trouble_of_its
 
 
 @with_two
-async def test_who_replaces_a_stream_of_another_gateway_ends_it(
+async def test_replacing_another_gateways_stream_stops_it(
     one: RedisStore, other: RedisStore
 ) -> None:
     await one.create(make_record("a", "chat"))
@@ -141,7 +141,7 @@ async def test_who_replaces_a_stream_of_another_gateway_ends_it(
 
 
 @with_two
-async def test_a_gateway_that_has_gone_leaves_its_streams_to_another(
+async def test_a_dead_gateways_streams_are_taken_over_by_another(
     one: RedisStore, other: RedisStore
 ) -> None:
     log = (await one.create(make_record())).log
@@ -155,7 +155,7 @@ async def test_a_gateway_that_has_gone_leaves_its_streams_to_another(
 
 
 @with_two
-async def test_two_never_write_one_log(one: RedisStore, other: RedisStore) -> None:
+async def test_a_log_never_has_two_writers(one: RedisStore, other: RedisStore) -> None:
     log = (await one.create(make_record())).log
     await log.append(0, some(2))
     await one.link.command("DEL", one.link.key(f"g:{one.gateway}"))
@@ -167,7 +167,7 @@ async def test_two_never_write_one_log(one: RedisStore, other: RedisStore) -> No
 
 
 @with_two
-async def test_a_gateway_is_told_to_look_after_a_stream_that_was_taken_from_it(
+async def test_a_gateway_is_notified_of_a_stream_taken_over_by_another(
     one: RedisStore, other: RedisStore
 ) -> None:
     await one.create(make_record())
@@ -178,7 +178,7 @@ async def test_a_gateway_is_told_to_look_after_a_stream_that_was_taken_from_it(
 
 
 @with_two
-async def test_a_gateway_whose_lease_ran_out_is_not_sure_of_its_streams(
+async def test_a_gateway_whose_lease_expired_is_not_sure_that_it_writes_its_streams(
     one: RedisStore, other: RedisStore
 ) -> None:
     await one.create(make_record())
@@ -197,7 +197,7 @@ async def test_a_gateway_whose_lease_ran_out_is_not_sure_of_its_streams(
 
 
 @with_two
-async def test_a_stop_counts_though_its_writer_has_gone(one: RedisStore, other: RedisStore) -> None:
+async def test_a_stop_holds_even_if_its_writer_has_died(one: RedisStore, other: RedisStore) -> None:
     await one.create(make_record())
     stored = await found(other)
     await die(one)
@@ -208,7 +208,7 @@ async def test_a_stop_counts_though_its_writer_has_gone(one: RedisStore, other: 
 
 
 @with_two
-async def test_readers_elsewhere_of_a_forgotten_stream_are_told(
+async def test_readers_on_another_gateway_notice_a_deleted_stream(
     one: RedisStore, other: RedisStore
 ) -> None:
     await (await one.create(make_record())).log.append(0, some(1))
@@ -219,7 +219,7 @@ async def test_readers_elsewhere_of_a_forgotten_stream_are_told(
 
 
 @with_two
-async def test_a_stream_that_nobody_here_knows_of_is_found_again(
+async def test_a_stream_whose_creation_was_not_confirmed_is_found_again(
     one: RedisStore, other: RedisStore
 ) -> None:
     """As when the answer to its creation was lost, and its request given up."""
@@ -230,7 +230,7 @@ async def test_a_stream_that_nobody_here_knows_of_is_found_again(
     assert await everything(stored.log) == [finish(0)]
 
 
-def test_a_restart_of_redis_is_waited_for(tmp_path: Path) -> None:
+def test_appends_and_finds_wait_for_a_restart_of_redis(tmp_path: Path) -> None:
     async def main(server: RedisServer) -> None:
         async with opened(server.url) as one, opened(server.url) as other, asyncio.timeout(60):
             log = (await one.create(make_record())).log
@@ -252,7 +252,9 @@ def test_a_restart_of_redis_is_waited_for(tmp_path: Path) -> None:
         asyncio.run(main(server))
 
 
-def test_a_long_outage_is_told_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_outage_of_redis_stalls_the_store_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_link, "STALL_S", 0.3)
 
     async def main(server: RedisServer) -> None:
@@ -273,12 +275,12 @@ def test_a_long_outage_is_told_and_ends(tmp_path: Path, monkeypatch: pytest.Monk
         asyncio.run(main(server))
 
 
-def test_a_server_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
+def test_a_missing_redis_server_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="cannot be used"):
         asyncio.run(RedisStore.open(f"unix://{tmp_path}/none"))
 
 
-def test_what_settings_risk_is_said() -> None:
+def test_risky_redis_settings_are_reported() -> None:
     best = {
         "appendonly": "yes",
         "appendfsync": "always",
@@ -295,7 +297,9 @@ def test_what_settings_risk_is_said() -> None:
 
 
 @with_two
-async def test_gateways_tell_each_other_of_themselves(one: RedisStore, other: RedisStore) -> None:
+async def test_gateways_publish_their_state_to_each_other(
+    one: RedisStore, other: RedisStore
+) -> None:
     one.tell(lambda: b"one")
     other.tell(lambda: b"other")
     await one.create(make_record())
@@ -345,7 +349,7 @@ def after_creation(store: RedisStore, strike: Callable[[], Awaitable[None]]) -> 
 
 
 @with_two
-async def test_a_stream_that_was_taken_over_during_its_creation_is_left_to_its_new_writer(
+async def test_a_stream_taken_over_during_its_creation_stays_with_its_new_writer(
     one: RedisStore, other: RedisStore
 ) -> None:
     async def sleep() -> None:
@@ -359,7 +363,7 @@ async def test_a_stream_that_was_taken_over_during_its_creation_is_left_to_its_n
 
 
 @with_two
-async def test_a_stream_that_ended_and_was_deleted_during_its_creation_is_not_created_again(
+async def test_a_stream_deleted_during_its_creation_is_not_created_again(
     one: RedisStore, other: RedisStore
 ) -> None:
     async def sleep() -> None:
@@ -374,7 +378,7 @@ async def test_a_stream_that_ended_and_was_deleted_during_its_creation_is_not_cr
 
 
 @with_two
-async def test_a_stop_counts_though_its_stream_is_still_being_created(
+async def test_a_stop_reaches_a_stream_that_is_still_being_created(
     one: RedisStore, other: RedisStore
 ) -> None:
     async def stop() -> None:
@@ -389,7 +393,7 @@ async def test_a_stop_counts_though_its_stream_is_still_being_created(
 
 
 @with_two
-async def test_readers_stay_with_a_stream_that_was_taken_over_twice(
+async def test_a_reader_follows_a_stream_that_is_taken_over_twice(
     one: RedisStore, other: RedisStore
 ) -> None:
     await (await one.create(make_record())).log.append(0, some(2))
@@ -406,7 +410,7 @@ async def test_readers_stay_with_a_stream_that_was_taken_over_twice(
 
 
 @with_two
-async def test_a_stream_that_another_gateway_deleted_is_forgotten_by_its_writer(
+async def test_a_writer_forgets_a_stream_that_another_gateway_deleted(
     one: RedisStore, other: RedisStore
 ) -> None:
     log = (await one.create(make_record())).log
@@ -419,7 +423,7 @@ async def test_a_stream_that_another_gateway_deleted_is_forgotten_by_its_writer(
 
 
 @with_two
-async def test_a_stream_that_was_created_after_its_gateway_had_died_is_taken_over(
+async def test_a_stream_created_by_an_expired_gateway_is_taken_over(
     one: RedisStore, other: RedisStore
 ) -> None:
     await die(one)
@@ -430,9 +434,7 @@ async def test_a_stream_that_was_created_after_its_gateway_had_died_is_taken_ove
 
 
 @with_two
-async def test_a_write_shows_that_the_store_can_write_again(
-    one: RedisStore, other: RedisStore
-) -> None:
+async def test_a_successful_write_ends_a_stall(one: RedisStore, other: RedisStore) -> None:
     one._parts[2].cancel()  # the lease would show the same
     one.link.missed(redis_link.STALL_S, TimeoutError())
     log = (await one.create(make_record())).log

@@ -90,7 +90,7 @@ def silence(*stores: RedisStore) -> None:
         store._parts[2].cancel()
 
 
-async def test_events_that_redis_has_lost_are_stored_again(stores: list[RedisStore]) -> None:
+async def test_events_that_redis_lost_are_stored_again(stores: list[RedisStore]) -> None:
     one, other, _ = stores
     log = (await one.create(make_record())).log
     await log.append(0, some(5))
@@ -107,7 +107,7 @@ async def test_events_that_redis_has_lost_are_stored_again(stores: list[RedisSto
         assert await everything((await found(store)).log) == whole
 
 
-async def test_a_log_that_has_lost_too_much_ends(stores: list[RedisStore]) -> None:
+async def test_a_log_that_lost_too_many_events_ends(stores: list[RedisStore]) -> None:
     one, other, third = stores
     log = (await one.create(make_record())).log
     await log.append(0, some(1))
@@ -128,7 +128,7 @@ async def test_a_log_that_has_lost_too_much_ends(stores: list[RedisStore]) -> No
         await following
 
 
-async def test_an_epoch_that_redis_gives_twice_has_one_writer(stores: list[RedisStore]) -> None:
+async def test_an_epoch_that_redis_assigns_twice_has_one_writer(stores: list[RedisStore]) -> None:
     one, other, third = stores
     await (await one.create(make_record())).log.append(0, some(1))
     silence(*stores)

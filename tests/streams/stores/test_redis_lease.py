@@ -65,9 +65,9 @@ async def test_a_lease_that_had_expired_is_held_again_after_a_comparison() -> No
     assert await compared(0, 0, 1) == 1
 
 
-async def test_a_comparison_that_failed_is_repeated() -> None:
+async def test_a_failed_comparison_is_repeated() -> None:
     assert await compared(0, 0, 1, num_failures=1) == 2
 
 
-async def test_an_answer_that_was_lost_may_have_renewed_a_lease_that_had_expired() -> None:
+async def test_streams_are_compared_after_the_answer_to_a_renewal_was_lost() -> None:
     assert await compared(0, TimeoutError(), 1) == 1

@@ -64,7 +64,7 @@ class ClosedClient:
         raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
 
 
-async def test_a_command_on_a_closed_connection_is_lost() -> None:
+async def test_a_command_on_a_closed_connection_counts_as_lost() -> None:
     link = Link("redis://localhost:1/0")
     link.client = ClosedClient()  # type: ignore[assignment]
     with pytest.raises(LOST):

@@ -30,7 +30,7 @@ from tools.harness.stream_events import (
 )
 
 
-async def test_streams_are_found_again_by_the_next_server(tmp_path: Path) -> None:
+async def test_the_next_server_finds_all_streams_again(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         live = await store.create(make_record("a", conversation="chat"))
         await live.log.append(0, some(300))
@@ -46,7 +46,7 @@ async def test_streams_are_found_again_by_the_next_server(tmp_path: Path) -> Non
         assert ended and await everything(ended.log) == [finish(0)]
 
 
-async def test_a_writer_of_before_the_restart_is_refused(tmp_path: Path) -> None:
+async def test_a_writer_from_before_a_restart_is_refused(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         for _ in range(3):
             old = (await store.unfinished() or [await store.create(make_record())])[0]
@@ -55,7 +55,7 @@ async def test_a_writer_of_before_the_restart_is_refused(tmp_path: Path) -> None
             await old.log.append(0, some(1))
 
 
-async def test_a_second_store_on_the_directory_is_refused(tmp_path: Path) -> None:
+async def test_a_second_store_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         with pytest.raises(StateInUse):
             SqliteStore.open(tmp_path)
@@ -73,7 +73,7 @@ async def test_a_failed_open_frees_the_directory(
         await store.forget(A)
 
 
-def test_a_closed_store_leaves_one_file_and_takes_no_more(tmp_path: Path) -> None:
+def test_a_closed_store_leaves_one_file_and_accepts_no_writes(tmp_path: Path) -> None:
     async def run(store: SqliteStore) -> None:
         log = (await store.create(make_record())).log
         appends = [asyncio.create_task(log.append(seq, some(1, seq))) for seq in range(5)]
@@ -128,7 +128,7 @@ async def test_a_stream_that_ends_while_it_is_looked_up_is_found_whole(tmp_path:
         assert found and await everything(found.log) == [finish(0)]
 
 
-async def test_text_that_is_no_unicode_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+async def test_invalid_unicode_is_refused_without_stopping_the_store(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         with pytest.raises(UnicodeEncodeError):
@@ -136,7 +136,7 @@ async def test_text_that_is_no_unicode_is_refused_and_harms_nobody(tmp_path: Pat
         await log.append(0, [finish(0)])
 
 
-async def test_a_live_stream_whose_record_means_nothing_is_set_aside_at_start(
+async def test_a_live_stream_with_a_damaged_record_is_ended_at_startup(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened_sqlite(tmp_path) as store:
@@ -152,7 +152,7 @@ async def test_a_live_stream_whose_record_means_nothing_is_set_aside_at_start(
     assert "row 1 is damaged and was ended: its record" in caplog.text
 
 
-async def test_a_database_that_cannot_be_read_is_a_stalled_store(tmp_path: Path) -> None:
+async def test_an_unreadable_database_counts_as_a_stalled_store(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         with contextlib.closing(sqlite3.connect(tmp_path / NAME)) as other:
             other.execute("DROP TABLE records")
@@ -160,7 +160,7 @@ async def test_a_database_that_cannot_be_read_is_a_stalled_store(tmp_path: Path)
             await store.find(ById(A))
 
 
-async def test_a_disk_that_does_not_answer_delays_neither_clients_nor_the_end(
+async def test_a_hanging_disk_delays_neither_clients_nor_the_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_store, "STALL_S", 0.2)
@@ -179,7 +179,7 @@ async def test_a_disk_that_does_not_answer_delays_neither_clients_nor_the_end(
         answers.set()
 
 
-async def test_a_sweep_of_many_streams_takes_all_of_them(tmp_path: Path) -> None:
+async def test_a_sweep_deletes_any_number_of_streams(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         names = [str(number) for number in range(250)]
         created = await asyncio.gather(*(store.create(make_record(name)) for name in names))

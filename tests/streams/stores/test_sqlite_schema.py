@@ -52,7 +52,7 @@ def test_every_file_is_private(state: StateDir) -> None:
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 100), (18, 1), (4096, 200), (4096 * 8, 4096)])
-def test_a_damaged_database_is_moved_aside_and_named(
+def test_a_damaged_database_is_moved_aside_and_logged(
     state: StateDir, caplog: pytest.LogCaptureFixture, start: int, length: int
 ) -> None:
     fill(state)
@@ -66,7 +66,7 @@ def test_a_damaged_database_is_moved_aside_and_named(
     assert aside.read_bytes() == damaged
 
 
-def test_a_damaged_database_takes_its_write_ahead_log_along(state: StateDir) -> None:
+def test_the_write_ahead_log_of_a_damaged_database_is_moved_with_it(state: StateDir) -> None:
     (state.path / NAME).write_bytes(b"no database " * 1000)
     (state.path / (NAME + "-wal")).write_bytes(b"its log")
     assert num_records(state) == 0
@@ -83,9 +83,7 @@ def test_a_newer_schema_is_refused_and_left_alone(state: StateDir) -> None:
     assert not list(state.path.glob("*.damaged-*"))
 
 
-def test_an_older_schema_is_brought_up_to_date(
-    state: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_schema_is_migrated(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(state)
     later = (*MIGRATIONS, ("ALTER TABLE records ADD COLUMN colour TEXT DEFAULT 'red'",))
     monkeypatch.setattr(sqlite_schema, "MIGRATIONS", later)
@@ -95,7 +93,7 @@ def test_an_older_schema_is_brought_up_to_date(
             assert connection.execute("PRAGMA user_version").fetchone() == (len(later),)
 
 
-def test_a_schema_number_that_is_noise_is_put_right(state: StateDir) -> None:
+def test_a_wrong_schema_number_is_corrected(state: StateDir) -> None:
     fill(state)
     for noise in (99, 1, 0):
         with contextlib.closing(open_database(state)) as connection:
@@ -136,19 +134,19 @@ def in_place(state: StateDir, name: str, make: Callable[[Path], object]) -> list
 
 @pytest.mark.parametrize("name", [NAME, f"{NAME}-wal", f"{NAME}-shm"])
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_what_stands_in_the_place_of_a_file_is_moved_aside(
+def test_anything_else_in_place_of_a_database_file_is_moved_aside(
     state: StateDir, name: str, make: Callable[[Path], object]
 ) -> None:
     assert in_place(state, name, make) == [name]
 
 
-def test_what_is_no_write_ahead_log_is_kept(state: StateDir) -> None:
+def test_an_invalid_write_ahead_log_is_moved_aside(state: StateDir) -> None:
     open_database(state).close()
     name = f"{NAME}-wal"
     assert in_place(state, name, lambda path: path.write_bytes(b"random" * 100)) == [name]
 
 
-def test_a_database_without_checksums_is_given_them(state: StateDir) -> None:
+def test_checksums_are_added_to_a_database_without_them(state: StateDir) -> None:
     path = state.private_file(NAME)
     with contextlib.closing(sqlite3.connect(path)) as old:
         for statement in MIGRATIONS[0]:
@@ -163,7 +161,7 @@ def test_a_database_without_checksums_is_given_them(state: StateDir) -> None:
             assert len(given) == 8
 
 
-def test_a_migration_that_fails_changes_nothing(
+def test_a_failed_migration_changes_nothing(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(state)
@@ -174,7 +172,7 @@ def test_a_migration_that_fails_changes_nothing(
     assert num_records(state) == 50
 
 
-def test_a_database_that_cannot_be_opened_is_no_damage(
+def test_a_database_that_cannot_be_opened_is_not_treated_as_damaged(
     state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_schema, "make_way", lambda path: None)
@@ -184,7 +182,7 @@ def test_a_database_that_cannot_be_opened_is_no_damage(
     assert not list(state.path.glob("*.damaged-*"))
 
 
-def test_another_program_that_holds_the_database_is_no_damage(state: StateDir) -> None:
+def test_a_locked_database_is_not_treated_as_damaged(state: StateDir) -> None:
     fill(state)
     with contextlib.closing(sqlite3.connect(state.path / NAME)) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")

@@ -61,7 +61,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_writer, "RETRY_S", 0.01)
 
 
-async def test_nothing_is_seen_before_its_commit_returned(tmp_path: Path) -> None:
+async def test_an_append_is_invisible_until_its_commit_returns(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         waiting = asyncio.create_task(log.wait(-1))
@@ -78,7 +78,7 @@ async def test_nothing_is_seen_before_its_commit_returned(tmp_path: Path) -> Non
         assert await found.log.read(-1, 10) == (some(1), False)
 
 
-async def test_what_arrives_together_shares_a_commit(tmp_path: Path) -> None:
+async def test_appends_that_arrive_together_share_a_commit(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         logs = [(await store.create(make_record(str(n)))).log for n in range(20)]
         held = hold_commits(store)
@@ -87,7 +87,7 @@ async def test_what_arrives_together_shares_a_commit(tmp_path: Path) -> None:
         assert held.num_commits == 1
 
 
-async def test_what_arrives_a_little_later_shares_the_commit_too(
+async def test_an_append_that_arrives_slightly_later_shares_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened_sqlite(tmp_path) as store:
@@ -102,7 +102,7 @@ async def test_what_arrives_a_little_later_shares_the_commit_too(
         assert first.done() and held.num_commits == 1
 
 
-async def test_a_commit_that_fails_is_made_again_as_a_whole(tmp_path: Path) -> None:
+async def test_a_failed_commit_is_repeated_as_a_whole(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         held = hold_commits(store)
@@ -113,7 +113,7 @@ async def test_a_commit_that_fails_is_made_again_as_a_whole(tmp_path: Path) -> N
         assert found and await everything(found.log) == [*some(2), finish(2)]
 
 
-async def test_appends_wait_for_a_database_that_fails_and_none_is_lost_or_doubled(
+async def test_appends_wait_for_a_failing_database_without_loss_or_duplicates(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -148,7 +148,7 @@ async def test_new_streams_are_refused_while_the_store_is_stalled(tmp_path: Path
         assert (await store.create(make_record("a"))).log.next_seq == 0
 
 
-async def test_a_commit_that_takes_long_is_a_stall_too(
+async def test_a_slow_commit_counts_as_a_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
@@ -166,7 +166,7 @@ async def test_a_commit_that_takes_long_is_a_stall_too(
         await asyncio.gather(append, later)
 
 
-async def test_the_buffer_of_what_waits_is_bounded(
+async def test_the_buffer_of_waiting_writes_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "MAX_WAITING_BYTES", 1000)
@@ -202,7 +202,7 @@ async def test_a_write_that_can_never_succeed_fails_alone(tmp_path: Path) -> Non
         assert await everything(log) == [*some(1), finish(1)]
 
 
-async def test_an_append_whose_caller_left_is_seen_all_the_same(tmp_path: Path) -> None:
+async def test_an_append_is_written_even_if_its_caller_is_cancelled(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         held = hold_commits(store)
@@ -217,7 +217,7 @@ async def test_an_append_whose_caller_left_is_seen_all_the_same(tmp_path: Path) 
         assert await everything(log) == [*some(2), finish(2)]
 
 
-async def test_closing_a_stalled_store_fails_what_waits(tmp_path: Path) -> None:
+async def test_closing_a_stalled_store_fails_the_waiting_appends(tmp_path: Path) -> None:
     store = SqliteStore.open(tmp_path)
     log = (await store.create(make_record())).log
     with locked(tmp_path):
@@ -232,7 +232,7 @@ async def test_closing_a_stalled_store_fails_what_waits(tmp_path: Path) -> None:
         await store.forget(A)
 
 
-async def test_time_that_the_loop_itself_was_blocked_is_no_stall(
+async def test_time_when_the_event_loop_is_blocked_does_not_count_as_a_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "STALL_S", 0.2)
@@ -249,7 +249,7 @@ async def test_time_that_the_loop_itself_was_blocked_is_no_stall(
         await append
 
 
-async def test_a_disk_that_never_answers_does_not_hold_up_the_end(
+async def test_a_hanging_disk_does_not_block_the_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
@@ -266,7 +266,7 @@ async def test_a_disk_that_never_answers_does_not_hold_up_the_end(
     store._writer._thread.join()
 
 
-async def test_a_store_that_has_stalled_gets_no_more_time_at_the_end(
+async def test_a_stalled_store_gets_no_extra_time_at_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "STALL_S", 0.05)
@@ -285,7 +285,7 @@ async def test_a_store_that_has_stalled_gets_no_more_time_at_the_end(
     store._writer._thread.join()
 
 
-async def test_a_full_database_takes_up_where_it_left_off(tmp_path: Path) -> None:
+async def test_a_full_database_continues_once_it_may_grow(tmp_path: Path) -> None:
     async with opened_sqlite(tmp_path) as store:
         log = (await store.create(make_record())).log
         connection = store._writer._connection
@@ -308,7 +308,7 @@ def run_program(name: str, directory: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-async def test_a_file_that_may_not_grow_loses_nothing(tmp_path: Path) -> None:
+async def test_a_full_disk_loses_no_events(tmp_path: Path) -> None:
     assert run_program("full_disk", tmp_path).communicate()[0].split() == ["stalled", "written"]
 
     async with opened_sqlite(tmp_path) as store:
@@ -317,7 +317,9 @@ async def test_a_file_that_may_not_grow_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_told", [1, 40, 200])
-async def test_what_an_append_returned_for_survives_a_kill(tmp_path: Path, num_told: int) -> None:
+async def test_an_event_survives_a_kill_once_its_append_returned(
+    tmp_path: Path, num_told: int
+) -> None:
     server = run_program("appender", tmp_path)
     assert server.stdout
     for _ in range(num_told):
@@ -332,7 +334,7 @@ async def test_what_an_append_returned_for_survives_a_kill(tmp_path: Path, num_t
         assert events == some(len(events))
 
 
-async def test_a_write_whose_news_fail_fails_alone(tmp_path: Path) -> None:
+async def test_a_write_whose_callback_fails_does_not_affect_others(tmp_path: Path) -> None:
     def fail(_: object) -> None:
         raise KeyError("news")
 

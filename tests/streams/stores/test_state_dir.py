@@ -19,7 +19,7 @@ def test_a_new_directory_and_its_files_are_private(tmp_path: Path) -> None:
     state.close()
 
 
-def test_the_folders_of_new_directories_are_synced(
+def test_the_parents_of_new_directories_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A power failure could lose the whole state directory of a new server."""
@@ -30,7 +30,7 @@ def test_the_folders_of_new_directories_are_synced(
     assert sorted(synced) == [tmp_path, tmp_path / "deep"]
 
 
-def test_an_open_directory_of_ours_is_made_private(tmp_path: Path) -> None:
+def test_a_state_directory_readable_by_others_is_made_private(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     StateDir(tmp_path).close()
     assert mode(tmp_path) == 0o700
@@ -42,14 +42,14 @@ def test_an_open_directory_of_ours_is_made_private(tmp_path: Path) -> None:
     state.close()
 
 
-def test_a_directory_full_of_other_things_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     tmp_path.chmod(0o755)
     StateDir(tmp_path).close()
     assert mode(tmp_path) == 0o755
 
 
-def test_a_second_server_on_the_directory_is_refused(tmp_path: Path) -> None:
+def test_a_second_server_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     first = StateDir(tmp_path)
     with pytest.raises(StateInUse, match="--state-dir") as refused:
         StateDir(tmp_path)
@@ -58,7 +58,7 @@ def test_a_second_server_on_the_directory_is_refused(tmp_path: Path) -> None:
     StateDir(tmp_path).close()
 
 
-def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
+def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="File exists"):
         StateDir(tmp_path / "file")

@@ -70,7 +70,7 @@ async def conflict(log: Log, expected_seq: int) -> None:
 
 
 @store_test
-async def test_what_was_appended_is_read_as_it_was(store: Store) -> None:
+async def test_appended_events_are_read_unchanged(store: Store) -> None:
     created = await store.create(make_record())
     await created.log.append(0, some(2))
     await created.log.append(2, [])
@@ -82,7 +82,7 @@ async def test_what_was_appended_is_read_as_it_was(store: Store) -> None:
 
 
 @store_test
-async def test_a_log_has_settled_once_an_append_that_was_given_up_can_be_read(
+async def test_a_settled_log_includes_the_events_of_a_cancelled_append(
     store: Store,
 ) -> None:
     log = (await store.create(make_record())).log
@@ -96,7 +96,7 @@ async def test_a_log_has_settled_once_an_append_that_was_given_up_can_be_read(
 
 
 @store_test
-async def test_a_read_gives_what_follows_the_cursor_up_to_the_limit(store: Store) -> None:
+async def test_a_read_returns_the_events_after_the_cursor_up_to_the_limit(store: Store) -> None:
     log = (await store.create(make_record())).log
     for first in range(0, 300, 3):
         await log.append(first, some(3, first))
@@ -111,7 +111,7 @@ async def test_a_read_gives_what_follows_the_cursor_up_to_the_limit(store: Store
 
 
 @store_test
-async def test_readers_that_wait_are_woken_by_every_append(store: Store) -> None:
+async def test_waiting_readers_are_woken_by_every_append(store: Store) -> None:
     log = (await store.create(make_record())).log
     found = [await store.find(ById(A)) for _ in range(3)]
     readers = [asyncio.create_task(everything(one.log)) for one in found if one]
@@ -141,7 +141,7 @@ async def test_an_append_that_does_not_continue_the_log_is_refused(store: Store)
 
 
 @store_test
-async def test_only_the_last_writer_appends(store: Store) -> None:
+async def test_only_the_last_writer_can_append(store: Store) -> None:
     first = (await store.create(make_record())).log
     found = await store.find(ById(A))
     assert found
@@ -154,7 +154,7 @@ async def test_only_the_last_writer_appends(store: Store) -> None:
 
 
 @store_test
-async def test_unfinished_streams_come_oldest_first(store: Store) -> None:
+async def test_unfinished_streams_are_returned_oldest_first(store: Store) -> None:
     logs = [(await store.create(make_record(name))).log for name in "cab"]
     await logs[1].append(0, [finish(0)])
     assert [stored.record.id for stored in await store.unfinished()] == [C, B]
@@ -170,14 +170,14 @@ async def test_a_conversation_is_held_by_its_live_stream(store: Store) -> None:
 
 
 @store_test
-async def test_whoever_is_told_of_the_holder_cannot_write_its_log(store: Store) -> None:
+async def test_a_request_that_finds_an_existing_stream_cannot_write_its_log(store: Store) -> None:
     await store.create(make_record("a", conversation="chat"))
     await conflict((await store.create(make_record("b", conversation="chat"))).log, 0)
     await conflict((await store.create(make_record("a"))).log, 0)
 
 
 @store_test
-async def test_a_conversation_is_taken_over_from_the_stream_named(store: Store) -> None:
+async def test_a_stream_takes_over_the_conversation_of_the_stream_it_replaces(store: Store) -> None:
     await store.create(make_record("a", conversation="chat"))
     assert (await store.create(make_record("b", "chat"), replaces=A)).record.id == B
     assert await holder(store, ByConversation("", "chat")) == B
@@ -185,7 +185,7 @@ async def test_a_conversation_is_taken_over_from_the_stream_named(store: Store) 
 
 
 @pytest.mark.parametrize("opened", [opened_sqlite, pytest.param(opened_redis, marks=needs_redis)])
-async def test_a_name_whose_last_holder_was_forgotten_is_free_when_a_store_is_opened_again(
+async def test_the_conversation_of_a_deleted_stream_is_free_after_reopening_the_store(
     opened: Callable[[Path], AbstractAsyncContextManager[Store]], tmp_path: Path
 ) -> None:
     async with opened(tmp_path) as store:
@@ -198,7 +198,7 @@ async def test_a_name_whose_last_holder_was_forgotten_is_free_when_a_store_is_op
 
 
 @store_test
-async def test_a_conversation_whose_stream_has_ended_is_found_and_free(store: Store) -> None:
+async def test_a_conversation_whose_stream_has_ended_can_be_found_and_reused(store: Store) -> None:
     log = (await store.create(make_record("a", conversation="chat"))).log
     await log.append(0, [finish(0)])
     assert await holder(store, ByConversation("", "chat")) == A
@@ -208,7 +208,7 @@ async def test_a_conversation_whose_stream_has_ended_is_found_and_free(store: St
 
 
 @store_test
-async def test_a_key_is_held_even_by_a_stream_that_has_ended(store: Store) -> None:
+async def test_an_idempotency_key_stays_with_its_stream_after_its_end(store: Store) -> None:
     log = (await store.create(make_record("a", "chat", "key"))).log
     assert (await store.create(make_record("b", "chat", "key"), replaces=A)).record.id == A
     await log.append(0, [error(0, retryable=False)])
@@ -227,14 +227,14 @@ async def test_a_key_is_free_after_a_retryable_error(store: Store) -> None:
 
 
 @store_test
-async def test_a_key_is_free_after_a_model_that_changed(store: Store) -> None:
+async def test_a_key_is_free_after_the_error_model_changed(store: Store) -> None:
     log = (await store.create(make_record("a", key="key"))).log
     await log.append(0, [msgspec.structs.replace(error(0, False), code="model_changed")])
     assert (await store.create(make_record("b", key="key"))).record.id == B
 
 
 @store_test
-async def test_a_retryable_error_of_a_stream_without_a_key_frees_none(store: Store) -> None:
+async def test_a_retryable_error_of_another_stream_does_not_free_a_key(store: Store) -> None:
     await store.create(make_record("a", key="key"))
     log = (await store.create(make_record("b"))).log
     await log.append(0, [error(0, retryable=True)])
@@ -242,7 +242,7 @@ async def test_a_retryable_error_of_a_stream_without_a_key_frees_none(store: Sto
 
 
 @store_test
-async def test_an_item_leads_to_the_newest_stream_of_its_owner_that_has_it(store: Store) -> None:
+async def test_an_item_is_found_in_the_newest_stream_of_its_owner(store: Store) -> None:
     for stream_id, owner, items in (
         *(("a", "x", ("msg_1", "msg_2")), ("b", "x", ("msg_2", "msg_2"))),
         *(("c", "y", ("msg_1", "msg_22")),),
@@ -262,7 +262,7 @@ async def test_an_item_leads_to_the_newest_stream_of_its_owner_that_has_it(store
 
 
 @store_test
-async def test_names_belong_to_their_owner(store: Store) -> None:
+async def test_conversations_and_keys_belong_to_their_owner(store: Store) -> None:
     await store.create(make_record("a", "chat", "key", owner="x"))
     assert (await store.create(make_record("b", "chat", "key", owner="y"))).record.id == B
     assert await holder(store, ByConversation("x", "chat")) == A
@@ -271,7 +271,7 @@ async def test_names_belong_to_their_owner(store: Store) -> None:
 
 
 @store_test
-async def test_a_family_is_a_conversation_and_what_it_names_with_two_colons(store: Store) -> None:
+async def test_find_family_returns_a_conversation_and_those_prefixed_with_it(store: Store) -> None:
     chats = ["chat", "chat::m", "chat:::", "chat::", "chat:", "chat:;", "chat2", "cha", "%", None]
     for number, chat in enumerate(chats):
         await store.create(make_record(str(number), chat))
@@ -282,13 +282,13 @@ async def test_a_family_is_a_conversation_and_what_it_names_with_two_colons(stor
 
 
 @store_test
-async def test_of_two_that_claim_a_name_at_once_one_gets_it(store: Store) -> None:
+async def test_only_one_of_several_concurrent_requests_gets_a_conversation(store: Store) -> None:
     claims = [store.create(make_record(name, conversation="chat")) for name in "abc"]
     assert len({created.record.id for created in await asyncio.gather(*claims)}) == 1
 
 
 @store_test
-async def test_a_forgotten_stream_leaves_no_name_behind(store: Store) -> None:
+async def test_a_deleted_stream_frees_all_its_names(store: Store) -> None:
     await store.create(make_record("a", "chat", "key"))
     await store.forget(A)
     await store.forget(A)
@@ -298,7 +298,7 @@ async def test_a_forgotten_stream_leaves_no_name_behind(store: Store) -> None:
 
 
 @store_test
-async def test_readers_and_writer_of_a_forgotten_stream_are_told(store: Store) -> None:
+async def test_readers_and_the_writer_of_a_deleted_stream_get_an_error(store: Store) -> None:
     log = (await store.create(make_record())).log
     await log.append(0, some(1))
     reader = asyncio.create_task(everything(log))
@@ -310,7 +310,7 @@ async def test_readers_and_writer_of_a_forgotten_stream_are_told(store: Store) -
 
 
 @store_test
-async def test_readers_of_a_forgotten_ended_stream_are_told(store: Store) -> None:
+async def test_readers_of_a_deleted_finished_stream_get_an_error(store: Store) -> None:
     await (await store.create(make_record())).log.append(0, [finish(0)])
     found = await store.find(ById(A))
     await store.forget(A)
@@ -320,7 +320,7 @@ async def test_readers_of_a_forgotten_ended_stream_are_told(store: Store) -> Non
 
 
 @store_test
-async def test_a_sweep_evicts_what_ended_too_long_ago(store: Store) -> None:
+async def test_a_sweep_evicts_streams_that_ended_too_long_ago(store: Store) -> None:
     logs = [(await store.create(make_record(name))).log for name in "ab"]
     await logs[0].append(0, [finish(0)])
     assert (await store.sweep(Retention(keep_s=60), time.time())).num_streams == 2
@@ -355,7 +355,7 @@ async def test_a_sweep_counts_bytes_and_never_evicts_live_streams(store: Store) 
 
 
 @store_test
-async def test_a_stream_that_follows_another_takes_over_only_from_it_and_once_it_has_ended(
+async def test_a_following_stream_only_takes_over_once_its_predecessor_has_ended(
     store: Store,
 ) -> None:
     def following(id: str, follows: str) -> Record:
