@@ -54,7 +54,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     yield Server(folder_batch_store(tmp_path))
 
 
-async def test_keys_share_alike_whatever_the_number_of_their_batches(server: Server) -> None:
+async def test_keys_get_equal_shares_regardless_of_their_number_of_batches(server: Server) -> None:
     server.answers.num_at_once = 12
     for number, owner in enumerate(("ann", "bob", "bob", "bob")):
         await server.begin(owner, number)
@@ -71,7 +71,7 @@ async def test_keys_share_alike_whatever_the_number_of_their_batches(server: Ser
     assert len(keys) == 80 and set(keys.values()) == {1}
 
 
-async def test_a_line_that_is_longer_than_a_body_of_a_request_is_answered(tmp_path: Path) -> None:
+async def test_a_line_longer_than_the_body_limit_is_answered(tmp_path: Path) -> None:
     # A request of Anthropic's API becomes a line, which is longer than the request.
     config = msgspec.structs.replace(CONFIG, http=HttpConfig(max_body_bytes=20))
     server = Server(folder_batch_store(tmp_path), config)
@@ -83,7 +83,7 @@ async def test_a_line_that_is_longer_than_a_body_of_a_request_is_answered(tmp_pa
     assert (await server.batches.get("ann", "batch_1", "openai")).counts == {"succeeded": 1}
 
 
-async def test_a_key_sees_its_own_batches_alone(server: Server) -> None:
+async def test_a_key_only_sees_its_own_batches(server: Server) -> None:
     batch = await server.begin("ann", 1)
     assert [it.id for it in await server.batches.of("ann")] == [batch.id]
     assert await server.batches.of("bob") == []
@@ -92,7 +92,7 @@ async def test_a_key_sees_its_own_batches_alone(server: Server) -> None:
     assert refused.value.code == "batch_not_found"
 
 
-async def test_a_damaged_record_is_passed_over(server: Server) -> None:
+async def test_a_damaged_record_is_skipped(server: Server) -> None:
     await server.begin("ann", 1)
     for number in (2, 3):
         await server.begin("ann", number)
@@ -107,7 +107,7 @@ async def test_a_damaged_record_is_passed_over(server: Server) -> None:
 
 
 @pytest.mark.parametrize("status", ["failed", "completed", "cancelled", "expired"])
-async def test_a_batch_that_ended_just_before_a_kill_is_not_run_again(
+async def test_a_batch_that_ended_before_a_kill_is_not_run_again(
     status: str, server: Server
 ) -> None:
     ended = (await server.begin("ann", 1)).moved(status, int(time.time()))
@@ -121,7 +121,7 @@ async def test_a_batch_that_ended_just_before_a_kill_is_not_run_again(
     assert await server.batches.get("ann", ended.id, "openai") == ended
 
 
-async def test_a_batch_that_a_kill_left_unlisted_is_run_all_the_same(server: Server) -> None:
+async def test_a_batch_that_a_kill_left_unlisted_is_listed_again(server: Server) -> None:
     begun = await server.begin("ann", 1)
     ended = (await server.begin("ann", 2)).moved("completed", int(time.time()))
     await server.shelf.records.put(BATCH, ended.id, encode_record(ended))
@@ -149,7 +149,7 @@ async def test_a_file_that_a_batch_needs_is_not_deleted(server: Server) -> None:
     assert await server.batches.files.of("ann") == []
 
 
-async def test_of_batches_that_are_created_at_once_as_many_are_open_as_may(
+async def test_concurrently_created_batches_do_not_exceed_the_limit(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_OPEN", 2)
@@ -162,7 +162,7 @@ async def test_of_batches_that_are_created_at_once_as_many_are_open_as_may(
     assert [isinstance(it, RequestError) for it in made] == [False, False, True, True]
 
 
-async def test_uploads_under_way_count_for_the_quota(server: Server) -> None:
+async def test_running_uploads_count_toward_the_quota(server: Server) -> None:
     files = server.batches.files
     async with await files.begin("ann") as first:
         await first.write(b"x" * 700)
@@ -179,7 +179,7 @@ async def test_uploads_under_way_count_for_the_quota(server: Server) -> None:
         await third.write(b"x" * 800)
 
 
-async def test_uploads_that_began_together_share_the_quota_though_each_ends_before_the_next(
+async def test_uploads_that_started_together_share_the_quota(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = server.batches.files
@@ -201,7 +201,7 @@ async def test_uploads_that_began_together_share_the_quota_though_each_ends_befo
     assert await server.shelf.blobs.read(two._id, 0, 10) == b""
 
 
-async def test_an_upload_whose_record_was_not_confirmed_leaves_no_record_without_a_file(
+async def test_an_upload_with_an_unconfirmed_record_leaves_no_record(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, put = server.batches.files, server.shelf.records.put
@@ -224,7 +224,9 @@ def jump_30_days(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: later)
 
 
-async def test_what_has_expired_is_swept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_files_and_batches_are_swept(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = server.batches.files
     async with await files.begin("ann") as upload:
         await upload.write(b"one\n")
@@ -241,7 +243,7 @@ async def test_what_has_expired_is_swept(server: Server, monkeypatch: pytest.Mon
 
 
 @needs_redis
-async def test_a_server_with_a_wrong_clock_deletes_no_file_and_ends_no_batch_of_others(
+async def test_a_server_with_a_wrong_clock_deletes_no_file_and_expires_no_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened_in_redis(tmp_path) as (shelf, _):

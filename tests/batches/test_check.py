@@ -70,7 +70,7 @@ def told(found: Verdict) -> list[tuple[int, str, str | None]]:
     return [(fault.line, fault.code, fault.param) for fault in found.faults]
 
 
-async def test_a_line_that_no_worker_can_open_gets_an_error_as_its_result() -> None:
+async def test_a_line_that_a_worker_refuses_gets_an_error_as_its_result() -> None:
     class NoWork:
         async def do(self, job: object, body: Body) -> None:
             raise RequestError("request_too_large", "This takes too much memory.")
@@ -81,12 +81,12 @@ async def test_a_line_that_no_worker_can_open_gets_an_error_as_its_result() -> N
     assert answer[:2] == ("a", 413)
 
 
-async def test_good_lines_are_counted(tmp_path: Path) -> None:
+async def test_valid_lines_are_counted(tmp_path: Path) -> None:
     found = await verdict(tmp_path, *((str(n), {"model": "known"}) for n in range(20)), b"", b" ")
     assert found == Verdict(20, ())
 
 
-async def test_each_fault_has_its_lines_number(tmp_path: Path) -> None:
+async def test_each_fault_has_its_line_number(tmp_path: Path) -> None:
     good, bad = {"model": "known"}, {"model": "known", "bad": 1}
     given = [("1", good), ("2", bad), b"", b"\xff", ("5", {"model": "other"}), ("6", good)]
     assert told(await verdict(tmp_path, *given)) == [
@@ -112,7 +112,7 @@ async def test_models_are_read_before_the_lines_that_name_them_are_checked(
     assert not work.num_asked
 
 
-def test_the_models_of_lines_are_found_whatever_else_is_in_them() -> None:
+def test_the_models_of_lines_are_found_among_malformed_lines() -> None:
     good = [one((str(n), {"model": name})) for n, name in enumerate("abb")]
     odd = [b"", b"{", b"\xff", b"[1]", b"[" * 9000, one(("x", 5)), one(("y", {"model": 5}))]
     assert model_names(b"\n".join(good), "lines") == {"a", "b"}
@@ -123,13 +123,13 @@ def test_the_models_of_lines_are_found_whatever_else_is_in_them() -> None:
     assert model_names(b'{"requests": 5}', "requests") == set()
 
 
-async def test_ids_are_told_apart_over_the_whole_file(tmp_path: Path) -> None:
+async def test_a_duplicate_id_is_found_anywhere_in_the_file(tmp_path: Path) -> None:
     given = [(str(n % 15), {}) for n in range(16)]
     (fault,) = (await verdict(tmp_path, *given)).faults
     assert fault.code == "duplicate_id" and fault.line <= 16
 
 
-async def test_lines_beyond_the_number_or_the_size_are_told(tmp_path: Path) -> None:
+async def test_too_many_or_too_long_lines_are_reported(tmp_path: Path) -> None:
     many = await verdict(tmp_path / "many", *((str(n), {}) for n in range(20)), max_lines=10)
     assert told(many)[0] == (11, "request_too_large", None)
     long = await verdict(tmp_path / "long", ("1", {}), ("2", {"x": "y" * 600}), ("3", {}))

@@ -21,7 +21,7 @@ async def blobs(tmp_path: Path) -> Blobs:
 
 
 @pytest.mark.parametrize("piece", range(1, 60))
-async def test_any_pieces_give_the_same_lines(
+async def test_a_file_has_the_same_lines_however_it_is_split(
     piece: int, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "PIECE", piece)
@@ -31,7 +31,7 @@ async def test_any_pieces_give_the_same_lines(
 
 
 @pytest.mark.parametrize("piece", range(1, 25))
-async def test_a_line_that_is_too_long_is_left_out_and_counted(
+async def test_a_line_that_is_too_long_is_skipped_but_numbered(
     piece: int, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "PIECE", piece)
@@ -44,7 +44,7 @@ async def test_a_line_that_is_too_long_is_left_out_and_counted(
 
 
 @pytest.mark.parametrize("piece", [1, 7, 100, 1000])
-async def test_results_say_which_lines_were_answered(
+async def test_the_answered_lines_are_found_from_the_results(
     piece: int, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "PIECE", piece)
@@ -63,7 +63,7 @@ async def test_results_say_which_lines_were_answered(
     assert found.sizes["errors"] == len(form.missed("batch_req_0f_2", "b", "expired"))
 
 
-async def test_results_of_messages_say_how_each_ended(blobs: Blobs) -> None:
+async def test_the_outcomes_of_messages_are_counted_from_the_results(blobs: Blobs) -> None:
     batch = BatchRecord("msgbatch_1", "", "anthropic", "/v1/messages", "in", 0, 60)
     batch = msgspec.structs.replace(batch, output_id="out")
     form = FORMS["anthropic"]

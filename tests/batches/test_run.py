@@ -88,7 +88,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_every_line_is_answered_a_few_at_a_time(tmp_path: Path) -> None:
+async def test_every_line_is_answered_with_limited_concurrency(tmp_path: Path) -> None:
     night = await Night(tmp_path).prepare()
     await (await night.begin())
     found = await night.results("out")
@@ -102,7 +102,7 @@ async def test_every_line_is_answered_a_few_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_asked", range(1, 20, 2))
-async def test_a_run_that_was_killed_anywhere_is_gone_on_with(
+async def test_a_run_that_was_killed_at_any_point_is_continued(
     num_asked: int, tmp_path: Path
 ) -> None:
     night = await Night(tmp_path).prepare()
@@ -116,7 +116,7 @@ async def test_a_run_that_was_killed_anywhere_is_gone_on_with(
     assert len({it["id"] for it in found}) == 20
 
 
-async def test_an_error_that_passes_is_no_answer(tmp_path: Path) -> None:
+async def test_a_temporary_error_is_retried_and_not_stored(tmp_path: Path) -> None:
     night = await Night(tmp_path).prepare()
     night.answers.refusals = {id: [LATER] * 3 for id in night.ids[:5]}
     await (await night.begin())
@@ -124,7 +124,7 @@ async def test_an_error_that_passes_is_no_answer(tmp_path: Path) -> None:
     assert await night.results("errors") == []
 
 
-async def test_on_a_full_disk_results_wait_and_none_is_lost(tmp_path: Path) -> None:
+async def test_results_wait_for_a_full_disk_and_none_is_lost(tmp_path: Path) -> None:
     night = await Night(tmp_path).prepare()
     night.blobs.num_full = 30
     await (await night.begin())
@@ -134,7 +134,7 @@ async def test_on_a_full_disk_results_wait_and_none_is_lost(tmp_path: Path) -> N
 
 
 @needs_redis
-async def test_lines_whose_results_a_failover_has_lost_are_answered_again(tmp_path: Path) -> None:
+async def test_lines_whose_results_a_failover_lost_are_answered_again(tmp_path: Path) -> None:
     async with opened_in_redis(tmp_path) as (shelf, _):
         night = await Night(shelf).prepare()
         night.blobs.num_lost = 2
@@ -150,7 +150,9 @@ async def test_lines_whose_results_a_failover_has_lost_are_answered_again(tmp_pa
 
 
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
-async def test_the_rest_of_a_cancelled_batch_says_so(api: str, tmp_path: Path) -> None:
+async def test_the_remaining_lines_of_a_cancelled_batch_are_marked_as_canceled(
+    api: str, tmp_path: Path
+) -> None:
     night = await Night(tmp_path, api=api).prepare()
     task = await night.begin()
     await until(lambda: len(night.answers.asked) >= 6)
@@ -166,7 +168,7 @@ async def test_the_rest_of_a_cancelled_batch_says_so(api: str, tmp_path: Path) -
     assert len(left) == batch.counts[CANCELED] > 0
 
 
-async def test_results_that_wait_for_the_disk_are_written_once_though_it_is_cancelled(
+async def test_cancelling_a_batch_writes_waiting_results_exactly_once(
     tmp_path: Path,
 ) -> None:
     night = await Night(tmp_path).prepare()
@@ -196,7 +198,7 @@ async def test_a_write_of_many_results_is_bounded_in_bytes(
 
 
 @needs_redis
-async def test_a_server_whose_claim_lapsed_leaves_the_batch_to_whoever_has_it(
+async def test_a_server_whose_claim_expired_leaves_the_batch_to_the_new_holder(
     tmp_path: Path,
 ) -> None:
     async with opened_in_redis(tmp_path) as (shelf, other):
@@ -219,7 +221,7 @@ async def test_a_server_whose_claim_lapsed_leaves_the_batch_to_whoever_has_it(
 
 
 @needs_redis
-async def test_a_server_that_slept_through_its_claim_starts_no_other_line(
+async def test_a_suspended_server_whose_claim_expired_starts_no_more_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "TICK_S", 60.0)
@@ -242,7 +244,7 @@ async def test_a_server_that_slept_through_its_claim_starts_no_other_line(
 
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
 @pytest.mark.parametrize("reason", ["cancelled", "expired"])
-async def test_a_batch_whose_lines_cannot_be_checked_now_ends_when_it_is_stopped(
+async def test_a_batch_that_cannot_be_validated_yet_can_be_cancelled_or_expire(
     api: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     night = Night(tmp_path, api=api)
@@ -267,7 +269,7 @@ async def test_a_batch_whose_lines_cannot_be_checked_now_ends_when_it_is_stopped
         assert Counter(it["custom_id"] for it in results) == Counter(night.ids)
 
 
-async def test_a_batch_whose_file_is_gone_fails_and_says_how_many_lines_have_no_result(
+async def test_a_batch_whose_file_is_gone_fails_with_its_number_of_missing_results(
     tmp_path: Path,
 ) -> None:
     night = await Night(tmp_path).prepare()
@@ -280,7 +282,7 @@ async def test_a_batch_whose_file_is_gone_fails_and_says_how_many_lines_have_no_
     assert fault.code == "file_not_found" and "19 of 20 lines" in fault.message
 
 
-async def test_no_late_save_follows_the_end_of_a_batch(tmp_path: Path) -> None:
+async def test_a_batch_is_not_saved_again_after_its_end(tmp_path: Path) -> None:
     night = await Night(tmp_path).prepare()
     run = BatchRun(night.bench, await night.stored(), lambda: 4)
     await run.run()

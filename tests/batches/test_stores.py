@@ -76,7 +76,7 @@ def shelf_test(test: Test) -> Callable[..., None]:
 
 
 @shelf_test
-async def test_a_record_is_found_as_it_was_put_last(
+async def test_the_last_version_of_a_record_is_returned(
     shelf: BatchStore, other: BatchStore | None
 ) -> None:
     await shelf.records.put(FILE, "a", b"1")
@@ -92,7 +92,7 @@ async def test_a_record_is_found_as_it_was_put_last(
 
 
 @shelf_test
-async def test_a_blob_grows_and_is_read_from_anywhere(
+async def test_a_blob_can_be_appended_to_and_read_at_any_offset(
     shelf: BatchStore, other: BatchStore | None
 ) -> None:
     await shelf.blobs.append("a", b"one\n")
@@ -107,7 +107,7 @@ async def test_a_blob_grows_and_is_read_from_anywhere(
 
 
 @shelf_test
-async def test_one_server_holds_a_batch(shelf: BatchStore, other: BatchStore | None) -> None:
+async def test_only_one_server_holds_a_batch(shelf: BatchStore, other: BatchStore | None) -> None:
     assert await shelf.records.claim("batch")
     assert await shelf.records.claim("batch")
     if other is not None:
@@ -123,7 +123,7 @@ async def test_one_server_holds_a_batch(shelf: BatchStore, other: BatchStore | N
 
 
 @needs_redis
-async def test_a_claim_that_has_lapsed_is_not_gone_on_with(tmp_path: Path) -> None:
+async def test_an_expired_claim_cannot_be_renewed(tmp_path: Path) -> None:
     async with opened_in_redis(tmp_path) as (shelf, _):
         assert not await shelf.records.claim("batch", is_held=True)
         assert await shelf.records.claim("batch")
@@ -136,7 +136,7 @@ async def test_a_claim_that_has_lapsed_is_not_gone_on_with(tmp_path: Path) -> No
 
 
 @needs_redis
-async def test_a_blob_in_redis_is_in_parts_that_no_reader_sees(
+async def test_a_blob_in_redis_is_stored_in_parts_but_read_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace.batches import redis_store
@@ -184,7 +184,7 @@ async def test_an_upload_in_redis_expires_unless_its_file_is_added(
 
 
 @needs_redis
-async def test_results_whose_answer_was_lost_are_there_once_when_asked_again(
+async def test_results_whose_confirmation_was_lost_are_stored_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace.batches import redis_store
@@ -199,7 +199,7 @@ async def test_results_whose_answer_was_lost_are_there_once_when_asked_again(
 
 
 @needs_redis
-async def test_a_write_of_an_earlier_run_that_comes_late_changes_nothing(
+async def test_a_late_write_of_an_earlier_run_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace.batches import redis_store
@@ -222,7 +222,7 @@ async def test_a_write_of_an_earlier_run_that_comes_late_changes_nothing(
 
 @needs_redis
 @pytest.mark.parametrize("holder", ["", "batch"])
-async def test_a_repeated_write_that_comes_late_changes_nothing_after_later_writes(
+async def test_a_late_repeated_write_does_not_undo_later_writes(
     holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from headrace.batches import redis_store
@@ -280,7 +280,7 @@ async def test_a_record_whose_writer_was_cancelled_is_found_at_once(
     assert await records.get(BATCH, "batch") == b"record"
 
 
-async def test_a_new_record_that_was_reported_as_not_stored_is_not_found_later(
+async def test_a_record_reported_as_not_stored_is_not_found_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = folder_batch_store(tmp_path).records
@@ -295,7 +295,7 @@ async def test_a_new_record_that_was_reported_as_not_stored_is_not_found_later(
     assert await folder_batch_store(tmp_path).records.all(BATCH) == []
 
 
-async def test_a_folder_keeps_what_was_there_but_for_uploads_that_never_ended(
+async def test_a_reopened_folder_keeps_everything_but_unfinished_uploads(
     tmp_path: Path,
 ) -> None:
     before = folder_batch_store(tmp_path)
@@ -310,7 +310,7 @@ async def test_a_folder_keeps_what_was_there_but_for_uploads_that_never_ended(
     assert await after.blobs.read("half", 0, 10) == b""
 
 
-async def test_what_is_removed_as_it_is_written_stays_removed(
+async def test_a_blob_removed_during_a_write_stays_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = folder_batch_store(tmp_path).blobs
@@ -332,7 +332,7 @@ async def test_what_is_removed_as_it_is_written_stays_removed(
 
 
 @pytest.mark.parametrize("left", [b"", b'{"half', b"one\n", b"one\n{" + b"x" * 200_000])
-async def test_half_a_line_that_a_kill_left_is_cut_off_by_the_next_one(
+async def test_the_next_append_cuts_off_half_a_line_left_by_a_kill(
     left: bytes, tmp_path: Path
 ) -> None:
     before = folder_batch_store(tmp_path)
@@ -344,7 +344,7 @@ async def test_half_a_line_that_a_kill_left_is_cut_off_by_the_next_one(
     assert await after.blobs.read("out", 0, 1 << 20) == whole + b"two\n"
 
 
-async def test_what_does_not_fit_on_the_disk_leaves_no_trace(
+async def test_an_append_that_does_not_fit_on_the_disk_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os
@@ -367,7 +367,7 @@ async def test_what_does_not_fit_on_the_disk_leaves_no_trace(
     assert await shelf.blobs.read("out", 0, 100) == b"one\nthree\n"
 
 
-async def test_a_piece_of_a_line_that_cannot_be_removed_is_cut_off_later(
+async def test_a_partial_line_that_cannot_be_removed_is_cut_off_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf = folder_batch_store(tmp_path)
@@ -430,7 +430,7 @@ async def test_lines_whose_folder_could_not_be_synced_are_stored_once(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors have no readable path")
-async def test_new_and_removed_names_are_synced(
+async def test_new_and_removed_file_names_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The names in each folder at its last sync: a power failure may lose all other changes.
@@ -475,7 +475,7 @@ def moved_aside(folder: Path) -> list[str]:
     return sorted(path.name.partition(".")[0] for path in folder.rglob("*.unreadable-*"))
 
 
-async def test_what_no_record_or_blob_can_be_is_moved_aside_and_the_rest_stays(
+async def test_folders_and_pipes_among_records_and_blobs_are_moved_aside(
     tmp_path: Path,
 ) -> None:
     before = folder_batch_store(tmp_path)
@@ -498,7 +498,7 @@ async def test_what_no_record_or_blob_can_be_is_moved_aside_and_the_rest_stays(
 
 
 @pytest.mark.parametrize("name", [".", "records", "records/file", "blobs"])
-async def test_a_file_in_the_place_of_a_folder_is_moved_aside(tmp_path: Path, name: str) -> None:
+async def test_a_file_in_place_of_a_folder_is_moved_aside(tmp_path: Path, name: str) -> None:
     await folder_batch_store(tmp_path / "batches").records.put(FILE, "a", b"record")
     place = tmp_path / "batches" / name
     shutil.rmtree(place)
@@ -509,7 +509,7 @@ async def test_a_file_in_the_place_of_a_folder_is_moved_aside(tmp_path: Path, na
     assert await folder_batch_store(tmp_path / "batches").records.get(FILE, "b") == b"record"
 
 
-async def test_a_write_that_fails_or_is_cut_leaves_no_file_of_its_own(
+async def test_a_failed_or_interrupted_write_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf = folder_batch_store(tmp_path / "batches")
@@ -526,7 +526,7 @@ async def test_a_write_that_fails_or_is_cut_leaves_no_file_of_its_own(
     assert not list((tmp_path / "batches/records/batch").iterdir())
 
 
-def test_every_folder_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_every_folder_is_only_accessible_to_its_user(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder_batch_store(tmp_path / "batches")

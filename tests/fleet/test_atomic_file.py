@@ -11,7 +11,7 @@ from headrace.fleet.atomic_file import NotSyncedError, StateFile, keep_file
 from tools.harness.eventually import settle
 
 
-async def test_writes_follow_each_other_though_one_that_is_under_way_is_given_up(
+async def test_a_write_waits_for_the_previous_one_even_if_that_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write, begun = threading.Event(), list[bytes]()
@@ -37,7 +37,7 @@ async def test_writes_follow_each_other_though_one_that_is_under_way_is_given_up
     assert (tmp_path / "kept.json").read_bytes() == b"second"
 
 
-def test_content_whose_folder_cannot_be_synced_is_in_place(
+def test_content_is_written_even_if_its_folder_cannot_be_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "kept.json"

@@ -30,7 +30,7 @@ SUBMIT = Submit(StreamId("one"), (b"",), (), Sampling(), 0.0)
 CANCEL = Cancel((SequenceId(0),))
 
 
-def test_what_users_ask_reaches_an_engine_from_its_coming_to_its_end() -> None:
+def test_messages_only_reach_an_engine_while_it_is_up() -> None:
     users, engine = EngineUsers(LoadProgressWatch()), FakeEngine()
     for _ in range(2):
         users.submit(SUBMIT)
@@ -56,7 +56,7 @@ def test_no_two_sequences_ever_share_an_id() -> None:
     assert len({*before, *user.ids}) == 4
 
 
-def test_waiters_hear_of_a_load_at_once_and_then_every_second() -> None:
+def test_waiting_users_get_load_progress_at_once_and_then_every_second() -> None:
     watch = LoadProgressWatch()
     users, waiter = EngineUsers(watch), FakeUser(0)
     with users.telling(waiter):
@@ -71,7 +71,7 @@ def test_waiters_hear_of_a_load_at_once_and_then_every_second() -> None:
     assert waiter.loads == [(None, ""), *weights, (None, "compiling kernels (2 of 8)")]
 
 
-async def test_who_has_an_adapter_read_hears_of_the_death_of_one_engine_of_several() -> None:
+async def test_loading_an_adapter_fails_if_one_of_several_engines_dies() -> None:
     users = EngineUsers(LoadProgressWatch())
     users.begin(MODEL, FakeEngine(), EngineUp(READY))
     reading = asyncio.create_task(users.read_adapter(Adapter("a", "/a", "0123")))
@@ -82,7 +82,7 @@ async def test_who_has_an_adapter_read_hears_of_the_death_of_one_engine_of_sever
     assert reading.done() and isinstance(reading.exception(), RequestError)
 
 
-def test_a_user_hears_when_its_turn_may_come_once_that_is_measured() -> None:
+def test_a_user_gets_an_estimate_of_its_wait_once_the_pace_is_measured() -> None:
     users, user = EngineUsers(LoadProgressWatch()), FakeUser(4)
     users.add(user)
     users.begin(MODEL, FakeEngine(), EngineUp(READY))

@@ -32,7 +32,7 @@ def fetched(hub: SmallHub, monkeypatch: pytest.MonkeyPatch, model: str = REPO) -
     return Path(fetch_apart(ModelConfig(model=model), lambda done, total: None))
 
 
-def test_a_download_is_found_where_the_other_process_put_it(
+def test_the_path_of_a_download_is_returned_by_the_other_process(
     repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_hub({REPO: repo}) as hub:
@@ -40,7 +40,7 @@ def test_a_download_is_found_where_the_other_process_put_it(
     assert (folder / "model.safetensors").read_bytes() == bytes(1000)
 
 
-def test_a_model_that_no_hub_has_is_refused_as_before(
+def test_a_model_that_is_not_on_the_hub_is_refused(
     repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_hub({}) as hub, pytest.raises(ModelError, match="is not on the hub") as failed:
@@ -48,13 +48,15 @@ def test_a_model_that_no_hub_has_is_refused_as_before(
     assert failed.value.code == "model_not_found"
 
 
-def test_a_model_on_the_disk_starts_no_process(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_model_starts_no_download_process(
+    repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere")
     assert fetch_apart(ModelConfig(model=str(repo)), lambda done, total: None) == str(repo)
 
 
 @pytest.mark.parametrize("program", ["/nowhere", "/bin/false", "/bin/echo"])
-def test_a_process_that_does_not_report_is_a_failed_download(
+def test_a_download_fails_if_its_process_does_not_report(
     program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", program)
@@ -63,7 +65,7 @@ def test_a_process_that_does_not_report_is_a_failed_download(
     assert failed.value.code == "download_failed"
 
 
-def test_a_hub_that_drips_is_given_up_and_its_bytes_are_kept(
+def test_a_download_that_is_too_slow_fails_and_keeps_its_bytes(
     repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_files, "_SLOW_S", 0.3)
@@ -79,9 +81,7 @@ def test_a_hub_that_drips_is_given_up_and_its_bytes_are_kept(
     assert failed.value.code == "download_failed" and 0 < file.num_here < 1000
 
 
-def test_a_download_of_which_nothing_new_comes_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_without_progress_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"
     told = '{"type":"Fetched","done":1,"total":9}'
     program.write_text(f"#!/bin/sh\nwhile echo '{told}'; do sleep 0.05; done\n")
@@ -94,7 +94,7 @@ def test_a_download_of_which_nothing_new_comes_is_given_up(
     assert failed.value.code == "download_failed" and news == [(1, 9)]
 
 
-def test_a_download_ends_soon_after_sigterm_while_a_thread_waits_for_the_hub() -> None:
+def test_sigterm_ends_a_download_even_if_a_thread_waits_for_the_hub() -> None:
     code = (
         "import signal, threading, time\n"
         "from headrace_common.checkpoints import fetch\n"

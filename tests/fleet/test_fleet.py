@@ -95,7 +95,7 @@ def code_of(asked: "asyncio.Task[ModelHost]") -> str:
     return error.code
 
 
-async def test_a_model_is_loaded_when_it_is_asked_for_and_each_waiter_enters(folder: Path) -> None:
+async def test_a_model_is_loaded_on_request_and_admits_all_waiting_requests(folder: Path) -> None:
     async with running(folder) as made:
         first, second = await made.ask("a"), await made.ask("a")
         assert made.states() == {"a": "loading", "b": "unloaded"} and not first.done()
@@ -104,7 +104,7 @@ async def test_a_model_is_loaded_when_it_is_asked_for_and_each_waiter_enters(fol
         assert made.loaded == ["a"] and len(made.engines["a"]) == 1
 
 
-async def test_after_the_end_of_the_fleet_requests_are_refused(folder: Path) -> None:
+async def test_requests_are_refused_after_the_fleet_has_closed(folder: Path) -> None:
     async with running(folder) as made:
         host = await made.fleet.find("a")
     for late in (made.fleet.fetch, made.fleet.need, lambda it: made.fleet.replace(it, 0)):
@@ -113,14 +113,14 @@ async def test_after_the_end_of_the_fleet_requests_are_refused(folder: Path) -> 
         assert refused.value.code == "server_shutdown"
 
 
-async def test_a_closed_engine_is_unloaded_before_the_next_load_can_begin(folder: Path) -> None:
+async def test_a_closed_engine_counts_as_unloaded_at_once(folder: Path) -> None:
     async with running(folder) as made:
         host = await made.use("a")
         await host.engine.close()
         assert host.engine.state == "unloaded"
 
 
-async def test_a_second_model_sends_the_first_out_once_its_uses_have_ended(folder: Path) -> None:
+async def test_a_second_model_replaces_the_first_once_the_first_is_unused(folder: Path) -> None:
     async with running(folder) as made:
         used = await made.use("a")
         waiting = await made.ask("b")
@@ -132,7 +132,7 @@ async def test_a_second_model_sends_the_first_out_once_its_uses_have_ended(folde
         assert waiting.result().name == "b"
 
 
-async def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(folder: Path) -> None:
+async def test_a_failed_load_refuses_all_waiting_requests_and_can_be_retried(folder: Path) -> None:
     async with running(folder) as made:
         waiting = [await made.ask("a"), await made.ask("a")]
         await made.engines["a"][0].say(NO_MEMORY)
@@ -141,7 +141,7 @@ async def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(folder:
         assert (await made.use("a")).engine.state == "ok"
 
 
-async def test_an_engine_that_is_given_up_loses_its_model(folder: Path) -> None:
+async def test_a_model_whose_engine_is_given_up_makes_room_for_another(folder: Path) -> None:
     async with running(folder) as made:
         used = await made.use("a")
         await made.engines["a"][0].say(NO_MEMORY)
@@ -157,7 +157,7 @@ async def test_a_model_larger_than_the_memory_is_refused(folder: Path) -> None:
         assert "raise that limit" in made.fleet.hosts.get("a").engine.last_words
 
 
-async def test_unload_waits_for_uses_and_a_later_request_brings_the_model_back(
+async def test_unload_waits_for_uses_and_a_later_request_loads_the_model_again(
     folder: Path,
 ) -> None:
     async with running(folder) as made:
@@ -171,7 +171,7 @@ async def test_unload_waits_for_uses_and_a_later_request_brings_the_model_back(
         assert later.result().engine.state == "ok" and len(made.engines["a"]) == 2
 
 
-async def test_a_load_that_is_needed_by_nobody_is_given_up_by_unload(folder: Path) -> None:
+async def test_unload_cancels_a_load_that_no_request_needs(folder: Path) -> None:
     async with running(folder) as made:
         host = made.fleet.hosts.get("a")
         made.fleet.need(host)
@@ -182,7 +182,7 @@ async def test_a_load_that_is_needed_by_nobody_is_given_up_by_unload(folder: Pat
         assert host.engine.state == "unloaded" and not made.lost
 
 
-async def test_a_model_unloaded_while_somebody_waits_is_sent_out_after_he_entered(
+async def test_unload_waits_for_a_request_that_waits_for_the_model(
     folder: Path,
 ) -> None:
     async with running(folder) as made:
@@ -197,7 +197,7 @@ async def test_a_model_unloaded_while_somebody_waits_is_sent_out_after_he_entere
         assert used.engine.state == "unloaded"
 
 
-async def test_who_leaves_while_he_waits_holds_nothing(folder: Path) -> None:
+async def test_a_request_cancelled_while_it_waits_does_not_load_its_model(folder: Path) -> None:
     async with running(folder) as made:
         used = await made.use("a")
         asked = await made.ask("b")
@@ -208,7 +208,9 @@ async def test_who_leaves_while_he_waits_holds_nothing(folder: Path) -> None:
         assert not made.engines["b"] and used.engine.state == "ok"
 
 
-async def test_who_is_stopped_as_he_enters_holds_nothing(folder: Path) -> None:
+async def test_a_request_cancelled_while_it_is_admitted_does_not_hold_its_model(
+    folder: Path,
+) -> None:
     async with running(folder) as made:
         used = await made.use("a")
         first = await made.ask("b")
@@ -221,7 +223,7 @@ async def test_who_is_stopped_as_he_enters_holds_nothing(folder: Path) -> None:
         assert (await made.use("c")).engine.state == "ok"  # else a were still in use
 
 
-async def test_a_model_no_longer_wanted_leaves_after_its_streams_and_refuses_others(
+async def test_a_removed_model_is_unloaded_after_its_streams_and_refuses_others(
     folder: Path,
 ) -> None:
     async with running(folder) as made:
@@ -252,7 +254,7 @@ async def test_a_request_that_found_a_model_before_its_removal_is_refused(folder
         assert (await made.use("b")).engine.state == "ok"
 
 
-async def test_a_model_with_other_settings_takes_the_place_once_nobody_uses_the_old_one(
+async def test_a_model_gets_its_new_settings_once_the_old_one_is_unused(
     folder: Path,
 ) -> None:
     async with running(folder) as made:
@@ -268,7 +270,7 @@ async def test_a_model_with_other_settings_takes_the_place_once_nobody_uses_the_
         assert waiting.result() is fresh and not made.fleet.roster.changing
 
 
-async def test_a_model_with_other_settings_is_loaded_anew_only_if_the_old_one_was(
+async def test_changed_settings_only_reload_a_model_that_was_loaded(
     folder: Path,
 ) -> None:
     async with running(folder) as made:
@@ -278,7 +280,7 @@ async def test_a_model_with_other_settings_is_loaded_anew_only_if_the_old_one_wa
         assert made.states() == {"a": "loading", "b": "unloaded"}
 
 
-async def test_a_model_wanted_again_before_it_left_stays_as_it_is(folder: Path) -> None:
+async def test_a_model_added_again_before_it_was_unloaded_stays_loaded(folder: Path) -> None:
     async with running(folder) as made:
         used = await made.use("a")
         made.fleet.become((made.host("b"),))
@@ -289,7 +291,7 @@ async def test_a_model_wanted_again_before_it_left_stays_as_it_is(folder: Path) 
         assert made.fleet.roster.all()[0] is used
 
 
-async def test_a_model_that_rests_leaves_and_one_in_use_stays(folder: Path) -> None:
+async def test_an_idle_model_is_unloaded_and_a_used_one_stays(folder: Path) -> None:
     async with running(folder, max_models=2, idle_unload_s=0.02) as made:
         used, resting = await made.use("a"), await made.use("b")
         made.fleet.release(resting)
@@ -298,7 +300,7 @@ async def test_a_model_that_rests_leaves_and_one_in_use_stays(folder: Path) -> N
         assert used.engine.state == "ok"
 
 
-async def test_as_many_wait_as_may(folder: Path) -> None:
+async def test_requests_beyond_the_queue_limit_are_refused(folder: Path) -> None:
     async with running(folder, max_waiting=1) as made:
         made.fleet.check_line()
         await made.ask("a")
@@ -309,7 +311,7 @@ async def test_as_many_wait_as_may(folder: Path) -> None:
         made.fleet.check_line()
 
 
-async def test_a_name_nobody_has_is_looked_for_once_more(folder: Path) -> None:
+async def test_an_unknown_model_name_is_looked_up_again_in_the_folder(folder: Path) -> None:
     async with running(folder) as made:
         with pytest.raises(RequestError):
             await made.fleet.find("c")
@@ -317,7 +319,7 @@ async def test_a_name_nobody_has_is_looked_for_once_more(folder: Path) -> None:
         assert (await made.fleet.find("c")).name == "c"
 
 
-async def test_close_refuses_those_who_wait_and_those_who_come(folder: Path) -> None:
+async def test_close_refuses_waiting_and_new_requests(folder: Path) -> None:
     async with running(folder) as made:
         waiting = await made.ask("a")
         await made.fleet.close()
@@ -326,7 +328,7 @@ async def test_close_refuses_those_who_wait_and_those_who_come(folder: Path) -> 
         assert made.fleet.ended.is_set()
 
 
-async def test_the_only_model_is_loaded_at_the_start_and_then_entered(
+async def test_the_only_model_is_loaded_at_startup_and_then_admits_requests(
     folder: Path,
 ) -> None:
     async with running(folder, "a") as made:
@@ -341,7 +343,7 @@ async def test_the_only_model_is_loaded_at_the_start_and_then_entered(
         assert made.lost == ["a"] and made.fleet.ended.is_set()
 
 
-async def test_the_only_model_is_one_of_several_once_another_has_come(folder: Path) -> None:
+async def test_the_only_model_can_be_unloaded_once_another_was_added(folder: Path) -> None:
     async with running(folder, "a", max_models=1) as made:
         await settle()
         await made.up("a")
@@ -357,7 +359,7 @@ async def test_the_only_model_is_one_of_several_once_another_has_come(folder: Pa
         assert made.lost == ["a"] and not made.fleet.ended.is_set()
 
 
-async def test_what_follows_a_removal_is_done_once_nothing_of_it_runs(folder: Path) -> None:
+async def test_the_callback_of_a_removal_runs_once_the_model_is_unused(folder: Path) -> None:
     done: list[str] = []
 
     async def note() -> None:
@@ -377,7 +379,7 @@ async def test_what_follows_a_removal_is_done_once_nothing_of_it_runs(folder: Pa
         assert done == ["gone", "gone"]
 
 
-async def test_a_removed_models_files_stay_while_they_are_read(
+async def test_the_callback_of_a_removal_waits_while_the_files_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(folder) as made:
@@ -400,7 +402,7 @@ async def told(gone: list[str]) -> None:
     gone.append("c")
 
 
-async def test_a_request_that_waits_for_a_model_s_files_hears_of_the_shutdown_at_once(
+async def test_a_shutdown_refuses_a_request_that_waits_for_model_files(
     folder: Path,
 ) -> None:
     may_go_on = threading.Event()

@@ -19,7 +19,7 @@ async def test_an_exception_is_raised_to_the_caller():
 
 
 @pytest.mark.parametrize("panic", [Panic, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
-async def test_a_panic_fails_the_call_and_neither_the_thread_nor_the_task(panic):
+async def test_a_panic_only_fails_the_call_and_not_the_thread_or_the_task(panic):
     def work() -> None:
         raise panic
 

@@ -17,7 +17,7 @@ class ManualClock:
         monkeypatch.setattr(load_progress.time, "monotonic", lambda: self.now)
 
 
-def test_a_stage_counts_its_seconds_from_its_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seconds_of_a_stage_count_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock(monkeypatch)
     watch = LoadProgressWatch()
     assert watch.progress is None
@@ -31,13 +31,13 @@ def test_a_stage_counts_its_seconds_from_its_first_word(monkeypatch: pytest.Monk
     assert watch.progress is None
 
 
-def test_a_line_has_the_stage_the_share_and_the_seconds() -> None:
+def test_load_progress_is_printed_with_stage_share_and_seconds() -> None:
     assert str(LoadProgress("loading weights", 0.4, "", 3.2)) == "loading weights, 40 % (3 s)"
     told = LoadProgress("compiling kernels", None, "attend", 41.0, "small")
     assert str(told) == "small: compiling kernels, attend (41 s)"
 
 
-def test_a_download_tells_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_reports_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock(monkeypatch)
     watch = LoadProgressWatch()
     watch.download(0, 4 << 20)
@@ -70,12 +70,12 @@ def test_an_estimate_needs_three_seconds_and_two_percent() -> None:
     assert time_left(2, 100, 4.0) == ", 3 min 16 s left"
 
 
-def test_durations_read_as_people_say_them() -> None:
+def test_durations_are_printed_in_seconds_minutes_and_hours() -> None:
     said = [duration(seconds) for seconds in (0.2, 59.4, 59.6, 200, 3599.7, 298_933)]
     assert said == ["0 s", "59 s", "1 min 0 s", "3 min 20 s", "1 h 0 min", "83 h 2 min"]
 
 
-def test_a_stage_is_told_at_once_and_again_while_nothing_is_heard() -> None:
+def test_a_stage_is_reported_at_once_and_then_repeatedly() -> None:
     watch, told = LoadProgressWatch(), list[LoadProgress]()
     watch.begin(READING)
     with LoadReporter(lambda: (watch.progress,), told.append, every_s=0.2):

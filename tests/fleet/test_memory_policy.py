@@ -175,7 +175,7 @@ def moves(policy: MemoryPolicy[int]) -> list[Move[int]]:
     return found
 
 
-def test_later_requests_for_a_model_that_is_there_wait_behind_one_for_another() -> None:
+def test_later_requests_for_a_loaded_model_wait_behind_one_for_another() -> None:
     policy = MemoryPolicy[int](max_models=1)
     policy.add("a", 1)
     policy.add("b", 1)
@@ -215,7 +215,7 @@ def test_the_least_recently_used_idle_model_makes_room() -> None:
     assert moves(policy) == [Move("unload", "b")]
 
 
-def test_a_model_that_is_to_go_is_gone_once_it_is_out_and_nobody_holds_it() -> None:
+def test_a_removed_model_is_gone_once_it_is_unloaded_and_unused() -> None:
     books = MemoryPolicy[str]()
     books.add("a", 1)
     books.ask("a", "early")
@@ -234,7 +234,7 @@ def test_a_model_that_is_to_go_is_gone_once_it_is_out_and_nobody_holds_it() -> N
     assert not books.is_gone("a")
 
 
-def test_a_model_in_memory_is_used_at_once_unless_it_leaves_or_somebody_waits() -> None:
+def test_a_loaded_model_admits_at_once_unless_unloading_or_others_wait() -> None:
     policy = MemoryPolicy[int](max_models=1)
     policy.add("a", 1)
     policy.add("b", 1)

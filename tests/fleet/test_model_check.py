@@ -60,7 +60,7 @@ SPOILED: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
-def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(folder: Path, spoil: Spoil) -> None:
+def test_an_unreadable_folder_is_refused_with_a_short_message(folder: Path, spoil: Spoil) -> None:
     spoil(folder)
     with pytest.raises(ModelError) as refused:
         check_model(ModelConfig(model=str(folder)))
@@ -68,17 +68,17 @@ def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(folder: Path, spo
     assert "\n" not in str(refused.value) and str(folder) not in str(refused.value)
 
 
-def test_a_sound_model_is_found_in_its_folder_and_its_weights_are_counted(folder: Path) -> None:
+def test_a_valid_model_is_accepted_and_its_weights_are_counted(folder: Path) -> None:
     assert check_model(ModelConfig(model=str(folder))) == (folder.resolve(), 1_599_392)
 
 
-def test_weights_whose_header_is_damaged_are_not_counted(folder: Path) -> None:
+def test_weights_that_do_not_match_their_header_are_not_counted(folder: Path) -> None:
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"more")
     assert check_model(ModelConfig(model=str(folder))) == (folder.resolve(), None)
 
 
-def test_reading_that_never_ends_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_never_ends_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     os.mkfifo(folder / "tokenizer_config.json")
     monkeypatch.setattr(model_check, "_MAX_WALL_S", 5)
@@ -108,7 +108,7 @@ async def refused(host: ModelHost) -> ModelError:
 
 
 @pytest.mark.parametrize("code", ["load_failed", "model_corrupt", "tokenizer_invalid"])
-async def test_a_model_that_could_not_be_read_is_read_again_once_its_files_change(
+async def test_an_unreadable_model_is_only_checked_again_once_its_files_change(
     folder: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     host, checks = counted(monkeypatch, ModelError("It is damaged.", code), folder)
@@ -123,7 +123,7 @@ async def test_a_model_that_could_not_be_read_is_read_again_once_its_files_chang
     assert len(checks) == 2
 
 
-async def test_a_check_that_could_not_be_started_is_made_again(
+async def test_a_check_that_could_not_be_started_is_repeated(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, checks = counted(monkeypatch, NotChecked("No process.", "load_failed"), folder)
@@ -132,7 +132,7 @@ async def test_a_check_that_could_not_be_started_is_made_again(
     assert len(checks) == 2
 
 
-async def test_requests_that_leave_share_one_reading_which_goes_on(
+async def test_cancelled_requests_share_one_check_that_continues(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on, checks = threading.Event(), []
@@ -152,7 +152,7 @@ async def test_requests_that_leave_share_one_reading_which_goes_on(
     assert host.known is not None and len(checks) == 1
 
 
-def test_a_model_that_was_read_before_is_not_checked_again_until_its_files_change(
+def test_a_checked_model_is_only_checked_again_once_its_files_change(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ModelConfig(model=str(folder))
@@ -176,7 +176,7 @@ def test_a_model_is_checked_again_once_the_conversion_of_gguf_files_changes(
         check_model(config)
 
 
-def test_what_is_remembered_of_models_is_bounded(
+def test_the_number_of_remembered_checks_is_bounded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(model_check, "_MAX_REMEMBERED", 2)

@@ -69,7 +69,7 @@ async def up(folder: Path) -> AsyncIterator[Scene]:
         yield scene
 
 
-async def test_an_engine_loads_and_all_who_wait_for_it_hear_of_it(folder: Path) -> None:
+async def test_all_waiters_are_woken_when_an_engine_has_loaded(folder: Path) -> None:
     async with loading(folder) as (host, engine, _):
         settled, ready = host.engine.settled, asyncio.create_task(host.engine.wait_until_ready())
         await settle()
@@ -80,7 +80,7 @@ async def test_an_engine_loads_and_all_who_wait_for_it_hear_of_it(folder: Path) 
         assert host.engine.state == "ok" and host.engine.num_starts == 1 and host.engine.up == UP
 
 
-async def test_a_load_is_told_to_those_who_wait_once_a_second_at_most(folder: Path) -> None:
+async def test_waiting_users_get_load_progress_at_most_once_a_second(folder: Path) -> None:
     async with loading(folder) as (host, engine, _):
         told: list[tuple[float | None, str]] = []
         waiter = FakeUser(0)
@@ -97,7 +97,7 @@ async def test_a_load_is_told_to_those_who_wait_once_a_second_at_most(folder: Pa
             assert after.loads == []
 
 
-async def test_a_load_that_fails_says_why(folder: Path) -> None:
+async def test_a_failed_load_reports_its_reason(folder: Path) -> None:
     async with loading(folder) as (host, engine, life):
         settled = host.engine.settled
         await engine.say(GIVEN_UP)
@@ -108,7 +108,7 @@ async def test_a_load_that_fails_says_why(folder: Path) -> None:
         )
 
 
-async def test_a_load_that_is_closed_has_not_failed(folder: Path) -> None:
+async def test_closing_a_host_during_a_load_is_not_a_failure(folder: Path) -> None:
     async with loading(folder) as (host, _, life):
         settled = host.engine.settled
         await settle()
@@ -119,7 +119,7 @@ async def test_a_load_that_is_closed_has_not_failed(folder: Path) -> None:
         assert host.engine.state == "unloaded" and not host.engine.last_words
 
 
-async def test_a_host_has_its_engines_one_after_the_other(folder: Path) -> None:
+async def test_a_host_can_start_a_new_engine_after_closing_one(folder: Path) -> None:
     async with up(folder) as (host, engine, life):
         await engine.say(STATUS)
         await host.engine.close()
@@ -137,7 +137,7 @@ async def test_a_host_has_its_engines_one_after_the_other(folder: Path) -> None:
         await again
 
 
-async def test_a_user_begins_when_the_engine_is_there_and_a_late_one_at_once(
+async def test_a_user_starts_once_the_engine_is_up_and_a_late_one_at_once(
     folder: Path,
 ) -> None:
     async with loading(folder) as scene:
@@ -151,7 +151,7 @@ async def test_a_user_begins_when_the_engine_is_there_and_a_late_one_at_once(
         assert list(scene.host.users) == [late]
 
 
-async def test_news_are_dealt_out_to_those_whose_sequences_they_are_about(folder: Path) -> None:
+async def test_outputs_are_delivered_to_the_owners_of_their_sequences(folder: Path) -> None:
     async with up(folder) as scene:
         one, other = scene.user(), scene.user(2)
         (a,), (b, c) = one.ids, other.ids
@@ -168,7 +168,7 @@ async def test_news_are_dealt_out_to_those_whose_sequences_they_are_about(folder
         assert other.told == [[*expected, Finished(b, FinishReason.STOP)]]
 
 
-async def test_news_of_forgotten_sequences_reach_nobody(folder: Path) -> None:
+async def test_outputs_of_forgotten_sequences_are_dropped(folder: Path) -> None:
     async with up(folder) as scene:
         user = scene.user(2)
         gone, kept = user.ids
@@ -179,7 +179,7 @@ async def test_news_of_forgotten_sequences_reach_nobody(folder: Path) -> None:
         assert user.told == [[NewToken(kept, 66)]]
 
 
-async def test_an_engine_s_death_is_told_to_all_and_the_next_one_begins_with_all(
+async def test_all_users_are_told_of_an_engines_death_and_start_on_the_next(
     folder: Path,
 ) -> None:
     async with up(folder) as scene:
@@ -191,7 +191,7 @@ async def test_an_engine_s_death_is_told_to_all_and_the_next_one_begins_with_all
         assert scene.host.engine.state == "ok" and [it.begun for it in users] == [[UP, UP]] * 2
 
 
-async def test_a_replica_s_death_is_told_to_those_alone_that_it_had(folder: Path) -> None:
+async def test_only_the_users_of_a_dead_replica_are_told_of_its_death(folder: Path) -> None:
     async with up(folder) as scene:
         moved, stays = scene.user(2), scene.user()
         larger = EngineResized(replace(READY, max_num_seqs=4), pid=8, has_started=True)
@@ -213,7 +213,7 @@ async def test_an_engine_that_is_given_up_loses_all_users(folder: Path) -> None:
         assert scene.life.done()
 
 
-async def test_a_place_in_the_queue_is_told_once_to_each_user(folder: Path) -> None:
+async def test_each_user_gets_one_queue_position(folder: Path) -> None:
     async with up(folder) as scene:
         one, other = scene.user(2), scene.user()
         (a, b), (c,) = one.ids, other.ids
@@ -223,7 +223,7 @@ async def test_a_place_in_the_queue_is_told_once_to_each_user(folder: Path) -> N
         assert [(it.position, it.waiting) for it in other.places] == [(4, 4)]
 
 
-async def test_another_number_of_engines_is_all_that_one_can_take_while_it_runs(
+async def test_resize_only_accepts_an_unchanged_config_of_a_single_engine(
     folder: Path,
 ) -> None:
     async with up(folder) as (host, _, _):
@@ -233,21 +233,21 @@ async def test_another_number_of_engines_is_all_that_one_can_take_while_it_runs(
         assert host.config.replicas == 1
 
 
-def test_the_size_of_a_model_is_that_of_the_files_that_are_there(tmp_path: Path) -> None:
+def test_the_size_of_a_model_only_counts_existing_files(tmp_path: Path) -> None:
     (tmp_path / "one.safetensors").write_bytes(bytes(100))
     (tmp_path / "two.safetensors").symlink_to(tmp_path / "gone")
     host = ModelHost(ModelConfig(model=str(tmp_path)), lambda _: FakeEngine(), Metrics())
     assert host.num_bytes == 100
 
 
-def test_a_host_made_anew_of_a_model_has_the_adapters_that_are_served_now(folder: Path) -> None:
+def test_a_new_host_of_a_known_model_keeps_the_adapters_served_now(folder: Path) -> None:
     known = ServedModel(ModelConfig(model=str(folder)))
     config = ModelConfig(model=str(folder), adapter=("unloaded=/and/removed",))
     host = ModelHost(config, lambda _: FakeEngine(), Metrics(), known)
     assert not known.adapters and host.local.adapter == ()
 
 
-def test_looking_for_images_opens_no_file_and_converts_none(
+def test_detecting_image_support_opens_and_converts_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

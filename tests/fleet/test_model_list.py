@@ -49,7 +49,7 @@ REPO = "unsloth/Qwen3-0.6B-GGUF"
         (ModelConfig(model="owner/other", draft=f"{REPO}:Q8_0"), "qwen3-0.6b", False),
     ],
 )
-async def test_a_deleted_models_files_stay_if_a_model_of_the_flags_lies_among_them(
+async def test_the_files_of_a_deleted_model_stay_if_a_configured_model_uses_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     config: ModelConfig,
@@ -69,7 +69,7 @@ async def test_a_deleted_models_files_stay_if_a_model_of_the_flags_lies_among_th
     assert discarded == [deleted] * is_removed
 
 
-async def test_files_that_were_to_be_deleted_when_a_server_ended_are_deleted_by_the_next_one(
+async def test_the_next_server_deletes_files_whose_deletion_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     discarded: list[str] = []
@@ -97,7 +97,7 @@ async def test_files_that_were_to_be_deleted_when_a_server_ended_are_deleted_by_
     assert next_server()[0].pulls.deleted == ()
 
 
-def test_a_pulled_model_has_the_flags_of_all_but_no_adapter_of_another(tmp_path: Path) -> None:
+def test_a_pulled_model_gets_the_common_flags_but_no_adapter(tmp_path: Path) -> None:
     kept = tmp_path / "pulled.json"
     kept.write_bytes(msgspec.json.encode([StoredPull("owner/name", "here")]))
     configs = (ModelConfig(model="./base", threads=1, adapter=("sql=./sql",)),)
@@ -105,7 +105,7 @@ def test_a_pulled_model_has_the_flags_of_all_but_no_adapter_of_another(tmp_path:
     assert (pulled.threads, pulled.adapter) == (1, ())
 
 
-async def test_of_documents_that_are_put_at_once_the_one_that_is_kept_is_served(
+async def test_the_document_saved_last_by_concurrent_puts_is_served(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "desired.json"
@@ -116,7 +116,7 @@ async def test_of_documents_that_are_put_at_once_the_one_that_is_kept_is_served(
     assert sources.configs == kept(file)
 
 
-async def test_a_document_that_a_power_failure_may_undo_is_in_effect_and_its_answer_says_so(
+async def test_a_document_that_could_not_be_synced_takes_effect_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail_to_sync(folder: Path) -> None:

@@ -27,7 +27,7 @@ def all_moves(made: Placement) -> list[tuple[int, int]]:
     return [(placed.part, placed.replica) for placed in iter(made.next, None)]
 
 
-def test_places_are_claimed_once_and_the_next_in_line_waits_for_one() -> None:
+def test_each_place_is_assigned_once_and_the_next_request_waits() -> None:
     made = placement()
     for part in range(5):
         made.ask(part, want())
@@ -37,7 +37,7 @@ def test_places_are_claimed_once_and_the_next_in_line_waits_for_one() -> None:
     assert all_moves(made) == [(4, 1)]
 
 
-def test_a_place_is_free_only_once_the_engine_has_let_go_of_its_sequence() -> None:
+def test_a_place_is_only_free_once_its_sequence_is_released() -> None:
     made = placement(num_replicas=1)
     made.ask(0, want(num_places=2))
     made.ask(1, want(num_places=2))
@@ -48,7 +48,7 @@ def test_a_place_is_free_only_once_the_engine_has_let_go_of_its_sequence() -> No
     assert all_moves(made) == [(1, 0)]
 
 
-def test_more_choices_than_places_take_a_whole_replica() -> None:
+def test_a_request_with_more_choices_than_places_takes_a_whole_replica() -> None:
     made = placement(num_replicas=1)
     made.ask(0, want(num_places=5))
     made.ask(1, want())
@@ -60,7 +60,7 @@ def test_more_choices_than_places_take_a_whole_replica() -> None:
     assert all_moves(made) == [(1, 0)]
 
 
-def test_who_would_fit_does_not_pass_the_first_in_line() -> None:
+def test_a_request_that_fits_does_not_overtake_the_first_in_the_queue() -> None:
     made = placement(num_replicas=1)
     made.ask(0, want())
     assert all_moves(made) == [(0, 0)]
@@ -71,7 +71,7 @@ def test_who_would_fit_does_not_pass_the_first_in_line() -> None:
     assert all_moves(made) == [(1, 0)]
 
 
-def test_what_a_dead_replica_had_goes_on_elsewhere_before_those_who_came_later() -> None:
+def test_requests_of_a_dead_replica_are_placed_before_later_ones() -> None:
     made = placement(num_places=1)
     for part in range(3):
         made.ask(part, want(due=part))
@@ -83,7 +83,7 @@ def test_what_a_dead_replica_had_goes_on_elsewhere_before_those_who_came_later()
     assert made.waiting() == [2]
 
 
-def test_who_gives_up_leaves_the_line_and_no_claim() -> None:
+def test_a_cancelled_request_leaves_the_queue() -> None:
     made = placement(num_replicas=1, num_places=1)
     for part in range(3):
         made.ask(part, want())
@@ -92,7 +92,7 @@ def test_who_gives_up_leaves_the_line_and_no_claim() -> None:
     assert made.waiting() == [2]
 
 
-def test_a_drained_replica_keeps_its_claims_and_takes_no_more() -> None:
+def test_a_drained_replica_keeps_its_requests_and_gets_no_more() -> None:
     made = placement()
     made.ask(0, want())
     assert all_moves(made) == [(0, 0)]
@@ -103,7 +103,7 @@ def test_a_drained_replica_keeps_its_claims_and_takes_no_more() -> None:
     assert made.num_taken(0) == 1 and made.replica_of(0) == 0
 
 
-def test_a_long_shared_prefix_decides_and_a_short_one_only_between_equals() -> None:
+def test_a_long_shared_prefix_decides_the_replica_and_a_short_one_does_not() -> None:
     made = placement(num_places=4)
     made.ask(0, want(names=(1, 2, 3, 4)))
     assert made.next() == Assignment(0, 0, 0)
@@ -113,7 +113,7 @@ def test_a_long_shared_prefix_decides_and_a_short_one_only_between_equals() -> N
     assert made.next() == Assignment(2, 1, 0)
 
 
-def test_a_prefix_draws_nobody_to_a_replica_that_is_far_busier() -> None:
+def test_a_shared_prefix_does_not_outweigh_a_much_busier_replica() -> None:
     made = placement(num_places=4)
     for part in range(5):
         made.ask(part, want(names=(1, 2)))
@@ -135,7 +135,7 @@ def test_the_record_of_prefixes_forgets_tails_before_heads() -> None:
     assert record.num_shared((1, 2, 3)) == 2
 
 
-def test_names_differ_with_the_salt_and_stand_for_all_that_is_before() -> None:
+def test_prefix_names_depend_on_the_salt_and_all_previous_tokens() -> None:
     def names(ids: list[int], salt: str = "") -> tuple[int, ...]:
         return prefix_names(array("i", ids).tobytes(), 2, salt)
 
@@ -145,12 +145,12 @@ def test_names_differ_with_the_salt_and_stand_for_all_that_is_before() -> None:
     assert not set(names([1, 2, 3, 4], "other")) & set(names([1, 2, 3, 4]))
 
 
-def test_no_place_is_given_twice_and_nobody_is_passed_while_replicas_die() -> None:
+def test_places_and_order_stay_correct_while_replicas_die() -> None:
     outcome = Simulation(1000, seed=1).run()
     assert outcome.num_placed > 1000 and outcome.num_deaths == 2
 
 
-def test_prefixes_are_found_nearly_as_often_as_by_an_oracle() -> None:
+def test_prefix_hits_are_nearly_as_frequent_as_with_an_oracle() -> None:
     outcome = Simulation(3000, seed=0, with_deaths=False).run()
     assert 0.6 < outcome.load < 0.8
     assert outcome.num_hit >= 0.9 * outcome.num_oracle

@@ -28,7 +28,7 @@ async def running(made: Pulls) -> AsyncIterator[None]:
     task.cancel()
 
 
-async def test_a_download_that_was_stopped_and_begun_again_while_the_list_was_kept_has_one_process(
+async def test_a_download_restarted_while_the_list_is_saved_has_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write, running_now = threading.Event(), 0
@@ -70,7 +70,7 @@ async def never(pull: Pull, _: object) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_list_that_the_disk_refused_is_saved_again(
+async def test_a_list_that_could_not_be_saved_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, num_errors = tmp_path / "pulled.json", 0
@@ -93,7 +93,7 @@ async def test_a_list_that_the_disk_refused_is_saved_again(
     assert [pull.model for pull in Pulls(file).all()] == ["owner/name"]
 
 
-async def test_who_waits_for_a_download_hears_that_it_was_deleted(
+async def test_deleting_a_download_wakes_the_requests_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pulls, "_fetch", never)
@@ -106,7 +106,7 @@ async def test_who_waits_for_a_download_hears_that_it_was_deleted(
     assert (pull.state, made.all()) == ("stopped", ())
 
 
-async def test_no_download_begins_after_the_end_of_the_server() -> None:
+async def test_no_download_starts_after_the_shutdown() -> None:
     made = Pulls(None)
     async with running(made):
         await settle()
@@ -117,7 +117,9 @@ async def test_no_download_begins_after_the_end_of_the_server() -> None:
     assert [pull.state for pull in made.all()] == ["stopped"]
 
 
-async def test_a_download_may_be_deleted_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_download_can_be_deleted_twice_concurrently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pulls, "_fetch", never)
     made = Pulls(None)
     async with running(made):
@@ -197,7 +199,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
 
 @pytest.mark.parametrize("what", GARBAGE)
-async def test_nothing_that_the_process_writes_ends_more_than_its_download(
+async def test_invalid_output_of_a_download_process_only_fails_its_download(
     what: str, told: Callable[[str], None], tmp_path: Path
 ) -> None:
     told(GARBAGE[what])
@@ -214,7 +216,7 @@ async def test_nothing_that_the_process_writes_ends_more_than_its_download(
     assert [it.state for it in Pulls(tmp_path / "pulled.json").all()] == ["failed"]
 
 
-async def test_of_a_million_lines_the_last_one_counts(told: Callable[[str], None]) -> None:
+async def test_the_last_of_a_million_progress_lines_counts(told: Callable[[str], None]) -> None:
     line = """b'{"type":"Fetched","done":1,"total":2}\\n'"""
     told(f'out.write({line} * 1_000_000)\nout.write(b\'{{"type":"IsHere"}}\\n\')')
     made = Pulls(None)
@@ -224,7 +226,7 @@ async def test_of_a_million_lines_the_last_one_counts(told: Callable[[str], None
         assert pull.state == "here" and pull.done == 1
 
 
-async def test_an_error_that_nobody_foresaw_ends_one_download(
+async def test_an_unexpected_error_only_ends_its_download(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def fail(pull: Pull, _: object) -> None:
@@ -238,7 +240,7 @@ async def test_an_error_that_nobody_foresaw_ends_one_download(
         assert pull.error is not None and "bug in this server (KeyError)" in pull.error.message
 
 
-async def test_of_failed_downloads_the_newest_are_remembered(
+async def test_only_the_newest_failed_downloads_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def fail(pull: Pull, _: object) -> FetchFailed:
@@ -253,7 +255,7 @@ async def test_of_failed_downloads_the_newest_are_remembered(
     assert len(made.all()) <= 65
 
 
-async def test_of_stopped_downloads_the_newest_are_remembered_and_the_oldest_may_go_on(
+async def test_only_the_newest_stopped_downloads_are_remembered_and_can_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pulls, "_fetch", never)
@@ -268,7 +270,7 @@ async def test_of_stopped_downloads_the_newest_are_remembered_and_the_oldest_may
         assert made.begin(oldest.model) is oldest is made.find(oldest.model)
 
 
-async def test_of_many_downloads_that_were_begun_before_a_restart_some_go_on(
+async def test_a_limited_number_of_downloads_continues_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pulls, "_fetch", never)
@@ -281,7 +283,7 @@ async def test_of_many_downloads_that_were_begun_before_a_restart_some_go_on(
     assert states == most * ["downloading"] + (20 - most) * ["stopped"]
 
 
-def test_a_short_name_or_code_of_another_version_leaves_the_other_downloads(
+def test_an_unknown_name_or_code_does_not_affect_other_downloads(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "pulled.json"
@@ -300,7 +302,7 @@ def test_a_short_name_or_code_of_another_version_leaves_the_other_downloads(
     assert other and other.error and other.error.code == "download_failed"
 
 
-def test_a_list_with_a_name_of_no_model_is_moved_aside(tmp_path: Path) -> None:
+def test_a_list_with_an_invalid_model_name_is_moved_aside(tmp_path: Path) -> None:
     file = tmp_path / "pulled.json"
     file.write_text(json.dumps([{"model": "../\0", "state": "deleted"}]))
     assert Pulls(file).deleted == () and not file.exists()

@@ -25,16 +25,16 @@ STEP_S, PROMPT_STEPS, STEPS_PER_STATUS = 0.03, 10, 8
 RATE = NUM_PROMPT / (PROMPT_STEPS * STEP_S)
 
 
-def test_the_next_one_starts_when_the_first_place_is_free() -> None:
+def test_the_next_request_starts_when_the_first_place_is_free() -> None:
     waiting = [Waiting(1, 10)] * 4
     assert list(starts([7.0, 3.0], 2, 0.0, waiting)) == [3, 7, 14, 18]
 
 
-def test_a_free_place_waits_for_the_prompts_before() -> None:
+def test_a_request_with_a_free_place_waits_for_earlier_prompts() -> None:
     assert list(starts([], 8, 2.0, [Waiting(1, 10)] * 3)) == [2, 3, 4]
 
 
-def test_while_nothing_is_measured_nothing_is_foretold() -> None:
+def test_no_wait_is_estimated_before_anything_was_measured() -> None:
     forecast, status = QueueEta(), msgspec.structs.replace(STATUS, queue=(SequenceId(1),))
     for _ in range(3):
         forecast.measure_pace(status, 0.0)
@@ -124,7 +124,7 @@ class Server:
         (lambda dice: dice.choice((10, 400)), lambda length: 400),
     ],
 )
-def test_what_is_foretold_is_about_what_comes(
+def test_the_median_estimated_wait_is_within_a_factor_of_two(
     length: Callable[[random.Random], int], limit: Callable[[int], float]
 ) -> None:
     dice = random.Random(1)

@@ -17,20 +17,20 @@ def replicas(*taken: int) -> list[Replica]:
     return made
 
 
-def test_one_more_starts_once_requests_have_been_in_line_for_a_second() -> None:
+def test_another_replica_starts_after_requests_have_waited_for_a_second() -> None:
     count, one = ReplicaCount(1, 2), replicas(2)
     asked = [count.needs_more(now, one, has_queue=True) for now in (5.0, 5.9, 6.0, 6.1)]
     assert asked == [False, False, True, False]  # the last begins to count anew
 
 
-def test_a_line_that_was_empty_meanwhile_counts_anew() -> None:
+def test_an_empty_queue_resets_the_waiting_time() -> None:
     count, one = ReplicaCount(1, 2), replicas(2)
     lines = [(0.0, True), (0.5, False), (1.0, True), (1.9, True), (2.0, True)]
     asked = [count.needs_more(now, one, has_queue) for now, has_queue in lines]
     assert asked == [False, False, False, False, True]
 
 
-def test_no_more_start_than_may_nor_while_one_is_still_loading() -> None:
+def test_no_replica_starts_beyond_the_limit_or_while_another_loads() -> None:
     full, loading = ReplicaCount(1, 1), ReplicaCount(1, 3)
     one = replicas(2)
     two = [*one, Replica(1, FakeEngine())]
@@ -39,7 +39,7 @@ def test_no_more_start_than_may_nor_while_one_is_still_loading() -> None:
         assert not loading.needs_more(now, two, has_queue=True)
 
 
-def test_too_few_are_filled_up_at_once_but_not_soon_after_one_was_given_up() -> None:
+def test_a_missing_replica_starts_at_once_unless_one_was_just_given_up() -> None:
     count = ReplicaCount(2, 2)
     assert count.needs_more(0.0, replicas(0), has_queue=False)
     count.give_up(1.0)
@@ -47,14 +47,14 @@ def test_too_few_are_filled_up_at_once_but_not_soon_after_one_was_given_up() -> 
     assert asked == [False, False, True]
 
 
-def test_of_too_many_the_one_that_is_down_leaves_and_then_what_has_least_to_do() -> None:
+def test_of_too_many_replicas_a_dead_or_else_the_least_busy_one_is_removed() -> None:
     count, some = ReplicaCount(1, 1), replicas(2, 1, 1)
     assert count.spare(0.0, some) is some[2]
     some[0].up = None
     assert count.spare(0.0, some) is some[0]
 
 
-def test_of_too_many_one_leaves_at_a_time_and_none_while_no_engine_is_up() -> None:
+def test_replicas_are_removed_one_at_a_time_and_only_while_one_is_up() -> None:
     count, some = ReplicaCount(1, 1), replicas(2, 1, 1)
     some[2].is_leaving = True
     assert count.spare(0.0, some) is None
@@ -62,7 +62,7 @@ def test_of_too_many_one_leaves_at_a_time_and_none_while_no_engine_is_up() -> No
     assert count.spare(0.0, down) is None
 
 
-def test_the_newest_that_had_nothing_to_do_for_long_leaves_but_not_one_of_the_fewest() -> None:
+def test_the_newest_idle_replica_is_removed_down_to_the_minimum() -> None:
     count, some = ReplicaCount(1, 3, idle_s=10.0), replicas(0, 1, 0)
     assert count.spare(9.9, some) is None
     assert count.spare(10.0, some) is some[2]
@@ -76,14 +76,14 @@ def test_without_a_limit_idle_replicas_stay() -> None:
     assert ReplicaCount(1, 3).spare(1e9, replicas(0, 0)) is None
 
 
-def test_limits_of_several_are_their_sum_and_those_of_a_request_the_smallest() -> None:
+def test_capacities_of_replicas_add_up_and_the_shortest_context_applies() -> None:
     other = replace(READY, max_num_seqs=5, max_model_len=128)
     whole = ready_of([READY, other])
     assert whole.max_num_seqs == 7 and whole.layout.num_blocks == 64
     assert whole.max_model_len == 128
 
 
-def test_figures_of_several_are_summed_and_counts_of_the_dead_are_kept() -> None:
+def test_figures_of_replicas_are_summed_and_counts_of_dead_ones_are_kept() -> None:
     life = Status(1, 2, 3, 4, 5, 6, missed={"model": 1}, num_preemptions=7)
     both = total((STATUS, counts_of(life)))
     assert (both.num_running, both.num_waiting, both.blocks_free) == (0, 1, 32)

@@ -69,7 +69,7 @@ class Scene:
         return [new.sequence_id for it in self.engines[number].submits for new in it.sequences]
 
 
-async def test_each_engine_runs_what_it_has_places_for_and_the_rest_waits_in_line() -> None:
+async def test_each_engine_fills_its_places_and_the_other_requests_wait() -> None:
     async with asyncio.timeout(LIMIT_S):
         made = Scene()
         await made.up(0, 1)
@@ -84,7 +84,7 @@ async def test_each_engine_runs_what_it_has_places_for_and_the_rest_waits_in_lin
         await made.replicas.close()
 
 
-async def test_one_engine_more_or_less_changes_the_size_alone() -> None:
+async def test_starting_or_losing_one_engine_only_changes_the_capacity() -> None:
     async with asyncio.timeout(LIMIT_S):
         made = Scene()
         await made.up(0, 1)
@@ -104,7 +104,7 @@ async def test_one_engine_more_or_less_changes_the_size_alone() -> None:
         await made.replicas.close()
 
 
-async def test_an_engines_death_is_told_with_all_that_its_streams_ran_anywhere() -> None:
+async def test_an_engines_death_lists_all_sequences_of_its_streams() -> None:
     async with asyncio.timeout(LIMIT_S):
         made = Scene()
         await made.up(0, 1)
@@ -122,7 +122,7 @@ async def test_an_engines_death_is_told_with_all_that_its_streams_ran_anywhere()
         await made.replicas.close()
 
 
-async def test_who_waits_in_line_is_cancelled_at_once_and_who_runs_by_the_engine() -> None:
+async def test_waiting_requests_are_cancelled_at_once_and_running_ones_by_the_engine() -> None:
     async with asyncio.timeout(LIMIT_S):
         made = Scene(fewest=1)
         await made.up(0)
@@ -137,7 +137,7 @@ async def test_who_waits_in_line_is_cancelled_at_once_and_who_runs_by_the_engine
         await made.replicas.close()
 
 
-async def test_only_the_last_engine_that_is_given_up_ends_the_model() -> None:
+async def test_a_model_only_ends_when_its_last_engine_is_given_up() -> None:
     async with asyncio.timeout(LIMIT_S):
         given_up = EngineDown("load_failed", "No memory.", given_up=True)
         made = Scene()
@@ -154,7 +154,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is_idle(
+async def test_another_engine_starts_while_requests_wait_and_ends_when_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.01)
@@ -176,7 +176,7 @@ async def test_another_engine_starts_while_there_is_a_line_and_leaves_when_it_is
         await made.replicas.close()
 
 
-async def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_first(
+async def test_a_resize_takes_effect_at_once_and_drains_removed_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.01)
@@ -211,7 +211,7 @@ async def test_other_numbers_are_taken_at_once_and_who_leaves_ends_its_streams_f
         await made.replicas.close()
 
 
-async def test_a_model_that_was_given_up_starts_no_engine_later(
+async def test_no_engine_is_started_for_a_model_that_was_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.001)
@@ -224,7 +224,7 @@ async def test_a_model_that_was_given_up_starts_no_engine_later(
         assert len(made.engines) == 1
 
 
-async def test_the_only_engine_is_replaced_although_its_successor_loads_for_long(
+async def test_the_only_engine_is_replaced_even_if_its_successor_loads_slowly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.001)
@@ -239,7 +239,7 @@ async def test_the_only_engine_is_replaced_although_its_successor_loads_for_long
         await made.replicas.close()
 
 
-async def test_a_model_is_closed_only_when_its_replaced_engine_has_ended() -> None:
+async def test_close_waits_for_a_replaced_engine_to_end() -> None:
     """The engine still holds memory, and another model may be loaded after the close."""
     async with asyncio.timeout(LIMIT_S):
         made = Scene()
@@ -255,7 +255,7 @@ async def test_a_model_is_closed_only_when_its_replaced_engine_has_ended() -> No
         await asyncio.gather(closing, replacing)
 
 
-async def test_an_engine_whose_successor_is_given_up_stays(
+async def test_an_engine_stays_if_its_successor_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.001)
@@ -297,7 +297,7 @@ async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngi
         task.cancel()
 
 
-async def test_a_stream_goes_on_at_another_engine_with_the_tokens_it_has(folder: Path) -> None:
+async def test_a_stream_continues_on_another_engine_with_its_tokens(folder: Path) -> None:
     async with asyncio.timeout(LIMIT_S):
         async with running(folder) as (generation, (first, second)):
             stream = await generation.open(make_request())
@@ -327,7 +327,7 @@ async def test_no_engine_is_started_after_a_close() -> None:
         assert len(made.engines) == 1
 
 
-async def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_gap(
+async def test_a_replaced_engine_finishes_some_streams_and_the_others_move_once(
     folder: Path,
 ) -> None:
     async with asyncio.timeout(LIMIT_S):
@@ -351,7 +351,7 @@ async def test_a_replaced_engine_ends_what_it_can_and_the_rest_moves_after_one_g
             assert [it.number for it in generation.fleet.hosts.first.engine.replicas] == [1, 2]
 
 
-async def test_a_request_on_which_two_engines_die_is_refused_and_no_third_is_tried(
+async def test_a_request_that_kills_two_engines_is_not_tried_on_a_third(
     folder: Path,
 ) -> None:
     async with asyncio.timeout(LIMIT_S):

@@ -36,7 +36,7 @@ def placed(made: RequestQueue) -> list[tuple[int, list[int]]]:
     return [(replica, [it.sequence_id for it in part.sequences]) for replica, part in made.placed()]
 
 
-def test_prompts_part_and_a_prompts_choices_stay_together() -> None:
+def test_prompts_are_placed_separately_and_a_prompts_choices_together() -> None:
     made = line()
     ask(made, 0, 1, 2, 3, prompts=2)
     parts = list(made.placed())
@@ -46,7 +46,7 @@ def test_prompts_part_and_a_prompts_choices_stay_together() -> None:
     assert all(it.prompt == 0 for _, part in parts for it in part.sequences)
 
 
-def test_what_has_no_place_waits_and_what_is_less_urgent_waits_longer() -> None:
+def test_requests_without_a_place_wait_in_order_of_priority() -> None:
     made = line(num_replicas=1)
     ask(made, 0, 1)
     ask(made, 2, level=1)
@@ -60,7 +60,7 @@ def test_what_has_no_place_waits_and_what_is_less_urgent_waits_longer() -> None:
     assert placed(made) == [(0, [3, 4])]
 
 
-def test_a_sequence_in_line_ends_at_once_and_its_siblings_need_fewer_places() -> None:
+def test_a_cancelled_waiting_sequence_ends_at_once_and_its_sibling_runs() -> None:
     made = line(num_replicas=1)
     ask(made, 0)
     assert placed(made) == [(0, [0])]
@@ -70,7 +70,7 @@ def test_a_sequence_in_line_ends_at_once_and_its_siblings_need_fewer_places() ->
     assert placed(made) == [(0, [2])]
 
 
-def test_a_sequence_that_runs_is_cancelled_where_it_runs_and_keeps_its_place() -> None:
+def test_a_cancelled_running_sequence_keeps_its_place_until_released() -> None:
     made = line(num_replicas=1, num_places=1)
     ask(made, 0)
     ask(made, 1)
@@ -81,7 +81,7 @@ def test_a_sequence_that_runs_is_cancelled_where_it_runs_and_keeps_its_place() -
     assert placed(made) == [(0, [1])] and made.cancel(Cancel(ids(0))) == ((), {})
 
 
-def test_a_lost_replicas_streams_lose_their_sequences_wherever_they_are() -> None:
+def test_the_streams_of_a_lost_replica_lose_all_their_sequences() -> None:
     made = line(num_places=1)
     ask(made, 0, 1, 2, stream="all", prompts=3)
     ask(made, 3)
@@ -98,7 +98,7 @@ def test_a_replica_that_was_never_up_loses_nothing() -> None:
     assert made.close(7) == ((), {}) and placed(made) == [(0, [0])]
 
 
-def test_a_lost_sequence_may_be_asked_for_again() -> None:
+def test_a_lost_sequence_can_be_submitted_again() -> None:
     made = line(num_places=1)
     ask(made, 0)
     assert placed(made) == [(0, [0])]

@@ -22,9 +22,7 @@ class NoTokens:
 
 
 @pytest.mark.parametrize(("prompt", "param"), [(Chat(()), "messages"), (Text(""), "prompt")])
-def test_an_empty_prompt_is_named_by_its_kind_whatever_the_route(
-    prompt: Prompt, param: str
-) -> None:
+def test_an_empty_prompt_is_reported_by_the_field_of_its_kind(prompt: Prompt, param: str) -> None:
     request = Request("/v1/toy", "mini", (prompt,), Sampling())
     with pytest.raises(RequestError) as refused:
         asyncio.run(admit(NoTokens(), FakeModel(), request, b""))  # type: ignore[arg-type]
@@ -48,7 +46,7 @@ MEMORY = (
         (4096, 3072, [MEMORY]),
     ],
 )
-def test_a_context_that_is_shorter_than_asked_is_reported(
+def test_a_context_shorter_than_configured_is_reported(
     asked: int | None, longest: int, notes: list[str]
 ) -> None:
     model = ServedModel(ModelConfig(model="headrace-mini", max_model_len=asked))
