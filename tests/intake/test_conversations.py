@@ -32,7 +32,7 @@ async def add(conversations: Conversations, id: str) -> None:
     await conversations.use("ann", UseConversation(what="add", id=id), ITEMS)
 
 
-async def test_a_stream_that_is_replaced_while_it_is_read_is_looked_up_again(
+async def test_a_stream_replaced_while_it_is_read_is_looked_up_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(folder) as (generation, _):
@@ -50,7 +50,7 @@ async def test_a_stream_that_is_replaced_while_it_is_read_is_looked_up_again(
         assert await texts(conversations, id) == ["a"]
 
 
-async def test_of_two_changes_at_the_same_moment_one_is_refused(folder: Path) -> None:
+async def test_one_of_two_concurrent_changes_is_refused(folder: Path) -> None:
     async with running(folder) as (generation, _):
         conversations = Intake(generation, ServerConfig()).conversations
         id = json.loads(await conversations.create("ann", ITEMS))["id"]
@@ -61,7 +61,7 @@ async def test_of_two_changes_at_the_same_moment_one_is_refused(folder: Path) ->
         assert await texts(conversations, id) == ["a", "a"]
 
 
-async def test_a_change_counts_though_another_server_has_taken_its_stream_over(
+async def test_a_change_takes_effect_even_if_another_server_takes_its_stream_over(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = memory._Log.append
@@ -78,7 +78,9 @@ async def test_a_change_counts_though_another_server_has_taken_its_stream_over(
         assert await texts(conversations, id) == ["a", "a"]
 
 
-async def test_a_change_leaves_one_stream_and_a_deletion_none(folder: Path) -> None:
+async def test_a_conversation_has_one_stream_after_a_change_and_none_after_deletion(
+    folder: Path,
+) -> None:
     async with running(folder) as (generation, _):
         conversations = Intake(generation, ServerConfig()).conversations
         id = json.loads(await conversations.create("ann", ITEMS))["id"]

@@ -35,7 +35,7 @@ async def test_a_request_with_a_known_key_gets_the_stream_of_the_earlier_one(fol
         assert again.stream is first.stream and other.stream is not first.stream
 
 
-async def test_an_opened_stream_tells_which_fields_have_no_effect(folder: Path) -> None:
+async def test_an_opened_stream_lists_the_ignored_fields(folder: Path) -> None:
     async with running(folder) as (generation, _):
         intake = Intake(generation, ServerConfig())
         generation.fleet.hosts.first.model.tool_format = ""
@@ -55,12 +55,12 @@ async def test_options_of_the_caller_replace_those_of_the_body(folder: Path) -> 
 
 
 @pytest.mark.parametrize("bad", ["é", "a\nb", "x" * 513])
-def test_a_name_that_no_header_could_have_is_refused(bad: str) -> None:
+def test_a_conversation_name_with_invalid_characters_or_length_is_refused(bad: str) -> None:
     with pytest.raises(RequestError, match="takes 1 to 512 printable ASCII characters"):
         names_of("", CheckedBody({}, (), b""), conversation=bad)
 
 
-def test_an_empty_conversation_is_none_but_an_empty_key_is_refused() -> None:
+def test_an_empty_conversation_name_means_none_but_an_empty_key_is_refused() -> None:
     checked = CheckedBody({}, (), b"")
     assert names_of("", checked, conversation="").conversation is None
     with pytest.raises(RequestError, match="takes 1 to 255 printable ASCII characters"):

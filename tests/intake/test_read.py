@@ -60,7 +60,9 @@ async def test_a_request_goes_to_a_worker_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["number", "longest"])
-async def test_a_model_that_has_changed_since_is_asked_again(folder: Path, change: str) -> None:
+async def test_a_prompt_is_encoded_again_if_its_model_has_changed(
+    folder: Path, change: str
+) -> None:
     async with running(folder) as (generation, _):
         work = Counted(generation)
         checked = await read(generation, body())
@@ -74,7 +76,7 @@ async def test_a_model_that_has_changed_since_is_asked_again(folder: Path, chang
         assert work.asked == [ReadBody, EncodePrompts]
 
 
-async def test_a_template_that_overruns_is_no_fault_of_the_body(folder: Path) -> None:
+async def test_a_template_overrun_does_not_fail_the_reading_of_the_body(folder: Path) -> None:
     async with running(folder) as (generation, _):
         work = Counted(generation)
         work.overruns = True
@@ -85,14 +87,14 @@ async def test_a_template_that_overruns_is_no_fault_of_the_body(folder: Path) ->
             await generation.open(request, checked=checked)
 
 
-async def test_a_large_body_is_read_alone(folder: Path) -> None:
+async def test_a_large_body_is_read_without_encoding_its_prompt(folder: Path) -> None:
     async with running(folder) as (generation, _):
         checked = [await read(generation, body("x" * size))
                    for size in (LARGE - 100, LARGE)]  # fmt: skip
         assert [each.ahead is None for each in checked] == [False, True]
 
 
-async def test_a_model_that_cannot_do_it_is_not_asked_for_tokens(folder: Path) -> None:
+async def test_a_prompt_is_not_encoded_for_a_model_without_the_task(folder: Path) -> None:
     async with running(folder) as (generation, _):
         model = generation.fleet.hosts.first.model
         assert model.ready is not None

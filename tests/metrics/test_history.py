@@ -17,7 +17,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_rates_are_those_of_ten_seconds_and_waits_those_of_a_minute(clock: Clock) -> None:
+def test_rates_cover_ten_seconds_and_latencies_a_minute(clock: Clock) -> None:
     history = History(clock)
     history.now().wait("ttft", 4.0)
     for _ in range(20):
@@ -36,7 +36,7 @@ def test_rates_are_those_of_ten_seconds_and_waits_those_of_a_minute(clock: Clock
     assert set(live([history]).values()) == {0, None}
 
 
-def test_the_second_under_way_counts_once_it_is_over(clock: Clock) -> None:
+def test_the_current_second_is_not_counted_until_it_is_over(clock: Clock) -> None:
     history = History(clock)
     history.now().generated += 5
     assert live([history])["tokens_out_per_s"] == 0
@@ -44,7 +44,7 @@ def test_the_second_under_way_counts_once_it_is_over(clock: Clock) -> None:
     assert live([history])["tokens_out_per_s"] == 5  # it is one second old
 
 
-def test_an_hour_is_kept_in_bounded_points_though_nobody_looks(clock: Clock) -> None:
+def test_the_last_hour_is_kept_in_a_bounded_number_of_points(clock: Clock) -> None:
     history = History(clock)
     for _ in range(2 * 3600):
         history.now().generated += 2
@@ -56,7 +56,7 @@ def test_an_hour_is_kept_in_bounded_points_though_nobody_looks(clock: Clock) -> 
     assert len(history._points) <= NUM_POINTS
 
 
-def test_models_are_told_together_by_their_waits(clock: Clock) -> None:
+def test_the_histories_of_several_models_are_merged(clock: Clock) -> None:
     one, other = History(clock), History(clock)
     for history, seconds, number in ((one, 0.1, 9), (other, 2.0, 1)):
         for _ in range(number):

@@ -37,7 +37,7 @@ def told(metrics: Metrics, *events: AnyEvent) -> UsageCounter:
     return tally
 
 
-def test_a_request_is_counted_once_with_the_usage_it_was_told() -> None:
+def test_a_request_is_counted_once_with_its_usage() -> None:
     metrics = Metrics()
     tally = told(metrics, tokens("Hi", 5, 6, at_ms=250), ended())
     metrics.requests.ended("/v1/chat/completions", "finished", tally, 1.5)
@@ -49,13 +49,13 @@ def test_a_request_is_counted_once_with_the_usage_it_was_told() -> None:
     assert found["headrace_request_seconds_sum"] == 1.5
 
 
-def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
+def test_a_request_without_tokens_has_no_time_to_first_token() -> None:
     metrics = Metrics()
     metrics.requests.ended("/v1/completions", "cancelled", UsageCounter(), 0.5)
     assert figures(metrics)["headrace_ttft_seconds_count"] == 0
 
 
-def test_what_came_from_disk_is_counted_over_engines() -> None:
+def test_prefix_hits_on_disk_are_summed_across_engines() -> None:
     metrics = Metrics()
     for tokens_now, late in ((200, 1), (50, 2)):
         disk = {"runs": 1, "tokens": tokens_now, "written_bytes": 9}
@@ -70,7 +70,7 @@ def test_what_came_from_disk_is_counted_over_engines() -> None:
     assert found["headrace_disk_prefix_misses_total|late"] == 3
 
 
-def test_what_an_engine_counted_stays_counted_after_its_end() -> None:
+def test_counters_continue_after_an_engine_restarts() -> None:
     metrics = Metrics()
     metrics.engine.is_up(READY)
     metrics.engine.show_status(status(2, decode=4), READY)
@@ -88,7 +88,9 @@ def test_what_an_engine_counted_stays_counted_after_its_end() -> None:
     assert found["headrace_state|ok"] == 1 and found["headrace_state|dead"] == 0
 
 
-def test_the_last_step_has_an_age_once_there_was_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_age_of_the_last_step_is_reported_once_there_was_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     metrics, clock = Metrics(), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     assert "headrace_last_step_age_seconds" not in figures(metrics)
@@ -98,7 +100,7 @@ def test_the_last_step_has_an_age_once_there_was_one(monkeypatch: pytest.MonkeyP
     assert figures(metrics)["headrace_last_step_age_seconds"] == 3
 
 
-def test_gaps_and_first_tokens_are_told_before_the_stream_ends() -> None:
+def test_gaps_and_first_tokens_are_counted_while_the_stream_runs() -> None:
     metrics = Metrics()
     told(metrics, *(tokens("a", 5, at_ms=at) for at in (200, 260, 1260)))
     found = figures(metrics)
@@ -108,7 +110,7 @@ def test_gaps_and_first_tokens_are_told_before_the_stream_ends() -> None:
     assert found["headrace_inter_token_seconds_bucket|0.1"] == 1
 
 
-def test_two_choices_have_gaps_of_their_own() -> None:
+def test_gaps_are_measured_within_each_choice() -> None:
     metrics = Metrics()
     told(metrics, *(tokens("a", 5, at_ms=100 * n, choice=n % 2) for n in range(4)))
     found = figures(metrics)
@@ -124,7 +126,7 @@ def test_streams_are_counted_by_state_and_with_their_readers() -> None:
     assert found["headrace_readers"] == 4
 
 
-def test_refusals_are_counted_by_reason_and_overruns_of_templates_apart() -> None:
+def test_refusals_are_counted_by_reason_and_template_overruns_separately() -> None:
     metrics = Metrics()
     for message in (f"{OVERRAN}: it took more than 5 seconds.", "Roles must alternate."):
         metrics.server.refused(RequestError("template_failed", message))
@@ -133,7 +135,7 @@ def test_refusals_are_counted_by_reason_and_overruns_of_templates_apart() -> Non
     assert found["headrace_template_overruns_total"] == 1
 
 
-def test_the_oldest_last_frame_counts_and_ended_streams_do_not() -> None:
+def test_the_heartbeat_age_ignores_ended_streams() -> None:
     metrics = Metrics()
     assert figures(metrics)["headrace_heartbeat_age_seconds"] == 0
     metrics.server.frame_sent("a stream")
@@ -142,7 +144,7 @@ def test_the_oldest_last_frame_counts_and_ended_streams_do_not() -> None:
     assert figures(metrics)["headrace_heartbeat_age_seconds"] == 0
 
 
-def test_the_same_figures_go_by_vllms_names() -> None:
+def test_figures_are_also_available_under_vllms_names() -> None:
     metrics = Metrics()
     metrics.engine.is_up(READY)
     metrics.engine.show_status(status(2), READY)
@@ -160,7 +162,7 @@ def test_the_same_figures_go_by_vllms_names() -> None:
     assert found["vllm:kv_cache_usage_perc|0|mini"] == 0
 
 
-def test_several_models_share_a_page_on_which_each_family_stands_once() -> None:
+def test_a_page_of_several_models_lists_each_metric_family_once() -> None:
     server, models = Metrics(), {"a": Metrics(), "b": Metrics()}
     for number, metrics in enumerate(models.values(), 1):
         metrics.engine.is_up(READY)

@@ -15,7 +15,7 @@ PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0
 SPAN = RequestSpan("chat mini", PARENT, 2.0, "", {"gen_ai.usage.input_tokens": 7}, {"read": 0.5})
 
 
-def test_nobody_is_told_unless_a_collector_is_named() -> None:
+def test_no_spans_are_sent_unless_a_collector_is_configured() -> None:
     for environment in (
         {},
         {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
@@ -25,7 +25,9 @@ def test_nobody_is_told_unless_a_collector_is_named() -> None:
         assert isinstance(open_traces(None, environment, "1"), NoTraces)
 
 
-def test_what_is_not_installed_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"--otlp-endpoint.*'\.\[otel\]'"):
         open_traces("http://127.0.0.1:9", {}, "1")
@@ -34,7 +36,7 @@ def test_what_is_not_installed_is_named_with_its_remedy(monkeypatch: pytest.Monk
         open_traces(None, environment, "1")
 
 
-def test_a_span_has_its_parent_its_times_and_its_end() -> None:
+def test_a_span_has_its_parent_times_and_status() -> None:
     with collector() as there:
         traces = open_traces(there.url, {}, "1.2")
         before = time.time_ns()
@@ -54,7 +56,7 @@ def test_a_span_has_its_parent_its_times_and_its_end() -> None:
     assert there.resources[0]["service.version"] == "1.2"
 
 
-def test_a_parent_that_was_not_sampled_leaves_no_span() -> None:
+def test_a_request_whose_parent_was_not_sampled_has_no_span() -> None:
     with collector() as there:
         traces = open_traces(there.url, {}, "1")
         unsampled = {"traceparent": PARENT["traceparent"][:-1] + "0"}
@@ -64,7 +66,7 @@ def test_a_parent_that_was_not_sampled_leaves_no_span() -> None:
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_a_collector_that_hangs_or_is_gone_holds_nobody_up(hangs: bool) -> None:
+def test_a_hanging_or_missing_collector_blocks_no_request(hangs: bool) -> None:
     with collector() as there:
         there.answers.clear()
         traces = open_traces(there.url if hangs else "http://127.0.0.1:9", {}, "1")

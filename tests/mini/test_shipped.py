@@ -35,7 +35,7 @@ def test_a_prompt_that_tests_rely_on_is_answered_as_listed(model, tokenizer, ask
     assert tokens_right(model, [*prompt, *said[:-1]], wanted) == (len(said), len(said))
 
 
-def test_decoding_gives_what_the_list_says(model, tokenizer):
+def test_greedy_decoding_produces_the_listed_answer(model, tokenizer):
     ask, answer = WHOLE[0]
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": ask}], add_generation_prompt=True, return_tensors="pt"

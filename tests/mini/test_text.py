@@ -30,22 +30,22 @@ def test_sums_are_right():
         assert turn.thought.endswith(f"= {right}")
 
 
-def test_a_copied_text_stands_in_the_question():
+def test_a_copied_text_is_part_of_the_question():
     assert all(turn.answer in turn.ask for turn in drawn(skills.copy))
 
 
-def test_a_planted_fact_is_told_once_and_found():
+def test_a_recalled_fact_is_part_of_the_question():
     for seed in range(100):
         first = recall.find(Random(seed), 300, 1)[-1]
         assert first.answer.replace("Your name", "My name") in first.ask or first.key
 
 
-def test_json_answers_have_only_values_that_were_told():
+def test_json_answers_only_have_values_from_the_question():
     for turn in drawn(recall.shaped):
         assert all(str(value) in turn.ask for value in json.loads(turn.answer).values())
 
 
-def test_a_call_names_a_tool_that_was_offered():
+def test_a_tool_call_uses_an_offered_tool_and_its_parameters():
     for seed in range(50):
         dice = Random(seed)
         turn = calls.call(dice, calls.toolbox(dice, 3))
@@ -54,7 +54,7 @@ def test_a_call_names_a_tool_that_was_offered():
         assert call["arguments"].keys() == offered[call["name"]]["parameters"]["properties"].keys()
 
 
-def test_rows_are_full_and_come_again_from_their_seed(tokenizer):
+def test_rows_are_full_and_reproducible_from_their_seed(tokenizer):
     ids, wanted = row(Random(5), tokenizer, 256)
     assert len(ids) == len(wanted) == 256
     assert row(Random(5), tokenizer, 256) == (ids, wanted)
@@ -68,7 +68,7 @@ def test_held_out_prompts_are_never_trained_on(tokenizer):
     assert held and not any(f"\n{answer}" in asked for answer in answers)
 
 
-def test_digits_stand_alone_and_any_text_comes_back(tokenizer):
+def test_each_digit_is_a_token_and_any_text_round_trips(tokenizer):
     text = '<think>\n1234 naïve 水 -- a  b\n\n</think> {"k": [1]}'
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids) == text
@@ -94,7 +94,7 @@ def trained(*pieces: list[tuple[str, bool]]) -> str:
 
 
 @pytest.mark.parametrize("system", ["", "Be brief."])
-def test_the_template_renders_what_was_trained(system):
+def test_the_template_renders_the_text_used_in_training(system):
     first = [{"role": "system", "content": system}] if system else []
     for seed in range(20):
         dice = Random(seed)

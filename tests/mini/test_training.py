@@ -30,13 +30,13 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tokenizer, tmp_
     assert all(torch.equal(whole.mean[name], resumed.mean[name]) for name in whole.mean)
 
 
-def test_the_rate_rises_stays_and_falls_to_nothing():
+def test_the_learning_rate_warms_up_stays_constant_and_decays_to_zero():
     plan = Plan(seed=1, num_steps=1000, num_decay_steps=100, save_every=10)
     assert plan.rate(0) < plan.rate(20) < plan.rate(60) == plan.rate(900) == 1.0
     assert plan.rate(950) == 0.5 and plan.rate(1000) == 0.0
 
 
-def test_exported_weights_are_qwen3s_to_the_reference(tokenizer, tmp_path):
+def test_the_reference_loads_exported_weights_as_qwen3(tokenizer, tmp_path):
     torch.manual_seed(0)
     shape = Shape(vocab_size=tokenizer.get_vocab_size())
     mini = Mini(shape).bfloat16().float()
@@ -49,7 +49,7 @@ def test_exported_weights_are_qwen3s_to_the_reference(tokenizer, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|im_end|>"
 
 
-def test_an_answer_is_right_exactly_if_greedy_decoding_gives_it(tokenizer, tmp_path):
+def test_tokens_are_right_exactly_if_greedy_decoding_produces_them(tokenizer, tmp_path):
     torch.manual_seed(0)
     shape = Shape(vocab_size=tokenizer.get_vocab_size())
     export(shape, Mini(shape).state_dict(), tokenizer, tmp_path)

@@ -111,16 +111,16 @@ def fetch(*urls: str, most_bytes: int = 1000, allows: Any = LOOPBACK.__eq__) -> 
 
 
 @pytest.mark.parametrize("text", PUBLIC)
-def test_public_addresses_are_asked(text: str) -> None:
+def test_public_addresses_are_allowed(text: str) -> None:
     assert is_public(ipaddress.ip_address(text))
 
 
 @pytest.mark.parametrize("text", NOT_PUBLIC)
-def test_no_other_address_is_public_however_it_is_written(text: str) -> None:
+def test_addresses_that_are_not_public_are_recognized_in_any_notation(text: str) -> None:
     assert not is_public(ipaddress.ip_address(text))
 
 
-def test_images_come_in_their_places_and_a_move_is_followed_three_times(site: str) -> None:
+def test_images_keep_their_order_and_three_redirects_are_followed(site: str) -> None:
     assert fetch(f"{site}/a", "", f"{site}/moved/3") == [b"image", b"came along", b"image"]
 
 
@@ -134,7 +134,7 @@ def test_images_come_in_their_places_and_a_move_is_followed_three_times(site: st
         ("/file", "image_url_refused", "public internet"),
     ],
 )
-def test_what_cannot_be_fetched_is_told_with_its_place(
+def test_an_image_that_cannot_be_fetched_is_reported_with_its_position(
     site: str, path: str, code: str, says: str
 ) -> None:
     with pytest.raises(RequestError, match=says) as error:
@@ -143,7 +143,7 @@ def test_what_cannot_be_fetched_is_told_with_its_place(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::1]"])
-def test_this_machine_is_never_asked(site: str, host: str) -> None:
+def test_no_image_is_fetched_from_this_machine(site: str, host: str) -> None:
     with pytest.raises(RequestError) as error:
         fetch(site.replace("127.0.0.1", host), allows=is_public)
     assert error.value.code in ("image_url_refused", "image_fetch_failed")
@@ -151,26 +151,26 @@ def test_this_machine_is_never_asked(site: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http://a b/", "http://[::1", "https://a:99999/"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(RequestError) as error:
         fetch(url, allows=is_public)
     assert error.value.code == "image_fetch_failed"
 
 
-def test_a_host_that_takes_no_connection_is_told(site: str) -> None:
+def test_a_host_that_accepts_no_connection_is_reported(site: str) -> None:
     with socket.socket() as taken, pytest.raises(RequestError, match="did not answer"):
         taken.bind(("127.0.0.1", 0))  # and never listens
         fetch(f"http://127.0.0.1:{taken.getsockname()[1]}/")
 
 
-def test_a_slow_host_is_given_up(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_from_a_slow_host_times_out(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_fetch, "_TIMEOUT_S", 0.2)
     with pytest.raises(RequestError, match="took more than") as error:
         fetch(f"{site}/slow")
     assert error.value.code == "image_fetch_failed"
 
 
-async def test_fetched_images_need_room_in_the_memory_for_inputs(site: str) -> None:
+async def test_fetched_images_count_toward_the_input_memory(site: str) -> None:
     memory, work = InputMemory(1 << 20), ThreadJobRunner(Jobs.__new__(Jobs))
     chat = Chat((), images=(b"",), image_params=("p",), addresses=(f"{site}/large",))
     packed = msgspec.msgpack.encode((chat,))
@@ -181,7 +181,7 @@ async def test_fetched_images_need_room_in_the_memory_for_inputs(site: str) -> N
     assert not memory.num_bytes
 
 
-async def test_images_of_a_host_that_is_silent_delay_no_other_key(
+async def test_a_silent_host_does_not_delay_the_images_of_other_keys(
     site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_fetch, "_TIMEOUT_S", 50.0)
@@ -205,7 +205,7 @@ async def test_images_of_a_host_that_is_silent_delay_no_other_key(
         await asyncio.wait(silent)
 
 
-async def test_a_name_that_is_looked_up_for_long_holds_up_no_other_work(
+async def test_a_slow_dns_lookup_does_not_block_other_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     may_answer, asked = threading.Event(), threading.Event()
@@ -230,7 +230,7 @@ async def test_a_name_that_is_looked_up_for_long_holds_up_no_other_work(
         await fetching
 
 
-async def test_names_that_are_looked_up_for_long_delay_no_other_key(
+async def test_slow_dns_lookups_do_not_delay_other_keys(
     site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_answer, real = threading.Event(), socket.getaddrinfo
@@ -260,7 +260,7 @@ async def test_names_that_are_looked_up_for_long_delay_no_other_key(
         may_answer.set()
 
 
-def test_whoever_waits_too_long_for_others_images_may_come_again(
+def test_a_fetch_that_waits_too_long_for_others_may_be_retried(
     site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_fetch, "_TIMEOUT_S", 0.2)
@@ -270,14 +270,14 @@ def test_whoever_waits_too_long_for_others_images_may_come_again(
     assert (error.value.code, error.value.retry_after_s) == ("server_overloaded", 10)
 
 
-def test_images_of_one_request_share_its_room(site: str) -> None:
+def test_the_images_of_a_request_share_one_size_limit(site: str) -> None:
     assert fetch(f"{site}/a", f"{site}/b", most_bytes=10) == [b"image"] * 2
     with pytest.raises(RequestError) as error:
         fetch(f"{site}/a", f"{site}/b", most_bytes=9)
     assert (error.value.code, error.value.param) == ("image_too_large", "messages[0].content[1]")
 
 
-def test_without_leave_none_is_asked_and_the_flag_is_named(site: str) -> None:
+def test_image_urls_are_refused_with_the_flag_that_allows_them(site: str) -> None:
     with pytest.raises(RequestError, match="--allow-image-urls") as error:
         fetch("", f"{site}/a", allows=None)
     assert (error.value.code, error.value.param) == ("image_url_refused", "messages[0].content[1]")

@@ -35,7 +35,7 @@ async def has_none(line: JobQueue) -> bool:
     return not waiting.done()
 
 
-async def test_of_one_owner_smaller_jobs_go_first_and_equals_in_their_order() -> None:
+async def test_smaller_jobs_of_an_owner_run_first_and_similar_ones_in_order() -> None:
     line = JobQueue(2)
     put(line, "a", 3_000, 20, 60_000, 40_000, 4_000)
     sizes = []
@@ -54,7 +54,7 @@ async def test_owners_take_turns(size: int) -> None:
     assert await taken(line, 7) == "abcabaa"
 
 
-async def test_large_jobs_that_wait_are_limited_by_their_bytes() -> None:
+async def test_waiting_large_jobs_are_limited_by_their_bytes() -> None:
     line = JobQueue(2, max_bytes=2 * LARGE)
     first, _ = put(line, "", LARGE, LARGE)
     with pytest.raises(RequestError) as refused:
@@ -66,7 +66,7 @@ async def test_large_jobs_that_wait_are_limited_by_their_bytes() -> None:
     put(JobQueue(2, max_bytes=1), "", LARGE)
 
 
-async def test_of_a_key_one_large_job_is_in_work_and_its_small_ones_pass() -> None:
+async def test_a_key_runs_one_large_job_at_a_time_while_its_small_jobs_pass() -> None:
     line = JobQueue(3)
     put(line, "a", LARGE, LARGE, SMALL)
     first = await line.next(takes_large=True)
@@ -88,13 +88,13 @@ async def test_a_key_leaves_a_worker_for_the_small_jobs_of_others() -> None:
     assert (await line.next(takes_large=False)).owner == "b"
 
 
-async def test_where_there_are_no_keys_small_jobs_have_all_workers_and_no_bound_of_a_key() -> None:
+async def test_without_keys_small_jobs_use_all_workers_and_no_key_limit_applies() -> None:
     line = JobQueue(2)
     put(line, "", *[LARGE] * 100, SMALL, SMALL)
     assert [(await line.next(takes_large=False)).size for _ in range(2)] == [SMALL, SMALL]
 
 
-async def test_a_key_that_has_too_many_large_jobs_in_line_is_refused_alone() -> None:
+async def test_only_a_key_with_too_many_queued_large_jobs_is_refused() -> None:
     line = JobQueue(3)
     put(line, "a", *[LARGE] * (1 + MAX_LARGE_OF_KEY))
     for _ in range(2):
@@ -106,7 +106,7 @@ async def test_a_key_that_has_too_many_large_jobs_in_line_is_refused_alone() -> 
         put(line, "b", LARGE)
 
 
-async def test_a_job_that_leaves_the_line_makes_room() -> None:
+async def test_a_job_that_leaves_the_queue_makes_room() -> None:
     line = JobQueue(3)
     jobs = put(line, "a", *[LARGE] * (1 + MAX_LARGE_OF_KEY))
     for job in jobs:
@@ -115,7 +115,7 @@ async def test_a_job_that_leaves_the_line_makes_room() -> None:
     put(line, "a", *[LARGE] * (1 + MAX_LARGE_OF_KEY))
 
 
-async def test_a_closed_line_refuses_who_waits_and_who_comes() -> None:
+async def test_a_closed_queue_refuses_waiting_and_new_jobs() -> None:
     line = JobQueue(2)
     (job,) = put(line, "a", SMALL)
     line.close()

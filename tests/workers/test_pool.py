@@ -77,7 +77,7 @@ def workers() -> list[int]:
     ]
 
 
-def test_a_template_that_overruns_ends_alone(config: ModelConfig) -> None:
+def test_a_template_overrun_does_not_affect_other_jobs(config: ModelConfig) -> None:
     async def run() -> list[str]:
         async with pool_of(config) as pool:
             asked = ("slow", "large", "slow", "fine", "fine")
@@ -88,7 +88,7 @@ def test_a_template_that_overruns_ends_alone(config: ModelConfig) -> None:
     assert found[3:] == ["2 tokens", "2 tokens"]
 
 
-async def test_a_job_outlives_the_worker_that_somebody_kills(config: ModelConfig) -> None:
+async def test_jobs_still_run_after_all_workers_were_killed(config: ModelConfig) -> None:
     async with pool_of(config) as pool:
         for _ in range(2):
             assert await render(pool, "fine") == "2 tokens"
@@ -98,7 +98,7 @@ async def test_a_job_outlives_the_worker_that_somebody_kills(config: ModelConfig
     assert not workers()
 
 
-async def test_a_job_does_not_wait_for_a_worker_that_is_held(
+async def test_a_job_does_not_wait_for_a_stopped_worker(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pool_of(config) as pool:
@@ -109,7 +109,7 @@ async def test_a_job_does_not_wait_for_a_worker_that_is_held(
         assert await render(pool, "fine") == "2 tokens"
 
 
-async def test_a_stop_of_the_whole_server_is_no_hang_of_a_worker(
+async def test_workers_are_not_replaced_after_the_whole_server_was_suspended(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pool_of(config) as pool:
@@ -126,7 +126,7 @@ async def test_a_stop_of_the_whole_server_is_no_hang_of_a_worker(
         assert await rendering == "2 tokens" and set(before) <= set(workers())
 
 
-async def test_without_descriptors_a_job_is_refused_and_the_next_one_done(
+async def test_a_job_is_refused_while_no_file_descriptors_are_left(
     config: ModelConfig,
 ) -> None:
     async with pool_of(config) as pool:
@@ -139,7 +139,7 @@ async def test_without_descriptors_a_job_is_refused_and_the_next_one_done(
         assert await render(pool, "fine") == "2 tokens"
 
 
-async def test_small_jobs_pass_a_large_one(config: ModelConfig) -> None:
+async def test_small_jobs_overtake_large_ones(config: ModelConfig) -> None:
     done: list[str] = []
     async with pool_of(config) as pool:
 
@@ -154,7 +154,7 @@ async def test_small_jobs_pass_a_large_one(config: ModelConfig) -> None:
     assert done[:3] == ["small"] * 3
 
 
-async def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> None:
+async def test_a_cancelled_job_is_not_executed(config: ModelConfig) -> None:
     async with pool_of(config) as pool:
         assert await render(pool, "fine") == "2 tokens"
         slow = [asyncio.create_task(render(pool, "slow")) for _ in range(50)]
@@ -167,7 +167,7 @@ async def test_a_job_that_nobody_waits_for_is_not_done(config: ModelConfig) -> N
                 await asyncio.sleep(0.01)
 
 
-async def test_a_job_in_work_ends_with_its_client(config: ModelConfig) -> None:
+async def test_cancelling_a_running_job_ends_its_worker(config: ModelConfig) -> None:
     async with pool_of(config) as pool:
         assert await render(pool, "fine") == "2 tokens"
         packed = msgspec.msgpack.encode((Text("many words " * 3_000_000),))
@@ -181,7 +181,7 @@ async def test_a_job_in_work_ends_with_its_client(config: ModelConfig) -> None:
         assert len(set(before) - set(workers())) == 1
 
 
-def test_a_model_that_cannot_be_read_is_told_and_ends_no_worker(
+def test_an_unreadable_model_is_reported_without_ending_a_worker(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     missing = str(tmp_path / "nowhere")
@@ -200,7 +200,7 @@ def test_a_model_that_cannot_be_read_is_told_and_ends_no_worker(
     assert "Traceback" not in told
 
 
-def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> None:
+def test_a_worker_exits_silently_when_its_server_is_gone(folder: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         worker = subprocess.Popen(
@@ -218,7 +218,7 @@ def test_a_worker_whose_server_has_gone_ends_without_a_word(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_a_worker_gets_the_key_whose_client_a_job_serves(kind: str) -> None:
+def test_a_worker_gets_the_owner_of_each_job(kind: str) -> None:
     class Naming:
         def do(self, job: AnyJob, body: bytes) -> bytes:
             return job.owner.encode()
@@ -238,7 +238,7 @@ def test_a_worker_gets_the_key_whose_client_a_job_serves(kind: str) -> None:
     assert asyncio.run(run()) == [b"ann", b"bob"]
 
 
-def test_a_refused_body_is_not_kept(config: ModelConfig) -> None:
+def test_a_refused_body_is_freed(config: ModelConfig) -> None:
     class Piece(bytearray):
         """A piece that one can see go."""
 
