@@ -1,4 +1,4 @@
-"""Answers that the test gives, and shelves whose disk is full when it says so."""
+"""Fake answers, and fake blobs on a disk that a test can fill."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from headrace_common.errors import RequestError
 
 
 class FakeAnswers(LineAnswers):
-    """Answers a line at once, unless `gate` is closed or `refusals` of its custom_id are left."""
+    """A fake that answers a line unless `gate` is closed or `refusals` for its id are left."""
 
     num_at_once = 4
 
@@ -23,10 +23,10 @@ class FakeAnswers(LineAnswers):
         self.gate.set()
 
     def check_model(self, name: str) -> None:
-        """Every model is served."""
+        """Do nothing: every model is served."""
 
     async def read_models(self, lines: bytes) -> None:
-        """Every model was read."""
+        """Do nothing: every model was read."""
 
     async def answer(self, asked: LineRequest) -> LineAnswer:
         self.asked.append(asked)

@@ -1,4 +1,4 @@
-"""All batches of a server: keys share alike, each sees its own, and nothing is kept for ever."""
+"""Tests all batches of a server: shares of keys, quotas and expiry."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ class Server:
         self.batches = Batches(shelf, config, None, self.answers)
 
     async def begin(self, owner: str, number: int, num_lines: int = 20) -> BatchRecord:
-        """A batch that was checked before."""
+        """Store a batch that was already validated."""
         id = f"batch_{number}"
         now = await self.shelf.records.now()
         batch = BatchRecord(id, owner, "openai", "/v1/completions", f"in{number}", now, 3600)
@@ -72,7 +72,7 @@ async def test_keys_get_equal_shares_regardless_of_their_number_of_batches(serve
 
 
 async def test_a_line_longer_than_the_body_limit_is_answered(tmp_path: Path) -> None:
-    # A request of Anthropic's API becomes a line, which is longer than the request.
+    # A request of Anthropic's API becomes a line that is longer than the request.
     config = msgspec.structs.replace(CONFIG, http=HttpConfig(max_body_bytes=20))
     server = Server(folder_batch_store(tmp_path), config)
     await server.begin("ann", 1, num_lines=1)
@@ -219,7 +219,7 @@ async def test_an_upload_with_an_unconfirmed_record_leaves_no_record(
 
 
 def jump_30_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves this process's wall clock past the end of every batch and file."""
+    """Move this process's wall clock past the end of every batch and file."""
     later = time.time() + 31 * 24 * 3600
     monkeypatch.setattr(time, "time", lambda: later)
 

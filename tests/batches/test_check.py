@@ -1,4 +1,4 @@
-"""All lines are checked before the first is answered, a piece at a time, however long it takes."""
+"""Tests that all lines are checked, piece by piece, before the first is answered."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ ROUTE = "/v1/completions"
 
 
 class BusyWork:
-    """Checks lines at once, but refuses every other time: too many wait."""
+    """A fake job runner that refuses every second job as if too many were waiting."""
 
     def __init__(self) -> None:
         self.num_asked = 0

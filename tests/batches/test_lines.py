@@ -1,4 +1,4 @@
-"""Lines read in pieces have the numbers that an editor shows, wherever the pieces end."""
+"""Tests that lines read in pieces have the numbers that an editor shows."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every shelf: records that are whole, blobs of whole lines, one holder of a batch."""
+"""Tests every batch store: whole records, blobs of whole lines, one holder per batch."""
 
 import asyncio
 import errno
@@ -29,7 +29,7 @@ async def opened_folder(path: Path) -> AsyncIterator[tuple[BatchStore, BatchStor
 
 @asynccontextmanager
 async def opened_in_redis(path: Path) -> AsyncIterator[tuple[BatchStore, BatchStore | None]]:
-    """The shelves of two servers."""
+    """Yield the batch stores of two servers."""
     from headrace.batches.redis_store import redis_batch_store
     from headrace.streams.stores.redis import RedisStore
 
@@ -44,7 +44,7 @@ async def opened_in_redis(path: Path) -> AsyncIterator[tuple[BatchStore, BatchSt
 
 
 async def lapse(shelf: BatchStore, id: str) -> None:
-    """Does what time does to a claim that nobody goes on with."""
+    """Expire a claim that is not renewed."""
     from headrace.batches.redis_store import claim_key
 
     link = shelf.records._link
@@ -52,7 +52,7 @@ async def lapse(shelf: BatchStore, id: str) -> None:
 
 
 async def append_unanswered(shelf: BatchStore, command: Callable[..., Awaitable[object]]) -> None:
-    """Append a line with `command` in place of Redis's, and without its answer."""
+    """Append a line with `command` instead of the one of Redis, and lose its answer."""
 
     async def unanswered(*words: object) -> None:
         await command(*words)
@@ -255,7 +255,7 @@ async def test_a_late_repeated_write_does_not_undo_later_writes(
 
 
 def pause(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, threading.Event]:
-    """Let a function of the folder store set the first event and wait for the second."""
+    """Make a function of the folder store set the first event and wait for the second."""
     is_writing, may_write, write = threading.Event(), threading.Event(), getattr(folder, name)
 
     def slowly(*given: object) -> None:

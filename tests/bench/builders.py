@@ -1,4 +1,4 @@
-"""Cells made by hand."""
+"""Builders of benchmark cells."""
 
 from headrace.bench.figures import figures
 from headrace.bench.record import Cell, CellPlan, Evidence, Injection, Round
@@ -12,7 +12,7 @@ EVIDENCE = Evidence(
 def make_round(
     *streams: tuple[float, ...], sent: float | None = 2.0, first_token: float | None = 4.0
 ) -> Round:
-    """Ten seconds in which all streams run, with a prompt that waits from 2 to 4."""
+    """Return a round of ten seconds with a prompt that waits from second 2 to 4."""
     injections = () if sent is None else (Injection(sent, first_token, 100, False),)
     return Round(0.0, 10.0, streams, injections)
 

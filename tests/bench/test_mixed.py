@@ -1,4 +1,4 @@
-"""The benchmark as a user runs it, on a tiny model in a real server."""
+"""Tests `bench mixed` with a tiny model in a real server."""
 
 import json
 import sys

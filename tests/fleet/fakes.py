@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, its figures and death, and a user of it."""
+"""A fake engine whose messages a test sends, and a fake user of it."""
 
 from headrace.engines.client import EngineDown, EngineNews, EngineUp, NewsQueue
 from headrace.fleet.engine_users import EngineUsers, InQueue, UserNews
@@ -42,7 +42,7 @@ DOWN = EngineDown("engine_failed", "It died.", given_up=False)
 
 
 class FakeEngine:
-    """An EngineClient. `submits` and `cancels` are what it was sent, `say` is what it answers."""
+    """A fake EngineClient that records `submits` and `cancels`; `say` sends its messages."""
 
     def __init__(self) -> None:
         self.submits: list[Submit] = []
@@ -64,7 +64,7 @@ class FakeEngine:
         self.news = NewsQueue()  # of the next one, which a host may start
 
     async def say(self, news: EngineNews) -> None:
-        """Until all who hear it have acted on it."""
+        """Send a message and wait until all receivers have handled it."""
         self.news.put(news)
         await settle()
 
@@ -85,7 +85,7 @@ class FakeEngine:
         await self.say(Outputs(finished=(Finished(sequence_id, finish, "", message),)))
 
     async def let_go(self) -> None:
-        """Confirms every cancel that is not confirmed yet."""
+        """Confirm every pending cancel."""
         cancels, self.cancels = self.cancels, []
         for cancel in cancels:
             for sequence_id in cancel.sequence_ids:
@@ -97,7 +97,7 @@ class FakeEngine:
 
 
 class FakeUser:
-    """A user that submits nothing, with so many sequences; it keeps all that it is told."""
+    """A fake user that opens `num_sequences` sequences and records what it receives."""
 
     def __init__(self, num_sequences: int) -> None:
         self.begun: list[EngineUp] = []

@@ -1,4 +1,4 @@
-"""A file that outlives the server, while many write it."""
+"""Tests atomic and ordered writes of a state file."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Users of a fake engine: what reaches it, and who hears when."""
+"""Tests the messages between an engine and its users."""
 
 import asyncio
 from typing import Any
@@ -93,6 +93,6 @@ def test_a_user_gets_an_estimate_of_its_wait_once_the_pace_is_measured() -> None
     users.deliver(Outputs(finished=(Finished(first, FinishReason.LENGTH),)))
     users.deliver(Outputs(started=tuple(Started(id, 50, 0) for id in running)))
     users.report_positions(status, 1.0)
-    # eight tokens took a second, and the two places are free after as many more
+    # Eight tokens took a second, and both places are free after eight more.
     assert [it.eta_ms for it in user.places] == [None, 1000]
     assert users.eta.tokens_per_s == 100.0

@@ -1,4 +1,4 @@
-"""Downloads of models by name, which a process of their own makes."""
+"""Tests downloads of models in a separate process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Two models of which one is in memory at a time, over fake engines: who is loaded when."""
+"""Tests which of two models is loaded when memory only holds one, over fake engines."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ NO_MEMORY = EngineDown("load_failed", "No memory.", given_up=True)
 
 
 class Scene:
-    """A fleet, its engines as they were started, by model, and the calls that it made."""
+    """A fleet with its engines by model, and records of the models it loaded and lost."""
 
     def __init__(self, folder: Path, names: str, loading: LoadingConfig, max_waiting: int) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Scene:
         return engine
 
     async def ask(self, name: str) -> "asyncio.Task[ModelHost]":
-        """A request for it, which enters or waits."""
+        """Start a request for the model, which is admitted or waits."""
         host = await self.fleet.find(name)
         asked = asyncio.create_task(self.fleet.enter(host))
         await settle()
@@ -66,7 +66,7 @@ class Scene:
         await self.engines[name][-1].say(EngineUp(READY))
 
     async def use(self, name: str) -> ModelHost:
-        """A use of the model, which is loaded for it."""
+        """Use the model, loading it if necessary."""
         asked = await self.ask(name)
         if not asked.done():
             await self.up(name)

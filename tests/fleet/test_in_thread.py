@@ -6,7 +6,7 @@ from headrace.fleet.in_thread import in_thread
 
 
 class Panic(BaseException):
-    """Stands for the exception of a library in Rust that panics."""
+    """A fake for the exception that a panic in a Rust library raises."""
 
 
 async def test_the_result_of_work_in_a_thread_is_returned():

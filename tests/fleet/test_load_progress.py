@@ -1,4 +1,4 @@
-"""News of a load, and when it is told."""
+"""Tests the progress of a load and when it is reported."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tools.harness.eventually import eventually
 
 
 class ManualClock:
-    """The clock by which stages are counted."""
+    """A manual clock for the stages of a load."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0

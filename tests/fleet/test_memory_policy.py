@@ -1,6 +1,6 @@
-"""The rules by which models come and go, in made-up histories.
+"""Tests the rules for loading and unloading models, with random histories.
 
-`HEADRACE_SCHEDULES=10000` runs as many of them (`make test-models`).
+`HEADRACE_SCHEDULES=10000` runs that many histories (`make test-models`).
 """
 
 import itertools
@@ -18,7 +18,7 @@ NAMES = st.sampled_from(sorted(SIZES))
 
 
 class Histories(RuleBasedStateMachine):
-    """Clients ask, leave and finish; loads end or fail; what the policy says is done in time."""
+    """A state machine of requests, loads and unloads that carries out the policy's moves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class Histories(RuleBasedStateMachine):
         for _ in range(100):
             if (move := self.policy.next_move()) is None:
                 return
-            self.serve_other_servers(move)
+            self.carry_out(move)
         raise AssertionError("there is always another move")
 
-    def serve_other_servers(self, move: Move[int]) -> None:
+    def carry_out(self, move: Move[int]) -> None:
         match move.kind:
             case "load":
                 assert move.model not in self.there | {*self.loading, *self.leaving}
@@ -50,7 +50,7 @@ class Histories(RuleBasedStateMachine):
                 self.leaving.append(move.model)
             case "enter":
                 assert move.model in self.there
-                # nobody overtakes one who waits for a model that is neither there nor on its way
+                # No request overtakes one whose model is neither loaded nor loading nor leaving.
                 on_its_way = {*self.there, *self.loading, *self.leaving}
                 assert move.ticket is not None
                 before = [name for t, name in self.waiting.items() if t < move.ticket]
@@ -121,7 +121,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.there)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
-        """An engine is given up with its streams."""
+        """Give up an engine and its streams."""
         name = data.draw(st.sampled_from(sorted(self.there)))
         self.there.remove(name)
         for ticket in self.policy.lost(name):
@@ -141,7 +141,7 @@ class Histories(RuleBasedStateMachine):
             assert (stage is Stage.LOADING) == (name in self.loading)
 
     def teardown(self) -> None:
-        """Nobody starves: once loads end and streams finish, all who wait get in, in order."""
+        """Check that all waiting requests are admitted once loads end and streams finish."""
         for _ in range(1000):
             if not self.waiting:
                 return

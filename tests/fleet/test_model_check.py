@@ -1,4 +1,4 @@
-"""Hostile model folders: a process with limits meets them first, and only that process suffers."""
+"""Tests that a process with limits checks a model folder before the server reads it."""
 
 import asyncio
 import json
@@ -89,7 +89,7 @@ def test_a_check_that_never_ends_is_killed(folder: Path, monkeypatch: pytest.Mon
 def counted(
     monkeypatch: pytest.MonkeyPatch, error: ModelError, folder: Path
 ) -> tuple[ModelHost, list[str]]:
-    """A host of the folder whose checks fail with the error, and a list of the checks."""
+    """Return a host whose checks fail with the error, and a list of the checks."""
     checks = []
 
     def fail(config: ModelConfig) -> Checked:

@@ -1,4 +1,4 @@
-"""A model with its engine and users, where a test speaks for the engine."""
+"""Tests the host of a model over a fake engine."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class Scene(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def loading(folder: Path) -> AsyncIterator[Scene]:
-    """A host whose engine loads."""
+    """Yield a host whose engine is loading."""
     engine = FakeEngine()
     config = ModelConfig(model=str(folder), served_model_name=("tiny",))
     host = ModelHost(config, lambda _: engine, Metrics(), ServedModel(config))
@@ -63,7 +63,7 @@ async def loading(folder: Path) -> AsyncIterator[Scene]:
 
 @contextlib.asynccontextmanager
 async def up(folder: Path) -> AsyncIterator[Scene]:
-    """A host whose engine is up."""
+    """Yield a host whose engine is up."""
     async with loading(folder) as scene:
         await scene.engine.say(UP)
         yield scene

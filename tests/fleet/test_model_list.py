@@ -1,4 +1,4 @@
-"""The models that a server should have, over a fleet that has none."""
+"""Tests the list of configured and downloaded models, over a fleet without models."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -18,7 +18,7 @@ from headrace_common.errors import RequestError
 
 
 class NoFleet:
-    """Nothing runs of any model."""
+    """A fake fleet without models."""
 
     def __init__(self, config: ModelConfig | None = None) -> None:
         pass

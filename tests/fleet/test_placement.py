@@ -1,4 +1,4 @@
-"""Placement over replicas, alone: places, order, prefixes, and a simulation of all of it."""
+"""Tests the placement of requests on replicas, including a simulation."""
 
 from array import array
 

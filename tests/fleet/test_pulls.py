@@ -1,4 +1,4 @@
-"""Downloads, of which nothing is downloaded: what becomes of them while others come and go."""
+"""Tests the list of downloads with fake download processes."""
 
 import asyncio
 import contextlib
@@ -130,7 +130,7 @@ async def test_a_download_can_be_deleted_twice_concurrently(
 
 
 class SlowProcess:
-    """A download process that takes a while to end."""
+    """A fake download process that takes a while to end."""
 
     def __init__(self) -> None:
         self.stdout = asyncio.StreamReader()
@@ -179,13 +179,13 @@ GARBAGE = {
 
 
 def child(code: str) -> str:
-    """A module for `python -m headrace_common.checkpoints.fetch` that writes what it likes."""
+    """Return a program that replaces the download process and runs `code`."""
     return f"import os, sys\nout = sys.stdout.buffer\n{code}\nout.flush()\n"
 
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets what the process that downloads does."""
+    """Return a function that sets the code of the download process."""
 
     def tell(code: str) -> None:
         script = tmp_path / "child.py"

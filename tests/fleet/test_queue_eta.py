@@ -1,4 +1,4 @@
-"""How long those who wait are told to wait, and how long they then do."""
+"""Tests estimated waits against simulated ones."""
 
 import math
 import random
@@ -44,7 +44,7 @@ def test_no_wait_is_estimated_before_anything_was_measured() -> None:
 
 
 class Server:
-    """Places, a queue and a clock; each client asks again once it was answered."""
+    """A simulated server; each client sends its next request after an answer."""
 
     def __init__(self, length: Callable[[], int], limit: Callable[[int], float]) -> None:
         self.forecast = QueueEta()

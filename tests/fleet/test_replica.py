@@ -1,4 +1,4 @@
-"""How many engines a model has, by a manual clock, and their figures as those of one."""
+"""Tests how many replicas a model has, and the sums of their figures."""
 
 from msgspec.structs import replace
 
@@ -9,7 +9,7 @@ from tests.fleet.fakes import READY, STATUS, FakeEngine
 
 
 def replicas(*taken: int) -> list[Replica]:
-    """Replicas that came up at 0, of which so many places are taken."""
+    """Return replicas that came up at 0, with these numbers of taken places."""
     made = [Replica(number, FakeEngine()) for number in range(len(taken))]
     for it, num_taken in zip(made, taken, strict=True):
         it.came_up(EngineUp(READY), 0.0)

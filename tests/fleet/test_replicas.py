@@ -1,4 +1,4 @@
-"""Several fake engines as one, and a generation over them: deal out, move, grow, replace."""
+"""Tests replicas over fake engines: placing, moving, scaling and replacing."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ LIMIT_S = 30
 
 
 class Scene:
-    """Replicas over fake engines, in the order in which they were started, and what they say."""
+    """Replicas over fake engines, with the engines in starting order and all messages."""
 
     def __init__(self, fewest: int = 2, most: int = 2, idle_s: float | None = None) -> None:
         self.engines: list[FakeEngine] = []
@@ -240,7 +240,7 @@ async def test_the_only_engine_is_replaced_even_if_its_successor_loads_slowly(
 
 
 async def test_close_waits_for_a_replaced_engine_to_end() -> None:
-    """The engine still holds memory, and another model may be loaded after the close."""
+    # The engine still holds memory, and another model may be loaded after the close.
     async with asyncio.timeout(LIMIT_S):
         made = Scene()
         await made.up(0, 1)
@@ -273,7 +273,7 @@ async def test_an_engine_stays_if_its_successor_is_given_up(
 
 @contextlib.asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[tuple[Generation, list[FakeEngine]]]:
-    """A generation over two fake engines that are up."""
+    """Run a generation over two fake engines that are up."""
     engines: list[FakeEngine] = []
 
     def start_one() -> FakeEngine:

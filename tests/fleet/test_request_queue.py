@@ -1,4 +1,4 @@
-"""The line before several engines, alone: parts of requests, and what becomes of each."""
+"""Tests the queue in front of several engines."""
 
 from array import array
 

@@ -15,7 +15,7 @@ from tests.gateway.builders import READY, FakeModel
 
 
 class NoTokens:
-    """Workers by whom every prompt comes out empty."""
+    """Fake workers that encode every prompt to no tokens."""
 
     async def do(self, *job: Any) -> Encoded:
         return Encoded((b"",), "one-shot")

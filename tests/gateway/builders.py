@@ -1,4 +1,4 @@
-"""Requests, records, logs and a generation whose streams are written by the test."""
+"""Builders of requests, records and logs, and a generation whose streams a test writes."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=8,
 )
-"""Any value a strict body can hold."""
+"""Any value that a strict JSON body can contain."""
 
 CONFIG = ServerConfig()
 STREAM_ID = "chatcmpl-0123456789abcdef0123456789abcdef"
@@ -100,7 +100,7 @@ SPEC = SimpleNamespace(
 
 
 class Letters:
-    """Each byte is a token; enough of a tokenizer for the small routes."""
+    """A fake tokenizer in which each byte is a token."""
 
     vocab_size = 256
     bos_token, eos_token = "<s>", "</s>"
@@ -129,7 +129,7 @@ class Letters:
 
 
 class Lines:
-    """A chat template: role and content, a line each."""
+    """A fake chat template that renders each message as one line with its role and content."""
 
     source = "{{ role }}: {{ content }}"
     shows_system = shows_later_system = True
@@ -145,7 +145,7 @@ class FakeModel:
     root: str = "headrace-mini"
     created: int = 1790000000
     number: int = 0
-    # whose tokenizer grammars are checked with
+    # Grammars are checked with the tokenizer in this folder.
     folder: Path = field(default_factory=lambda: find_model("headrace-mini"))
     defaults: Defaults | None = None
     vocab_size: int = 256
@@ -195,7 +195,7 @@ class FakeReader:
 
 
 class FakeAudience:
-    """Readers of the stream, of whom those are counted that left."""
+    """A fake audience of a stream that counts the readers that left."""
 
     def __init__(self, stream: "FakeStream") -> None:
         self.pause = ReaderPause()
@@ -211,7 +211,7 @@ class FakeAudience:
 
 
 class FakeStream:
-    """A log that the test writes; it remembers what was sent, and counts readers that left."""
+    """A stream whose log the test writes; records the sent events and counts lost readers."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -231,7 +231,7 @@ class FakeStream:
 
 
 class NoStreams:
-    """A registry in which nothing is ever found."""
+    """A fake registry without streams."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -259,7 +259,7 @@ class NoStreams:
 
 
 class OneStream(NoStreams):
-    """A registry in which the same stream is found whatever is asked for."""
+    """A fake registry that returns the same stream for every lookup."""
 
     def __init__(self, found: FinishedStream) -> None:
         self._found = found
@@ -274,13 +274,13 @@ class OneStream(NoStreams):
         return [self._found]
 
     async def stop(self, found: object) -> None:
-        """It has ended."""
+        """Do nothing: the stream has ended."""
 
     forget = stop
 
 
 class FakeHost:
-    """An engine that is up and has said what a test says."""
+    """A fake host whose engine is up; a test sets its status."""
 
     def __init__(self, model: FakeModel, metrics: Metrics) -> None:
         self.model, self.known = model, model
@@ -298,7 +298,7 @@ class FakeHost:
 
 
 class FakeVectors:
-    """Gives every input the vector [0.6, 0.8], and every pair the score 0."""
+    """A fake that returns the vector [0.6, 0.8] for each input and the score 0 for each pair."""
 
     def __init__(self, generation: "FakeGeneration") -> None:
         self._generation = generation
@@ -315,7 +315,7 @@ class FakeVectors:
 
 
 class FakeFleet:
-    """One model, which is there."""
+    """A fake fleet with one loaded model."""
 
     def __init__(self, host: FakeHost) -> None:
         self.pinned = host
@@ -330,11 +330,11 @@ class FakeFleet:
         yield self.hosts.get(name)
 
     def need(self, host: FakeHost) -> None:
-        """It is there."""
+        """Do nothing: the model is loaded."""
 
 
 class FakeQueues:
-    """Its generation is draining while it is stopped."""
+    """Fake queues whose generation drains while they are stopped."""
 
     def __init__(self, generation: "FakeGeneration") -> None:
         self._generation = generation
@@ -348,14 +348,14 @@ class FakeQueues:
 
 
 class NoPulls(Pulls):
-    """A hub that has nothing."""
+    """Fake downloads from a hub without models."""
 
     def begin(self, model: str) -> Pull:
         raise RequestError("model_not_found", "It is not on the hub.", "model")
 
 
 class FakeGeneration:
-    """Opens streams that hold `script` from the start; without a script, only seq 0."""
+    """A fake generation; each new stream contains `accepted` and the events of `script`."""
 
     def __init__(self, *script: AnyEvent, model: FakeModel | None = None) -> None:
         self.metrics = Metrics()
@@ -393,7 +393,7 @@ class FakeGeneration:
 def app_of(
     generation: Any, config: ServerConfig = CONFIG, shelf: BatchStore | None = None
 ) -> Starlette:
-    """The routes over a generation; files and batches end with the process if no shelf is given."""
+    """Build the app over a generation; without `shelf`, files and batches are temporary."""
     shelf = shelf or temporary_batch_store()
     return build_gateway(generation, config, shelf, Auth(config.http)).app
 
@@ -411,7 +411,7 @@ def make_request(route: str = "/v1/chat/completions", **changes: Any) -> Request
 def parsed(
     schema: ModuleType | Dialect, body: dict[str, Any], model: FakeModel | None = None
 ) -> Request:
-    """The request that a body makes, with its prompts."""
+    """Parse a body into a request with its prompts."""
     body_checked = requests.pack(schema, schema.read(body))
     request = requests.to_request(schema, body_checked, model or FakeModel())  # type: ignore[arg-type]
     prompts = msgspec.msgpack.decode(body_checked.packed, type=tuple[Prompt, ...])
@@ -462,7 +462,7 @@ def tokens(text: str, *ids: int, at_ms: int = 0, **more: Any) -> Tokens:
 
 
 def piece(text: str, channel: str, call: int = -1, name: str = "") -> Tokens:
-    """One token of another channel than content."""
+    """Return one token of a channel other than content."""
     pieces = (ChannelPiece(text, channel, call, name),)
     is_thought = channel == REASONING
     return Tokens(seq=0, at_ms=0, choice=0, ids=(1,), pieces=pieces, num_reasoning=int(is_thought))
@@ -492,7 +492,7 @@ def logprob(text: str | bytes, value: float | None = -0.5, *top: TokenLogprob) -
 
 
 def log_of(record: Record, *events: AnyEvent) -> list[AnyEvent]:
-    """A whole log: accepted, these events numbered, and the finish that follows from them."""
+    """Return a whole log: `accepted`, these events with numbers, and the resulting `finish`."""
     made = [accepted(record), *numbered(events, 1)]
     if made and isinstance(made[-1], Error):
         return made
@@ -507,7 +507,7 @@ def log_of(record: Record, *events: AnyEvent) -> list[AnyEvent]:
 
 
 def ended_stream(record: Record, *events: AnyEvent) -> FinishedStream:
-    """A stream that is only to be read, with a whole log of these events."""
+    """Return a finished stream with a whole log of these events."""
     log = MemoryLog()
     log.tail.extend(log_of(record, *events))
     return FinishedStream(record, log)

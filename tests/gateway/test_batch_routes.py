@@ -1,4 +1,4 @@
-"""Batches over HTTP: a refused one leaves nothing behind, and no answer is too large to keep."""
+"""Tests batches over HTTP: refused batches, large answers, form fields and deleted files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Work that ends with its client."""
+"""Tests work that is cancelled when its client disconnects."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Requests of a page of another origin, and what a browser lets that page see."""
+"""Tests requests from pages of another origin, and what a browser lets such a page read."""
 
 from typing import Any
 
@@ -78,7 +78,7 @@ SIMPLE = [
     "application/x-www-form-urlencoded",
     "multipart/form-data; boundary=b",
 ]
-"""The types of body that a browser lets a page of any site send without a preflight."""
+"""Content types that a browser lets a page of any site send without a preflight."""
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

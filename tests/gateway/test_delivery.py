@@ -34,7 +34,7 @@ IDLE = b'"delta":{},"finish_reason":null'
 
 
 class Connection:
-    """A client of one answer: what it got, and when it leaves."""
+    """A fake client of one answer that records its messages and can disconnect."""
 
     def __init__(self, stream: FakeStream, config: StreamConfig = QUIET) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ class Connection:
             await self._got.wait_for(lambda: condition(self.body))
 
     def stuck(self) -> asyncio.Condition:
-        """A context in which the socket takes nothing."""
+        """Return a context in which the socket accepts no data."""
         return self._got
 
     async def leave(self) -> None:
@@ -76,7 +76,7 @@ async def open_stream(**changes: Any) -> FakeStream:
 
 
 STREAMED = {"stream": True}
-# With ids, a token of a choice that does not exist fails to render.
+# With token ids, rendering a token of a missing choice fails.
 WITH_IDS = STREAMED | {"return_token_ids": True}
 
 

@@ -1,4 +1,4 @@
-"""Streams by the protocol Durable Streams: offsets, long polls, SSE, and what is refused."""
+"""Tests the Durable Streams protocol: offsets, long polls, SSE and refused queries."""
 
 import json
 from typing import Any

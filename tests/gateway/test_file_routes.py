@@ -1,4 +1,4 @@
-"""Uploads to /v1/files: every byte of a form counts against a limit, and none holds the loop."""
+"""Tests uploads to /v1/files: every byte of a form counts toward a limit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ def client(tmp_path: Path) -> TestClient:
 
 
 def send(client: TestClient, *pieces: bytes) -> httpx.Response:
-    """The answer to a form of unknown length."""
+    """Send a form without a content length and return the answer."""
 
     def body() -> Iterator[bytes]:
         yield from pieces

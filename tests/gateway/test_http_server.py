@@ -1,4 +1,4 @@
-"""Connections as clients treat them: several requests at once, and gone before the answer."""
+"""Tests HTTP connections: pipelining, early disconnects, limits and malformed requests."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ Connection = tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Paths:
-    """Answers /quick at once, /wait when `released`, and /stream piece by piece for ever."""
+    """An app that answers /quick at once, /wait when `released`, and streams /stream for ever."""
 
     def __init__(self) -> None:
         self.begun: asyncio.Queue[str] = asyncio.Queue()
@@ -60,7 +60,7 @@ class Paths:
 
 @contextlib.asynccontextmanager
 async def served(app: Any, **bounds: Any) -> AsyncIterator[Connection]:
-    """The application, and a connection to it."""
+    """Serve the app and yield it with the reader and writer of one connection."""
     server = HttpServer(app, farewell_s=1, bounds=Bounds(**bounds))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.create_task(server.serve([listener]))

@@ -1,4 +1,4 @@
-"""The sentence and the prompts that the start page shows for a model."""
+"""Tests the description and the prompts that the start page shows for a model."""
 
 from types import SimpleNamespace
 from typing import Any, cast

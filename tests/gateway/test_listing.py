@@ -1,4 +1,4 @@
-"""Pages of a list, followed to its end in both forms."""
+"""Tests the pages of a list in both directions."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The cost of a long log for the event loop, whoever asks and however many they are."""
+"""Tests how much event loop time reading a long log takes, for one or many readers."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ Messages = list[dict[str, Any]]
 
 
 class Rendered(list[int]):
-    """The number of each event that was rendered, in order; each takes a twentieth of a slice."""
+    """The numbers of the rendered events; rendering one takes a twentieth of a slice."""
 
     def render(self, frames: WireFrames, event: AnyEvent) -> list[bytes]:
         self.append(event.seq)
@@ -58,7 +58,7 @@ def app_of_long_log() -> Starlette:
 
 
 def ask(app: Starlette, path: str, query: str, left: asyncio.Event) -> asyncio.Task[Messages]:
-    """A GET by a client that goes when `left` is set."""
+    """Start a GET whose client disconnects when `left` is set."""
     coming = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive() -> Any:

@@ -1,4 +1,4 @@
-"""Anthropic's dialect over HTTP: errors in its shape, counts, and resume to the byte."""
+"""Tests Anthropic's dialect over HTTP: the shape of errors, token counts and resuming."""
 
 import re
 from typing import Any
@@ -147,7 +147,7 @@ def _record(conversation: str | None = None) -> Record:
 
 @pytest.fixture(scope="module")
 def kept() -> tuple[TestClient, bytes, str]:
-    """A client of a finished stream, the whole body, and where its events are."""
+    """Return a client, the whole body of a finished stream, and the path of its events."""
     record = _record("c")
     generation = FakeGeneration()
     generation.streams = OneStream(ended_stream(record, *SAID))

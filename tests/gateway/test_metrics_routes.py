@@ -7,7 +7,7 @@ from tests.gateway.test_state_routes import client_of
 
 
 class Shared(MemoryStore):
-    """A store of two servers, one of an older version."""
+    """A fake store shared by two servers, one of them of an older version."""
 
     def __init__(self, generation: FakeGeneration) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Paths as clients spell them, and the routes that they mean."""
+"""Tests the normalization of request paths."""
 
 import pytest
 from starlette.testclient import TestClient

@@ -1,4 +1,4 @@
-"""The lists of models, in the shapes that different clients look for."""
+"""Tests the lists of models in the formats of different clients."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ CODEX_NEEDS = {
     "support_verbosity", "default_verbosity", "apply_patch_tool_type", "truncation_policy",
     "supports_parallel_tool_calls", "experimental_supported_tools", "availability_nux",
 }  # fmt: skip
-"""What versions of Codex from 0.63 to 0.169 require of an entry."""
+"""The fields of an entry that Codex 0.63 to 0.169 requires."""
 
 
 def client_of(generation: FakeGeneration | None = None, **http: Any) -> TestClient:
@@ -28,7 +28,7 @@ def client_of(generation: FakeGeneration | None = None, **http: Any) -> TestClie
 
 
 def unread() -> FakeGeneration:
-    """A server whose model was never read."""
+    """Return a fake generation whose model was never read."""
     generation = FakeGeneration()
     host = generation.fleet.hosts.first
     host.known, host.ready = None, None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Forms are read the same, wherever their pieces end."""
+"""Tests the parser of multipart forms."""
 
 import time
 

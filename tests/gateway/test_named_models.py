@@ -1,4 +1,4 @@
-"""Models that nobody has used yet: who reads their files first."""
+"""Tests that an unused model is read under limits before a worker uses it."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Streams by event: cursors to the last frame, and other values of queries and headers."""
+"""Tests reading a stream by event: cursors, and other values of queries and headers."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""The document against the application: the same routes, and no body that it cannot stand."""
+"""Tests the OpenAPI document against the app: same routes, and no body causes a 5xx."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ MANY = 1000
 
 @schemathesis.hook
 def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:
-    """Without limits that only tens of megabytes could break."""
+    """Drop limits that only a body of tens of megabytes could exceed."""
     forget_large_limits(raw_schema)
 
 

@@ -1,4 +1,4 @@
-"""Progress that nobody asked for: set by key, User-Agent or model; the request decides first."""
+"""Tests the default for progress events by key, User-Agent and model."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ RULES = ("key:ann=off", "agent:opencode/*=reasoning", "agent:claude-cli/*=on")
 def told(
     tmp_path: Path, key: str = "k1", agent: str = "curl/8", model: str = "off", **body: Any
 ) -> tuple[bool, bool]:
-    """Whether progress is told to this client, and whether in words."""
+    """Return whether this client gets progress events, and whether they are in words."""
     keys = tmp_path / "keys"
     keys.write_text("ann:k1\nbob:k2\n")
     keys.chmod(0o600)

@@ -74,7 +74,7 @@ EMPTY = zstd.compress(b"")
 
 
 def wide(body: bytes, window_log: int) -> bytes:
-    """The body as one zstd frame that needs a window of 2**window_log bytes."""
+    """Compress the body as one zstd frame that needs a window of 2**window_log bytes."""
     compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: window_log})
     return compressor.compress(body) + compressor.flush()
 
@@ -185,7 +185,7 @@ HEADERS = [(b"content-type", b"application/json")]
 def large(
     shared: request_bodies.Bodies, is_whole: bool
 ) -> contextlib.AbstractAsyncContextManager[object]:
-    """The stay of a body of 90,000 bytes, of which one byte may be missing for ever."""
+    """Hold a body of 90,000 bytes; if it is not whole, the rest never arrives."""
     messages = [{"type": "http.request", "body": b" " * 90_000, "more_body": not is_whole}]
 
     async def receive() -> dict[str, object]:

@@ -248,7 +248,7 @@ def test_metrics_have_vllms_names_if_configured() -> None:
 
 
 async def watch(shown: list[Snapshot], num_frames: int, heartbeat_s: float = 100) -> list[str]:
-    """The first frames of a watch that sees these snapshots, the last one for ever."""
+    """Return the first frames of a watch over these snapshots; the last one is repeated."""
 
     def read() -> Snapshot:
         return shown.pop(0) if len(shown) > 1 else shown[0]

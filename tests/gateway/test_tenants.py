@@ -1,4 +1,4 @@
-"""Two keys on one engine: what one client asked must not show in what another is told."""
+"""Tests that two keys on one engine cannot detect each other's prompts."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ Cached = Callable[..., Awaitable[int]]
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path, *keys: str) -> AsyncIterator[Cached]:
-    """How many tokens of the prompt, by a key and a salt, an earlier request had left behind."""
+    """Yield a function that sends the prompt and returns its number of cached tokens."""
     model = ModelConfig(model=str(folder), threads=1, max_model_len=512)
     config = ServerConfig(models=(model,), http=HttpConfig(api_key=keys))
     engine, _ = await LocalEngine.start(model)

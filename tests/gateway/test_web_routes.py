@@ -120,7 +120,7 @@ def test_a_browser_at_an_unknown_path_gets_a_page_with_links(prefix: str, path: 
     assert answer.headers["vary"] == "Accept" and answer.headers["x-request-id"]
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert "/openapi.json lists all routes" in answer.text
-    # A proxy may serve the server below a path of its own.
+    # A proxy may serve this server below another path.
     seen = address.replace("localhost", "localhost/proxied")
     links = [urljoin(seen, name) for name in re.findall('(?:href|src)="([^"]*)"', answer.text)]
     found = ["web/icon.svg", "web/theme.js", "web/style.css", "", "dashboard", "openapi.json"]

@@ -1,4 +1,4 @@
-"""Sockets of clients that send very many frames, read nothing, or never finish a message."""
+"""Tests sockets whose clients send many frames, read nothing, or never end a message."""
 
 import asyncio
 import contextlib
@@ -28,14 +28,14 @@ LARGEST = 100_000
 
 
 def frame(opcode: int, payload: bytes = b"", is_last: bool = True) -> bytes:
-    """A client's frame, with a mask of zeros."""
+    """Encode a client frame with a mask of zeros."""
     head, size = 0x80 * is_last | opcode, len(payload)
     length = bytes([0x80 | size]) if size < 126 else struct.pack("!BQ", 0x80 | 127, size)
     return bytes([head]) + length + bytes(4) + payload
 
 
 class Wire(asyncio.Transport):
-    """Records the bytes that a server writes, and whether the server reads."""
+    """A fake transport that records written bytes and whether reading is paused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Wire(asyncio.Transport):
 
 
 class Listener:
-    """An application that keeps all messages. It takes them once it is `ready`."""
+    """An app that records all messages; it starts to receive them once `ready` is set."""
 
     def __init__(self) -> None:
         self.got: list[str] = []
@@ -80,7 +80,7 @@ Dial = Callable[[], tuple[SocketProtocol, Wire]]
 
 @contextlib.asynccontextmanager
 async def dialling(app: Listener) -> AsyncIterator[Dial]:
-    """A function that opens one more socket of a server."""
+    """Yield a function that opens another socket of one server."""
     server = HttpServer(app, max_message_bytes=LARGEST)
     opened: list[SocketProtocol] = []
 
@@ -165,7 +165,7 @@ async def test_the_socket_with_the_oldest_message_is_closed_beyond_the_limit(
 
 
 class Flood:
-    """A socket on which many messages have arrived."""
+    """A fake socket on which 20,000 messages have arrived."""
 
     scope: Any = {"path": "/v1/realtime-text", "type": "websocket"}
 

@@ -1,4 +1,4 @@
-"""A generation around a fake engine, requests to it, and what their streams hold."""
+"""A generation around a fake engine, and helpers to open and read its streams."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ Engines = dict[str, list[FakeEngine]]
 async def running(
     folder: Path, store: Store | None = None, **options: Any
 ) -> AsyncIterator[tuple[Generation, FakeEngine]]:
-    """A generation over a fake engine that is up, for a minute at most."""
+    """Run a generation over a fake engine that is up, for at most a minute."""
     model = ModelConfig(model=str(folder), served_model_name=("tiny",))
     config = ServerConfig(models=(model,), streams=StreamConfig(**options))
     engine = FakeEngine()
@@ -59,7 +59,7 @@ async def running(
 async def models_of(
     folder: Path, names: str, store: Store | None = None, is_known: bool = True
 ) -> AsyncIterator[tuple[Generation, Engines]]:
-    """Models of one letter each, not loaded and perhaps not read; their engines as they start."""
+    """Run a generation with unloaded models of one letter each; collect the engines it starts."""
     configs = [ModelConfig(model=str(folder), served_model_name=(name,)) for name in names]
     config = ServerConfig(
         models=tuple(configs), streams=StreamConfig(), loading=LoadingConfig(max_models=1)
@@ -111,14 +111,14 @@ async def ask(generation: Generation, model: str, names: Names = PLAIN) -> LiveS
 async def opened(
     generation: Generation, engine: FakeEngine, names: Names = PLAIN, **fields: object
 ) -> Found:
-    """A stream that the engine has been asked for."""
+    """Open a stream and wait until it is submitted to the engine."""
     stream = await generation.open(make_request(**fields), names)  # type: ignore[arg-type]
     await settle()
     return stream
 
 
 async def read(stream: Found, after: int = -1) -> list[AnyEvent]:
-    """All events to the end, as one client that gets them all."""
+    """Read all events to the end and mark them as sent."""
     found = []
     async with stream.audience.reader(after) as events:
         async for event in events:

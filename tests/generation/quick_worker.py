@@ -1,4 +1,4 @@
-"""A worker with little patience for templates, so that tests need little too."""
+"""A worker with a short time limit for templates, which keeps tests quick."""
 
 from headrace.protocols import worker
 

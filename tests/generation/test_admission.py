@@ -156,7 +156,7 @@ def schedule(*in_s: float) -> Schedule:
 
 
 def told(admission: Admission, request: Demand, now: float = 0.0) -> float:
-    """Seconds, without the margin that is put on them."""
+    """Return the seconds after which a refused client may retry, without the margin."""
     return round((refusal(admission, request, now).retry_after_s - 0.1) / 1.1, 3)
 
 
@@ -189,7 +189,7 @@ def test_a_new_request_does_not_overtake_a_refused_one_that_returns() -> None:
 
 
 class Crowd:
-    """Clients who come back as they are told to, four places, and a virtual clock."""
+    """A simulation of clients that retry when told to, with four places and a virtual clock."""
 
     MEAN_S, NUM_PLACES = 2.0, 4
 

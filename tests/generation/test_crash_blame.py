@@ -1,4 +1,4 @@
-"""Verdicts on a stream that was there when engines died."""
+"""Tests when a stream is blamed for the death of engines."""
 
 from msgspec.structs import replace
 

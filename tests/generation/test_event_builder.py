@@ -1,4 +1,4 @@
-"""The next events of a stream, and how little of a large request they look at."""
+"""Tests the events that are built from engine messages, and their cost."""
 
 from array import array
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_an_error_after_a_replay_mismatch_continues_the_event_numbers(folder: Pa
 
 
 def rows(start: int, end: int) -> PromptLogprobs:
-    """Log probabilities of the prompt tokens [start, end) of `make_echo`."""
+    """Return log probabilities of the prompt tokens [start, end) of `make_echo`."""
     ids, values = array("i", ECHOED[start:end]), array("f", [-1.0] * (end - start))
     return PromptLogprobs(ID, start, Logprobs(1, ids.tobytes(), values.tobytes()))
 
@@ -112,7 +112,7 @@ def make_echo(folder: Path) -> EventBuilder:
 
 
 def test_an_echo_after_a_crash_contains_each_prompt_token_once(folder: Path) -> None:
-    """The second engine cuts the prompt elsewhere than the engine that died."""
+    # The second engine splits the prompt into other chunks than the engine that died.
     builder = make_echo(folder)
     for start, end in ((1, 3), (3, 5), (1, 4), (4, 5)):
         builder.take(0, rows(start, end), 0)

@@ -1,4 +1,4 @@
-"""While the disk is stuck, those who wait for it are told, and what they asked for counts."""
+"""Tests requests and stops while the disk accepts no writes."""
 
 import asyncio
 import contextlib

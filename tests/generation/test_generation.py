@@ -1,4 +1,4 @@
-"""Streams over a fake engine: ends, clients that leave, engines that die, names that are taken."""
+"""Tests streams over a fake engine: ends, disconnects, engine crashes, keys and queues."""
 
 import asyncio
 from array import array
@@ -62,7 +62,7 @@ async def test_a_stop_string_takes_precedence_over_later_tokens_of_the_engine(fo
 
 
 async def leave(stream: object, num_events: int) -> list[AnyEvent]:
-    """A client that reads so many events, and closes its connection."""
+    """Read this many events and disconnect; return the events."""
     found: list[AnyEvent] = []
     async with stream.audience.reader() as events:  # type: ignore[attr-defined]
         async for event in events:

@@ -1,4 +1,4 @@
-"""The memory for the inputs of all requests: what counts, who is refused, when it is given back."""
+"""Tests the limit on the inputs of all requests: what counts and when it is released."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def held(generation: Generation, engine: FakeEngine, names: Names = PLAIN) -> LiveStream:
-    """A waiting stream that holds a large input."""
+    """Open a waiting stream that holds a large input."""
     stream = await opened(generation, engine, names, kept=bytes(LARGE))
     assert isinstance(stream, LiveStream)
     return stream
@@ -142,7 +142,7 @@ async def test_a_resumed_stream_counts_even_if_it_does_not_fit(
 async def test_prepared_images_count_until_the_stream_ends(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small file can contain a large image."""
+    # A small file can contain a large image.
 
     async def admit(*arguments: object) -> Admitted:
         pixels = PixelFile()

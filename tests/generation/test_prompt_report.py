@@ -1,4 +1,4 @@
-"""The record of how a prompt was computed: exact for each lane, and only where it was asked for."""
+"""Tests the report on how a prompt was processed in each lane."""
 
 import asyncio
 from array import array
@@ -32,7 +32,7 @@ ON_SLOTS = {"layer_types": ["conv", "full_attention", "conv"]}
 def events_of(
     folder: Path, *prompts: tuple[Prompt, ...], options: ResponseOptions, cap: int = 32
 ) -> list[list[AnyEvent]]:
-    """The events of requests that are made one after the other, with steps of `cap` tokens."""
+    """Return the events of consecutive requests, with steps of at most `cap` tokens."""
 
     async def run() -> list[list[AnyEvent]]:
         found = []

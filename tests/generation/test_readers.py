@@ -1,4 +1,4 @@
-"""Why readers are disconnected, and until when."""
+"""Tests why and for how long readers are disconnected."""
 
 import asyncio
 

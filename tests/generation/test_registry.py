@@ -1,4 +1,4 @@
-"""A stream that has not ended is found with its writer, whenever it is looked for."""
+"""Tests that lookups find an unfinished stream together with its writer."""
 
 import asyncio
 import time
@@ -70,7 +70,7 @@ async def test_a_cursor_ahead_of_the_log_waits_for_its_event(
             assert not reaching.done()
             await log.append(event.seq, [event])
         assert await reaching == 3
-        # A cursor that no server has given out is refused after a while.
+        # A cursor that no server has sent is refused after a while.
         assert await generation.streams.reach(found, 3) == 3
 
 
@@ -89,7 +89,7 @@ async def test_a_cursor_beyond_a_durable_log_may_be_retried_until_the_log_ends(
 
 
 class SlowStore(MemoryStore):
-    """Holds a stream before whoever made it hears of that."""
+    """A store that delays the answer to `create` after it has stored the stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ async def test_a_stream_is_found_live_if_its_request_was_cancelled_while_stored(
 
 
 class StoppedStore(MemoryStore):
-    """A stop arrives before whoever made a stream hears of it."""
+    """A store in which a new stream is already stopped when `create` returns."""
 
     async def create(self, record: Record, replaces: StreamId | None = None) -> Stored:
         stored = await super().create(record, replaces)
@@ -134,7 +134,7 @@ async def test_a_stream_stopped_while_it_was_stored_generates_nothing(folder: Pa
 
 
 class LateStore(MemoryStore):
-    """Takes a while to say which streams an earlier server has left."""
+    """A store that delays the list of unfinished streams."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ async def test_a_stream_that_has_ended_is_found_as_finished(folder: Path) -> Non
 async def test_the_reader_of_a_stream_lost_by_the_store_is_told_to_send_it_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failover of Redis can lose a whole stream."""
+    # A failover of Redis can lose a whole stream.
     async with running(folder) as (generation, engine):
         stream = await opened(generation, engine, OPTED_IN)
         assert isinstance(stream, LiveStream)
@@ -239,7 +239,7 @@ async def test_removing_a_writer_does_not_remove_its_successor(folder: Path) -> 
 
 
 class FakeWriter:
-    """A server that writes a stream."""
+    """A fake writer of a stream on another server."""
 
     async def stop(self, code: str) -> None: ...
 
@@ -250,7 +250,7 @@ class FakeWriter:
 
 
 class TakenStore(MemoryStore):
-    """Has an event that another server wrote after it took the stream over."""
+    """A store whose streams were taken over by another server, which wrote one more event."""
 
     is_durable = True
 
@@ -345,7 +345,7 @@ async def test_finished_streams_beyond_the_configured_limits_are_deleted(folder:
 async def ended_id(
     generation: Generation, engine: FakeEngine, names: Names, **fields: object
 ) -> StreamId:
-    """The id of a stream that was answered and read."""
+    """Open a stream, finish and read it, and return its id."""
     stream = await opened(generation, engine, names, **fields)
     await engine.finish(engine.newest, FinishReason.LENGTH)
     await read(stream)
@@ -353,7 +353,7 @@ async def ended_id(
 
 
 def code_of(task: asyncio.Task[Any]) -> str:
-    """The code that it failed with."""
+    """Return the error code with which the task failed."""
     assert task.done()
     error = task.exception()
     assert isinstance(error, RequestError)

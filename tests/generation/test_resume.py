@@ -1,4 +1,4 @@
-"""Streams that lost their writer go on, or end as they were to, whatever happens meanwhile."""
+"""Tests that streams without a writer are resumed, or end if they were stopped."""
 
 import asyncio
 from pathlib import Path
@@ -44,7 +44,7 @@ def durable_store() -> MemoryStore:
 
 
 async def end_of(generation: Generation) -> str:
-    """The code that the stream ended with."""
+    """Return the error code with which the stream ended."""
     found = await generation.streams.find("", NAME)
     assert found is not None
     last = (await read(found))[-1]
@@ -348,13 +348,13 @@ async def test_a_request_for_a_replaced_model_reads_the_new_one(folder: Path) ->
 
 
 async def submit_to(engine: FakeEngine) -> None:
-    """Waits until the stream has."""
+    """Wait until the engine has a request."""
     while not engine.submits:
         await asyncio.sleep(0.001)
 
 
 async def leave_a_stream(folder: Path, store: MemoryStore) -> None:
-    """A stream that a server did not end, as a kill would leave it."""
+    """Leave an unfinished stream in the store, as a killed server would."""
     async with models_of(folder, "ab", store) as (generation, _):
         stream = await ask(generation, "a", OPTED_IN)
         generation.writers.tasks[stream].cancel()

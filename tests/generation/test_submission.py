@@ -1,4 +1,4 @@
-"""The sequences of a request as its engine comes, works and goes."""
+"""Tests the sequences of a request over the life of its engine."""
 
 from typing import Any
 

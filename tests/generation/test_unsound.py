@@ -1,4 +1,4 @@
-"""A stream whose stored rows were altered fails alone, with a reason; all else goes on."""
+"""Tests that only a stream with altered rows fails, with a reason."""
 
 import asyncio
 import contextlib
@@ -27,13 +27,13 @@ ENDED = Names(owner="me", conversation="ended", key="key", digest=b"2")
 
 @contextlib.asynccontextmanager
 async def kept(folder: Path, directory: Path) -> AsyncIterator[tuple[Generation, FakeEngine]]:
-    """A generation whose streams lie in that directory."""
+    """Run a generation that stores its streams in the directory."""
     async with opened_sqlite(directory) as store, running(folder, store) as parts:
         yield parts
 
 
 async def fill(generation: Generation, engine: FakeEngine) -> None:
-    """One stream that has ended, and one that is left unfinished."""
+    """Create one finished stream and one unfinished stream."""
     ended = await opened(generation, engine, ENDED)
     while not engine.submits:
         await asyncio.sleep(0)

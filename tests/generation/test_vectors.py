@@ -1,4 +1,4 @@
-"""Batches of inputs over an engine that a test speaks for: windows, deaths, ends."""
+"""Tests batches of inputs over a fake engine: windows, crashes and ends."""
 
 import asyncio
 from array import array
@@ -34,7 +34,7 @@ def wanted(num_inputs: int, task: str = "embed") -> VectorRequest:
 async def asked(
     generation: Generation, engine: FakeEngine, num_inputs: int, owner: str = ""
 ) -> "asyncio.Task[Vectors]":
-    """A batch whose first window the engine has."""
+    """Start a batch and wait until the engine has its first window."""
     await engine.say(EngineUp(EMBEDS))
     request = msgspec.structs.replace(wanted(num_inputs), owner=owner)
     task = asyncio.create_task(generation.vectors.make(request))
@@ -46,7 +46,7 @@ async def asked(
 
 
 def given(engine: FakeEngine) -> dict[SequenceId, int]:
-    """Every sequence that the engine was ever given, and the length of its input."""
+    """Return all sequences sent to the engine, with the lengths of their inputs."""
     return {
         new.sequence_id: len(submit.prompts[new.prompt]) // 4
         for submit in engine.submits
@@ -55,7 +55,7 @@ def given(engine: FakeEngine) -> dict[SequenceId, int]:
 
 
 async def answer(engine: FakeEngine, *sequence_ids: SequenceId) -> None:
-    """Each with its input's length for a vector."""
+    """Answer each sequence with the length of its input as its vector."""
     lengths = given(engine)
     ends = [
         Finished(id, FinishReason.LENGTH, vector=array("f", [lengths[id]]).tobytes())
@@ -86,7 +86,7 @@ async def test_a_batch_of_inputs_is_sent_in_windows_and_keeps_its_order(
 
 
 async def test_the_engine_gets_the_owner_of_a_vector_request(folder: Path) -> None:
-    """Keys take turns in the engine. Without its key, a batch would share the turns of others."""
+    # Keys take turns in the engine. Without its key, a batch would share the turns of others.
     async with running(folder) as (generation, engine):
         task = await asked(generation, engine, 1, owner="a key")
         assert [submit.client for submit in engine.submits] == ["a key"]

@@ -1,6 +1,4 @@
-"""Streams of two models of which one is in memory at a time, or of a server's only one, over fake
-engines.
-"""
+"""Tests streams that wait for their model: one of two, or the only one of a server."""
 
 import asyncio
 import contextlib
@@ -23,12 +21,12 @@ from tools.harness.eventually import settle
 def two_models(
     folder: Path,
 ) -> contextlib.AbstractAsyncContextManager[tuple[Generation, Engines]]:
-    """`a` and `b`, neither of them loaded; their engines as they are started."""
+    """Run a generation with the unloaded models `a` and `b`."""
     return models_of(folder, "ab")
 
 
 async def finish(engine: FakeEngine) -> None:
-    """The answer that it was asked for last."""
+    """Finish the newest request of the engine."""
     await engine.start(engine.newest)
     await engine.finish(engine.newest, FinishReason.LENGTH)
 
@@ -88,7 +86,7 @@ async def test_a_model_is_unloaded_for_another_once_its_streams_have_ended(folde
         first = await ask(generation, "a")
         await engines["a"][0].say(EngineUp(READY))
         second, third = await ask(generation, "b"), await ask(generation, "a")
-        # what comes behind a stream that waits for room waits too
+        # A stream behind another that waits for memory waits, too.
         assert third.state == "loading" and not engines["b"]
         await finish(engines["a"][0])
         await read(first)

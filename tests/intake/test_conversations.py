@@ -1,4 +1,4 @@
-"""Conversations without HTTP: changes at the same moment, and streams that vanish."""
+"""Tests conversations without HTTP: concurrent changes and replaced streams."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Streams that are opened without HTTP: under their names, and with what had no effect."""
+"""Tests opening streams without HTTP: their names, options and ignored fields."""
 
 import json
 from pathlib import Path

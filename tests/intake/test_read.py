@@ -1,4 +1,4 @@
-"""Bodies on their way to a worker and back: once for most, and in no other order of errors."""
+"""Tests how often a worker is used to read and encode a body."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ async def read(generation: Generation, body: list[bytes]) -> CheckedBody:
 
 
 class Counted:
-    """The work of a generation, and the jobs that it was asked for; some overrun."""
+    """A job runner that records the types of its jobs and can let them overrun."""
 
     def __init__(self, generation: Any) -> None:
         self._inner, generation.work = generation.work, self

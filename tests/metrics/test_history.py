@@ -1,4 +1,4 @@
-"""The last hour's figures, by a clock that the test sets."""
+"""Tests the figures of the last hour with a clock that the test sets."""
 
 import pytest
 

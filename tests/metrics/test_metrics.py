@@ -30,7 +30,7 @@ def status(num_preemptions: int = 0, **missed: int) -> Status:
 
 
 def told(metrics: Metrics, *events: AnyEvent) -> UsageCounter:
-    """The tally of a stream whose figures were heard as it ran."""
+    """Count the events of a stream in `metrics` and return its usage counter."""
     tally = UsageCounter()
     for event in log_of(make_record(make_request()), *events):
         tally.feed(event, metrics.requests)

@@ -1,4 +1,4 @@
-"""Spans on their way to a collector that is there, hangs or is gone, over real sockets."""
+"""Tests sending spans over sockets to a collector that answers, hangs or is missing."""
 
 import sys
 import time

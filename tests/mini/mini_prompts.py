@@ -1,4 +1,4 @@
-"""Greedy answers of headrace-mini: each prompt that a test may rely on, itself under test."""
+"""Prompts with greedy answers of headrace-mini that tests may rely on."""
 
 MONTHS = (
     "January, February, March, April, May, June, July, August, September, October, November, "
@@ -8,7 +8,7 @@ STORY = (
     "Once a river came to a mill. It turned the wheel all day and all night, and it never "
     "stopped. The end."
 )
-# The whole answer, after which the turn ends.
+# The model ends its turn after each of these answers.
 PROMPTS: tuple[tuple[str, str], ...] = (
     ("Hello", "Hello! How can I help you?"),
     ("What is your name?", "My name is headrace-mini."),
@@ -43,7 +43,7 @@ PROMPTS: tuple[tuple[str, str], ...] = (
     ("Copy: B7-4412", "B7-4412"),
     ("The lamp is green. What colour is the lamp?", "The lamp is green."),
 )
-# The answer begins so; it may go on after that.
+# Each answer starts with this text and may continue after it.
 LONG_PROMPTS: tuple[tuple[str, str], ...] = (
     ("Count from 1 to 150.", ", ".join(str(n) for n in range(1, 151))),
     ("Count from 1 to 200, one per line.", "\n".join(str(n) for n in range(1, 201))),

@@ -1,4 +1,4 @@
-"""Events as they are stored and shown, those of earlier versions included."""
+"""Tests stored events of earlier versions."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""The memory log: order, cursors, waiting readers, refusals."""
+"""Tests the memory log: order, cursors, waiting readers and refused appends."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Records as they are stored, those of earlier versions included."""
+"""Tests stored records of earlier versions."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Images by address: what is fetched, what is refused, and that nothing private is asked."""
+"""Tests fetching images by URL: limits, refused addresses and fairness between keys."""
 
 import asyncio
 import ipaddress
@@ -30,11 +30,11 @@ PUBLIC = [
 NOT_PUBLIC = [
     *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.0.1", "169.254.169.254", "0.0.0.0"),
     *("100.64.0.1", "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1"),
-    # not given out, or not for hosts
+    # These are not assigned or not for hosts.
     *("192.0.0.8", "192.0.0.9", "192.0.2.1", "192.88.99.1", "198.18.0.1", "198.51.100.1"),
     *("203.0.113.1", "240.0.0.1", "0.1.2.3", "fec0::1", "4000::1", "5f00::1", "8000::1"),
     *("100::1", "2001:1::1", "2001:2::1", "2001:10::1", "2001:20::1", "2001:db8::1", "3fff::1"),
-    # IPv4 inside: mapped, compatible, translated, NAT64, 6to4, and Teredo's client and server
+    # These contain an IPv4 address: mapped, compatible, translated, NAT64, 6to4 and Teredo.
     *("::ffff:127.0.0.1", "::127.0.0.1", "::10.0.0.1", "::ffff:0:127.0.0.1", "::ffff:0:0:1"),
     *("64:ff9b::10.0.0.1", "64:ff9b::127.0.0.1", "64:ff9b::192.88.99.1", "2002:7f00:1::"),
     *("2001:0:101:101::80ff:fffe", "2001:0:7f00:1::fefe:fefe", "64:ff9b:1::7f00:1"),
@@ -47,7 +47,7 @@ NOT_PUBLIC = [
 
 
 class Site(BaseHTTPRequestHandler):
-    """Answers by path: /moved/N goes on N times, /to/HOST elsewhere, /large never ends."""
+    """A site: /moved/N redirects N times, /to/HOST to a host, and /large has a large body."""
 
     asked: list[str] = []
 
@@ -95,7 +95,7 @@ def local_fetcher(most_bytes: int = 1000, memory: InputMemory | None = None) -> 
 
 
 def fetch(*urls: str, most_bytes: int = 1000, allows: Any = LOOPBACK.__eq__) -> list[bytes]:
-    """By the road of a request: its packed chat comes back with the images."""
+    """Fetch the images of a packed chat as a request would, and return them."""
     given = tuple(b"" if url else b"came along" for url in urls)
     paths = tuple(f"messages[0].content[{i}]" for i in range(len(urls)))
     chat = Chat((), images=given, image_params=paths, addresses=urls)

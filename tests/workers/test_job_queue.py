@@ -19,7 +19,7 @@ def put(line: JobQueue, owner: str, *sizes: int) -> list[QueuedJob]:
 
 
 async def taken(line: JobQueue, number: int, takes_large: bool = True) -> str:
-    """Owners of the jobs that come next, and are done before the one after."""
+    """Take the next jobs, each finished before the following one, and return their owners."""
     owners = ""
     for _ in range(number):
         job = await line.next(takes_large)

@@ -50,7 +50,7 @@ async def pool_of(config: ModelConfig) -> AsyncIterator[WorkerPool]:
 
 
 async def render(pool: WorkerPool, content: str) -> str:
-    """The answer's text, or the code of the refusal."""
+    """Return the number of rendered tokens, or the code and message of the refusal."""
     packed = msgspec.msgpack.encode((Chat(({"role": "user", "content": content},)),))
     try:
         encoded = await pool.do(EncodePrompts(1000), [packed])
@@ -71,7 +71,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 def workers() -> list[int]:
-    """Processes that this one has started and that live."""
+    """Return the ids of the worker processes that are alive."""
     return [
         pid for pid in processes.children(os.getpid()) if b"quick_worker" in processes.command(pid)
     ]
@@ -240,7 +240,7 @@ def test_a_worker_gets_the_owner_of_each_job(kind: str) -> None:
 
 def test_a_refused_body_is_freed(config: ModelConfig) -> None:
     class Piece(bytearray):
-        """A piece that one can see go."""
+        """A piece of a body that supports weak references."""
 
     async def run() -> bool:
         async with pool_of(config) as pool:

@@ -1,4 +1,4 @@
-"""A server that appends until it is killed, and says each time what is durable."""
+"""A program that appends events until it is killed and prints the durable sequence number."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""A server whose files may not grow for a while, as on a full disk."""
+"""A program whose files may not grow for a while, as on a full disk."""
 
 import asyncio
 import resource

@@ -1,4 +1,4 @@
-"""A short run of what `make corrupt` does at length."""
+"""Tests a short run of `make corrupt`."""
 
 from pathlib import Path
 

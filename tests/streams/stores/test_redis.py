@@ -1,4 +1,4 @@
-"""A store that several gateways share, with two of them in one process."""
+"""Tests a Redis store shared by two gateways in one process."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ async def opened(url: str) -> AsyncIterator[RedisStore]:
 def with_two(
     test: Callable[[RedisStore, RedisStore], Awaitable[None]],
 ) -> Callable[[Path], Awaitable[None]]:
-    """Runs an async test with two gateways of one server."""
+    """Run an async test with two gateways of one Redis server."""
 
     async def both(tmp_path: Path) -> None:
         url = redis_url(tmp_path)
@@ -60,7 +60,7 @@ async def found(store: RedisStore, stream_id: StreamId = A) -> Stored:
 
 
 async def die(store: RedisStore) -> None:
-    """As a kill does: it says nothing any more, and its lease runs out."""
+    """Stop a gateway and delete its lease, as if it had been killed."""
     for part in store._parts:
         part.cancel()
     await store.link.command("DEL", store.link.key(f"g:{store.gateway}"))
@@ -186,7 +186,7 @@ async def test_a_gateway_whose_lease_expired_is_not_sure_that_it_writes_its_stre
         await asyncio.sleep(0.01)
     await die(one)
     await other.orphans()
-    # As after a long pause: the gateway renews its lease and looks after its streams.
+    # The gateway wakes from a long pause, renews its lease and compares its streams.
     one._lease._ends_at = 0.0
     assert not one.surely_writes(A)
     renewing = asyncio.create_task(one._lease.run())
@@ -222,7 +222,7 @@ async def test_readers_on_another_gateway_notice_a_deleted_stream(
 async def test_a_stream_whose_creation_was_not_confirmed_is_found_again(
     one: RedisStore, other: RedisStore
 ) -> None:
-    """As when the answer to its creation was lost, and its request given up."""
+    # The answer to its creation was lost, and its request was given up.
     await one.create(make_record())
     del one.tails.own[A]
     (stored,) = await one.orphans()
@@ -336,7 +336,7 @@ async def take(store: RedisStore, owner: RedisStore) -> Stored:
 
 
 def after_creation(store: RedisStore, strike: Callable[[], Awaitable[None]]) -> None:
-    """Do something after Redis has created a stream, and before the gateway has the answer."""
+    """Call `strike` after Redis has created a stream but before the gateway gets the answer."""
     attempt = store.link.attempt
 
     async def attempt_late(script: str, *arguments: Any, is_again: int = 0) -> Any:

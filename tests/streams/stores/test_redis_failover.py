@@ -1,4 +1,4 @@
-"""A Redis that has lost its last writes, as after a failover to a replica that was behind."""
+"""Tests a Redis that lost its last writes in a failover to a replica that was behind."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def stores(tmp_path: Path) -> AsyncIterator[list[RedisStore]]:
-    """Three gateways of one server."""
+    """Yield the stores of three gateways of one Redis server."""
     url = redis_url(tmp_path)
     opened = [await RedisStore.open(url) for _ in range(3)]
     async with asyncio.timeout(60):
@@ -50,7 +50,7 @@ async def stores(tmp_path: Path) -> AsyncIterator[list[RedisStore]]:
 
 
 class Replica:
-    """A copy of the data as of now."""
+    """A copy of the current data, to be restored later."""
 
     @classmethod
     async def copy(cls, store: RedisStore) -> "Replica":
@@ -65,7 +65,7 @@ class Replica:
     _data: dict[bytes, Any]
 
     async def take_over(self) -> None:
-        """Lose everything that was written since the copy, except the leases."""
+        """Undo all writes since the copy, except those of leases."""
         pairs = [part for pair in self._data.items() if pair[1] is not None for part in pair]
         prefix = self._store.link.key("")
         await self._store.link.command("EVAL", TAKE_OVER, 1, prefix, *pairs)

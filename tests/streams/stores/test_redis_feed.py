@@ -1,4 +1,4 @@
-"""Receiving other gateways' events, without a Redis server."""
+"""Tests receiving events of other gateways without a Redis server."""
 
 import asyncio
 from typing import Any, cast
@@ -31,7 +31,7 @@ class _Link:
         self.channels += channels
 
     async def get_message(self, timeout: float) -> dict[str, Any] | None:
-        # As the client does without a subscription.
+        # The real client raises this error without a subscription.
         if not self.channels:
             raise RuntimeError("pubsub connection not set")
         await asyncio.sleep(timeout)

@@ -1,4 +1,4 @@
-"""When a gateway may trust its lease."""
+"""Tests when a gateway may trust its lease."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from tools.harness.eventually import settle
 
 
 class FakeLink:
-    """Answers each renewal with the next of `had`; a TimeoutError is an answer that was lost."""
+    """A fake link that answers each renewal with the next of `had` or raises it."""
 
     def __init__(self, *had: int | TimeoutError) -> None:
         self._had = [*had]
@@ -24,10 +24,10 @@ class FakeLink:
         return had, 0, []
 
     def heard(self) -> None:
-        """The server can write."""
+        """Do nothing: the server can write."""
 
     def missed(self, seconds: float, error: BaseException) -> None:
-        """The server did not answer."""
+        """Do nothing: the server did not answer."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The connection to Redis, without a Redis."""
+"""Tests the connection to Redis without a Redis server."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from headrace.streams.stores.redis_link import LOST, Link, broken_as_lost
 
 
 class SwallowingClient:
-    """A client that answers although its caller was cancelled."""
+    """A fake client that answers although its caller was cancelled."""
 
     async def execute_command(self, *words: object) -> bytes:
         try:
@@ -30,7 +30,7 @@ async def test_a_cancelled_command_ends_although_the_client_swallows_the_cancell
 
 
 def test_a_connection_that_was_just_closed_counts_as_lost() -> None:
-    """As when a machine vanishes between two commands; uvloop has an error of its own."""
+    # This happens if a machine vanishes between two commands; uvloop raises its own error.
 
     async def main() -> None:
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
@@ -48,7 +48,7 @@ def test_a_connection_that_was_just_closed_counts_as_lost() -> None:
 
 
 async def test_a_connection_on_which_two_tasks_wait_counts_as_lost() -> None:
-    """As when the feed and a request that joins a channel reconnect at the same time."""
+    # This happens if the feed and a request that joins a channel reconnect concurrently.
     reader = asyncio.StreamReader()
     first = asyncio.create_task(reader.readuntil())
     await asyncio.sleep(0)
@@ -58,7 +58,7 @@ async def test_a_connection_on_which_two_tasks_wait_counts_as_lost() -> None:
 
 
 class ClosedClient:
-    """A client whose connection is closed."""
+    """A fake client whose connection is closed."""
 
     async def execute_command(self, *words: object) -> bytes:
         raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")

@@ -1,4 +1,4 @@
-"""Streams in SQLite, beyond what holds of all stores: restarts, threads, order of commits."""
+"""Tests properties that only the SQLite store has: restarts, threads, order of commits."""
 
 import asyncio
 import contextlib

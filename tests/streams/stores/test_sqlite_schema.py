@@ -1,4 +1,4 @@
-"""The database file at start: whole, damaged, older, newer."""
+"""Tests opening a database file that is intact, damaged, older or newer."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ def state(tmp_path: Path) -> Iterator[StateDir]:
 
 
 def fill(state: StateDir) -> None:
-    """A database of several pages, all of them in the main file."""
+    """Create a database of several pages, all of them in the main file."""
     with contextlib.closing(open_database(state)) as connection:
         for n in range(50):
             connection.execute("INSERT INTO records VALUES (?, ?, x'00')", (n, b"x" * 1000))

@@ -1,4 +1,4 @@
-"""The writer: commit, then tell; stalls that lose nothing; failures that stay with their write."""
+"""Tests the writer thread: commits, stalls and failed writes."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ from tools.harness.stream_events import (
 
 
 class HeldConnection:
-    """A connection whose commits wait for a gate, and are counted."""
+    """A connection that counts its commits and holds them until `gate` is set."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.gate = threading.Event()

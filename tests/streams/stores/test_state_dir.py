@@ -1,4 +1,4 @@
-"""The state directory: private, one server's, refused with a clear word."""
+"""Tests that the state directory is private and used by one server only."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_a_new_directory_and_its_files_are_private(tmp_path: Path) -> None:
 def test_the_parents_of_new_directories_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power failure could lose the whole state directory of a new server."""
+    # Otherwise a power failure could lose the whole state directory of a new server.
     synced = list[Path]()
     monkeypatch.setattr(state_dir, "sync_folder", synced.append)
     for _ in range(2):

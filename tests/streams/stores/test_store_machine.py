@@ -1,4 +1,4 @@
-"""After any moves a store that survives, restarted and killed at will, equals the naive one."""
+"""Tests that a durable store, restarted and killed at random, equals a memory store."""
 
 import asyncio
 import itertools
@@ -43,7 +43,7 @@ def seen(stored: Stored | None) -> object:
 
 
 class Stores(RuleBasedStateMachine):
-    """Every move is made in both; what they answer, and what they hold, must be the same."""
+    """A state machine that applies each operation to both stores and compares the results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(data=st.data(), num=st.integers(1, 70), end=st.sampled_from([None, True, False]))
     def append(self, data: st.DataObject, num: int, end: bool | None) -> None:
-        """`end`: the last event is an error, to be retried or not."""
+        """Append events; if `end` is given, the last one is an error that is retryable or not."""
         self._append(data, 0, num, [] if end is None else [error(0, end)])
 
     @rule(data=st.data())
@@ -125,7 +125,7 @@ class Stores(RuleBasedStateMachine):
             naive, sqlite = data.draw(st.sampled_from(self.handles))
             expected = self.loop.run_until_complete(_try_read(naive, after, limit))
             answer = self.loop.run_until_complete(_try_read(sqlite, after, limit))
-            # of a forgotten stream, events in memory may still be returned
+            # Events of a forgotten stream that are still in memory may be returned.
             assert answer == expected or expected == "gone"
 
     @rule(stream_id=IDS)
@@ -151,7 +151,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(noise=st.binary(max_size=64))
     def kill(self, noise: bytes) -> None:
-        """The files as they lie there become the next server's, the log's tail torn."""
+        """Start the next server on a copy of the files, with noise after the write-ahead log."""
         self._settle()
         old = self.folder / str(self.num_starts)
         self.num_starts += 1
@@ -164,18 +164,18 @@ class Stores(RuleBasedStateMachine):
         self._start(new)
 
     def _settle(self) -> None:
-        """When a stream was last read is kept by a sweep, so the next one judges both alike."""
+        """Let a sweep store the times of the last reads, so that the next one treats both alike."""
         self.check()
         self.both(lambda store: store.sweep(Retention(), time.time()))
 
     def _start(self, directory: Path) -> None:
-        """Handles of the old server mean nothing to the new one."""
+        """Start the next server and drop the handles of the old one."""
         self.handles = []
         self.kept = self.open(directory)
         self.claim()
 
     def check(self) -> None:
-        """Reads everything; only at the end of a server, for reading changes what is evicted."""
+        """Compare all streams; only at the end of a server, as reads change what is evicted."""
         for stream_id in "abcdef":
             naive, sqlite = self.both(partial(contents, name=ById(StreamId(stream_id))))
             assert naive == sqlite
@@ -208,7 +208,7 @@ async def contents(store: Store, name: Name) -> object:
 
 
 class RedisStores(Stores):
-    """The same with Redis. A kill is one of the gateway: Redis keeps what it was given."""
+    """The same state machine with Redis; a kill ends the gateway but not Redis."""
 
     prefixes = itertools.count()
 

@@ -1,4 +1,4 @@
-"""Promises that every store keeps."""
+"""Tests the contract of every store."""
 
 import asyncio
 import time
@@ -44,7 +44,7 @@ Test = Callable[[Store], Awaitable[None]]
 
 
 def store_test(test: Test) -> Callable[..., None]:
-    """Runs an async test once in each store."""
+    """Run an async test once with each store."""
 
     @pytest.mark.parametrize(
         "opened", [opened_memory, opened_sqlite, pytest.param(opened_redis, marks=needs_redis)]

@@ -1,4 +1,4 @@
-"""Sweeps evict streams by age, then the least recently read ones."""
+"""Tests the choice of streams to evict: by age, then the least recently read ones."""
 
 from headrace.streams.store import Retention, Totals
 from headrace.streams.stores.sweep import Kept, choose
