@@ -231,7 +231,7 @@ class Simulation:
     def _seconds(self, plan: StepPlan) -> tuple[float, tuple[float, ...]]:
         """Return how many seconds a step computes, and how many seconds each piece encodes."""
         computing = 0.01 + sum(
-            1e-6 * c.start + 2e-3 * c.length + 1e-8 * c.length * (2 * c.start + c.length)
+            1e-6 * c.start + 1e-3 * c.length + 1e-8 * c.length * (2 * c.start + c.length)
             for c in plan.chunks
         )
         encoding = []
