@@ -29,7 +29,7 @@ def compiled_kernels() -> set[str]:
 
 
 def forbid_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each use of a kernel fail from now on."""
+    """Fail the test if a kernel is used."""
 
     def never(kernel: Kernel) -> int:
         raise AssertionError("a kernel was compiled")

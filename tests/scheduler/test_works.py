@@ -1,4 +1,4 @@
-"""Tests the encoding of sources and images before their tokens, and spans."""
+"""Tests that sources and images are encoded before their tokens, and that spans stay whole."""
 
 from headrace_common.plan import (
     ATTEND,
