@@ -158,7 +158,7 @@ def ask(url: str | None, key: str, path: str = "/models", model: str = "") -> by
     from headrace.client.errors import Unreachable
     from headrace.client.http import (
         URL,
-        is_on_this_machine,
+        direct_transport,
         key_header,
         reason_of,
         to_address,
@@ -169,9 +169,7 @@ def ask(url: str | None, key: str, path: str = "/models", model: str = "") -> by
     method, body = ("POST", {"model": model}) if model else ("GET", None)
     sent = httpx.Request(method, address + path, headers=key_header(key), json=body)
     try:
-        # With a transport, httpx uses no proxy of the environment.
-        transport = httpx.HTTPTransport() if is_on_this_machine(address) else None
-        with httpx.Client(timeout=_TIMEOUT_S, transport=transport) as client:
+        with httpx.Client(timeout=_TIMEOUT_S, transport=direct_transport(address)) as client:
             answer = client.send(sent)
     except httpx.TransportError as error:
         raise Unreachable(

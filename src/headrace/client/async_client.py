@@ -27,9 +27,9 @@ from headrace.client.http import (
     TIMEOUT,
     URL,
     OnTrouble,
+    async_direct_transport,
     bear,
     closed,
-    is_on_this_machine,
     key_header,
     reason_of,
     to_address,
@@ -71,8 +71,7 @@ class AsyncClient:
             base_url=self.url,
             headers=headers,
             timeout=TIMEOUT,
-            # With a transport, httpx uses no proxy of the environment.
-            transport=httpx.AsyncHTTPTransport() if is_on_this_machine(self.url) else None,
+            transport=async_direct_transport(self.url),
         )
         self._patience_s = to_patience(patience_s)
         self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()

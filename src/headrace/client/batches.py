@@ -13,7 +13,7 @@ from headrace.client.errors import Refused, Unreachable
 from headrace.client.http import (
     LOST,
     TIMEOUT,
-    is_on_this_machine,
+    direct_transport,
     key_header,
     reason_of,
     to_address,
@@ -43,8 +43,7 @@ class BatchClient:
             base_url=address,
             headers=key_header(api_key),
             timeout=TIMEOUT,
-            # With a transport, httpx uses no proxy of the environment.
-            transport=httpx.HTTPTransport() if is_on_this_machine(address) else None,
+            transport=direct_transport(address),
         )
         self._on_trouble = on_trouble
 

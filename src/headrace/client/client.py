@@ -32,7 +32,7 @@ from headrace.client.http import (
     OnTrouble,
     bear,
     closed,
-    is_on_this_machine,
+    direct_transport,
     key_header,
     reason_of,
     to_address,
@@ -74,8 +74,7 @@ class Client:
             base_url=self.url,
             headers=headers,
             timeout=TIMEOUT,
-            # With a transport, httpx uses no proxy of the environment.
-            transport=httpx.HTTPTransport() if is_on_this_machine(self.url) else None,
+            transport=direct_transport(self.url),
         )
         self._patience_s = to_patience(patience_s)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()

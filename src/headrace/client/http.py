@@ -57,9 +57,14 @@ def to_address(url: str) -> str:
     return address
 
 
-def is_on_this_machine(address: str) -> bool:
-    """Return whether the server runs on this machine. A proxy would not reach this machine."""
-    return is_loopback(httpx.URL(address).host)
+def direct_transport(address: str) -> httpx.HTTPTransport | None:
+    """Return a transport for a server on this machine, so that httpx uses no proxy."""
+    return httpx.HTTPTransport() if is_loopback(httpx.URL(address).host) else None
+
+
+def async_direct_transport(address: str) -> httpx.AsyncHTTPTransport | None:
+    """Return such a transport for an AsyncClient."""
+    return httpx.AsyncHTTPTransport() if is_loopback(httpx.URL(address).host) else None
 
 
 def key_header(api_key: str | None) -> dict[str, str]:

@@ -170,8 +170,9 @@ class Planner:
         have to be committed first.
         """
         while not (first.is_background or self._can_start(first)) and self._table.running:
-            victim, surplus = self._table.newest_of_largest_client(first.client)
-            if not victim.is_background and not (is_starved and surplus >= 2):
+            victim, num_running = self._table.next_to_preempt(), self._table.num_running_by_client()
+            has_surplus = num_running[victim.client] >= num_running[first.client] + 2
+            if not victim.is_background and not (is_starved and has_surplus):
                 break
             if not can_preempt:
                 return False
@@ -358,7 +359,7 @@ class Planner:
         while len(growing) > memory.num_available:
             if not can_preempt:
                 return False
-            victim, _ = self._table.newest_of_largest_client()
+            victim = self._table.next_to_preempt()
             self._preempt(victim)
             growing = [s for s in growing if s is not victim]
         for sequence in growing:

@@ -264,7 +264,7 @@ class SequenceTable:
         """
         if not self.waiting.num_waiting:
             return None
-        num_running = Counter(s.client for s in self.running)
+        num_running = self.num_running_by_client()
         most = max(num_running.values(), default=0)
         starved = [
             head
@@ -275,19 +275,21 @@ class SequenceTable:
         ]
         return min(starved, key=lambda s: (num_running[s.client], s.key), default=None)
 
-    def newest_of_largest_client(self, other: str = "") -> tuple[Sequence, int]:
-        """Return the sequence to preempt, and how many more its client runs than client `other`.
+    def num_running_by_client(self) -> Counter[str]:
+        return Counter(sequence.client for sequence in self.running)
 
-        This is a background sequence, or else the newest sequence of the client that runs most
-        sequences. If clients run the same number, it is the newest of all. So the oldest sequence
-        keeps its memory until it ends.
+    def next_to_preempt(self) -> Sequence:
+        """Return the last background sequence, or the newest sequence of the busiest client.
+
+        The busiest client runs most sequences. If several clients run the same number, return the
+        newest of their sequences. So the oldest sequence keeps its memory until it ends.
         """
-        num_running = Counter(s.client for s in self.running)
+        last = self.running[-1]
+        if last.is_background:
+            return last
+        num_running = self.num_running_by_client()
         most = max(num_running.values())
-        victim = self.running[-1]
-        if not victim.is_background:
-            victim = next(s for s in reversed(self.running) if num_running[s.client] == most)
-        return victim, num_running[victim.client] - num_running[other]
+        return next(s for s in reversed(self.running) if num_running[s.client] == most)
 
     def match(self, sequence: Sequence) -> Match:
         """Return the cached prefix that the sequence could reuse if it started now."""
