@@ -205,7 +205,7 @@ def refuse_short_context(client: LaunchClient, model: Model) -> None:
 
 
 def refuse_short_files(client: LaunchClient, name: str) -> None:
-    """Do the same before the model loads. Checks nothing if it is not on this machine yet."""
+    """Refuse a model on this machine before it is loaded, for the same reason."""
     settings = load({"model": name}, os.environ, None).models[0]
     if (folder := find_here(name, settings.revision, settings.mmproj)) is None:
         return
